@@ -1,15 +1,15 @@
 """Accuracy of models that members train asynchronously, compared with one process.
 
     make bench NAME=accuracy
-    .venv/bin/python bench/accuracy.py digits 1      # one task, so many seeds
+    .venv/bin/python bench/accuracy.py digits 1      # one task, number of seeds
 
 Real processes on one machine: etcd, a coordinator, two parameter servers, 1, 4 or 8 workers. The
 workers share the samples, batch and learning-rate schedule of the one process of plain torch. See
 training/accuracy_tasks.py for the tasks. Medians over the seeds, in
 bench/results/accuracy_{task}.json:
 
-- `accuracy_{task}_{mode}_{workers}`: percent of the held-out samples that are told right after the
-  last of all updates;
+- `accuracy_{task}_{mode}_{workers}`: percent of the held-out samples that are classified
+  correctly after the last update;
 - `loss_{task}_{mode}_{workers}`: their mean loss, in nats;
 - `staleness_{task}_{mode}_{workers}`: mean staleness of a push of parameters, in updates of others.
 
@@ -42,7 +42,7 @@ BAR_POINTS = 0.5
 
 @dataclass(kw_only=True)
 class Cell:
-    """A task, a mode and a number of workers, and what came out: one of each for a seed."""
+    """Results of one task, mode and number of workers: an entry in each list for each seed."""
 
     task: str
     mode: str
@@ -105,7 +105,8 @@ def workers() -> ProcessPoolExecutor:
 
 
 def measure(task: str, seeds: int, pool: ProcessPoolExecutor, coordinator: str) -> list[str]:
-    """Publish a task's rows, with each seed anew; the cells in which `dc_asgd` misses the bar."""
+    """Publish a task's rows, again after each seed; return the names of the cells in which
+    `dc_asgd` is more than BAR_POINTS below one process."""
     alone = Cell(task=task, mode="alone", num_workers=1)
     cells = [Cell(task=task, mode=m, num_workers=n) for m in STRATEGIES for n in NUM_WORKERS]
     for seed in range(seeds):
@@ -131,7 +132,7 @@ def main() -> None:
             seeds = int(sys.argv[2]) if len(sys.argv) > 2 else TASKS[task].num_seeds
             missed += measure(task, seeds, pool, coordinator)
     bar = f"the bar: dc_asgd within {BAR_POINTS} point of one process in every cell"
-    print(f"missed {bar}; not so {', '.join(missed)}" if missed else f"met {bar}")
+    print(f"missed {bar}: {', '.join(missed)}" if missed else f"met {bar}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ RIGHT = re.compile(r"([0-9.]+)% right")
 
 
 def accuracy(strategy: str, num_workers: int) -> float:
-    """The lowest of the workers' shares of digits told right, 0 to 1, of one run."""
+    """The lowest share of digits, 0 to 1, that a worker classified correctly in one run."""
     command = [sys.executable, "-m", "shoal_client", "run", "-n", str(num_workers)]
     done = subprocess.run(
         [*command, str(SCRIPT), strategy],

@@ -3,14 +3,14 @@
     .venv/bin/python bench/async_trace.py --trace FILE --speed 60 --record
     .venv/bin/python bench/async_trace.py --mtbf 10 --seconds 100 --seed 1 --record
 
-The changes are those of bench/trace.py, with the same options; the parameter servers are among what
-is not lost. Each sample adds 1 to a weight of its own, so the weights at the end say how often each
-was trained on, and each worker writes down the samples of every push that was acknowledged.
+The changes are those of bench/trace.py, with the same options; no parameter server is lost. Each
+sample adds 1 to a weight of its own, so the final weights show how often each sample was trained
+on. Each worker logs the samples of every acknowledged push.
 
-`pushes` counts these. `samples_lost` is what was written down and is not in the weights;
-`samples_unlogged` what is in the weights and was not written down: at most one push of each lost
-machine, which was killed between the acknowledgement and its line. More would be a push that was
-applied twice, and ends the bench. `longest_pause_s` is the longest time without any push.
+`pushes`: logged pushes. `samples_lost`: samples that were logged and are not in the weights.
+`samples_unlogged`: samples that are in the weights and were not logged, at most one push of each
+lost machine, which was killed after the acknowledgement and before its line. More would be a push
+that was applied twice, and ends the bench. `longest_pause_s`: longest time without any push.
 """
 
 import argparse
@@ -45,10 +45,10 @@ class Counted:
 
 
 def counted(weights: Iterable[Tensor], logs: Iterable[Sequence[str]]) -> Counted:
-    """Compare the weights that each worker left, of which the newest count, with all logs.
+    """Compare the newest of the weights that workers wrote with all logs.
 
-    A weight only grows, so the largest is the newest. The last line of a log may be half a line,
-    of a worker that was killed.
+    A weight only grows, so its largest value is the newest. The last line of a killed worker's log
+    may be cut off.
     """
     newest = torch.stack(list(weights)).amax(0).long()
     written = torch.zeros_like(newest)
@@ -97,7 +97,7 @@ def replay(
 
 
 def await_weights(directory: Path, num_workers: int) -> None:
-    """Return once every worker that is there has left its weights."""
+    """Return once every worker has written its weights. Raises NotTraining after END_S."""
     give_up_s = time.monotonic() + END_S
     while len(list(directory.glob("weights-*.pt"))) < num_workers:
         if time.monotonic() > give_up_s:

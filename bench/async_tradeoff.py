@@ -4,18 +4,18 @@
     .venv/bin/python bench/async_tradeoff.py --runs 1 --workers 1 3 --codecs int8
 
 A small convolutional network learns scikit-learn's digits under `shoal run`, ten epochs in batches
-of 32 at a rate of 0.05 and a momentum of 0.9, with 1 to 8 workers of one thread each, by what is
-done about staleness; and with three workers by each compression of gradients. One worker is what
-one process reaches. All workers share this machine.
+of 32 at a rate of 0.05 and a momentum of 0.9, with 1 to 8 workers of one thread each, for each
+treatment of staleness; and with three workers for each compression of gradients. One worker gives
+the result of one process. All workers share this machine.
 
-`async_right_{policy}_{n}`: share of 360 digits told right that nobody trained on.
+`async_right_{policy}_{n}`: share of 360 held-out digits that are classified correctly.
 `async_staleness_{policy}_{n}`: mean updates of others between a worker's pull and its push.
 `async_steps_{policy}_{n}`: steps a second, of all workers together.
-`async_right_{codec}_3_workers`: with compressed gradients, beside those that are not.
+`async_right_{codec}_3_workers`: the same with compressed gradients, beside uncompressed ones.
 
 With `--in-turns`, workers are objects in this process that push in turns to a parameter server:
-the staleness is exactly the number of the others, whatever else the machine does, and nothing is
-said of throughput.
+the staleness is exactly the number of other workers, whatever else the machine does, and throughput
+is not measured.
 
     .venv/bin/python bench/async_tradeoff.py --in-turns
     .venv/bin/python bench/async_tradeoff_plot.py    # writes docs/async-tradeoff.svg from it
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-# Servers without a cluster around them are those of the tests.
+# Parameter servers without a cluster are part of the tests' support code.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import torch

@@ -84,7 +84,7 @@ def drawn(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
     fastest = max(value for values in found["steps"].values() for value in values.values())
     ceiling = -(-fastest // 50) * 50 or 50
     panels: list[Callable[[], str]] = [
-        lambda: panel("told right of what is new", series("right"), 1.0, "%"),
+        lambda: panel("held-out digits classified correctly", series("right"), 1.0, "%"),
         lambda: panel("steps a second, all workers", series("steps"), ceiling, ""),
     ]
     if not fastest:

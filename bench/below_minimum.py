@@ -4,12 +4,12 @@
     .venv/bin/python bench/below_minimum.py --seconds 600 ddp fsdp pipeline    # at the same time
 
 For each strategy, two `shoal run -n 1 --min 2` train one job, at default time limits. One worker is
-killed, and its launcher ends. The other one waits, and the coordinator says what for; after the
-given time a third launcher is started. `below_minimum_wait_STRATEGY` is how long the survivor has
-waited, in the same process; `below_minimum_resume_STRATEGY` goes from the start of the third
-launcher, Python's and torch's imports included, to the first step of both;
-`below_minimum_exactness_STRATEGY` is the largest absolute difference of the final weights from
-those of one process.
+killed, and its launcher ends. The other worker waits, and the coordinator shows the reason; after
+the given time a third launcher is started. `below_minimum_wait_STRATEGY`: time for which the
+survivor has waited, in the same process. `below_minimum_resume_STRATEGY`: time from the start of
+the third launcher, Python's and torch's imports included, to the first step of both workers.
+`below_minimum_exactness_STRATEGY`: largest absolute difference of the final weights from those of
+one process.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class FewJob:
         )
 
     def lose_one(self) -> None:
-        """Kill one of two that train; return when the other one waits."""
+        """Kill one of the two workers; return once the other one waits. Raises Stuck."""
         self._await_both(STEPS_BEFORE, without=0)
         self._victim, self.survivor = self.job.steps.training(2, STEPS_BEFORE)
         os.kill(self._victim, signal.SIGKILL)
@@ -66,7 +66,7 @@ class FewJob:
         self._began_s = time.monotonic()
 
     def is_waiting(self) -> bool:
-        """True if the survivor is the only member, and the coordinator says what it waits for."""
+        """True if the survivor is the only member, and waits for WAITS_FOR."""
         members = httpx.get(self._members_url, trust_env=False).raise_for_status().json()
         shown = [each["member"] for each in members]
         return [each["waiting_for"] for each in shown] == [WAITS_FOR] and (
@@ -74,7 +74,7 @@ class FewJob:
         )
 
     def go_on(self) -> list[Row]:
-        """Start a replacement, and end the job once both have trained."""
+        """Start a replacement, end the job once both have trained, and return the figures."""
         waited_s, started_s = time.monotonic() - self._began_s, time.monotonic()
         self.job.launch(1, max_restarts=0)
         self._await_both(1, without=self._victim)

@@ -1,20 +1,20 @@
-"""Twenty programs as their authors write them, and the same with Shoal, under three kills each.
+"""Twenty programs as their authors write them, and the same with Shoal, with three kills each.
 
     make bench NAME=compat
     .venv/bin/python bench/compat.py gpt gan    # some of them
 
-A program of compat_programs/plain trains in one process. That of the same name in
+A program of compat_programs/plain trains in one process. The program of the same name in
 compat_programs/shoal trains under `shoal run` with three workers, of which at least two have to be
-there: one is killed, then one of those that went on, and one more once training goes on with those
-that were started again. `compat_exact` is how many end with the plain program's weights, within the
-tolerance that is stated here: in float64, which they are run in without a change to them. What
-torch.compile puts before the names of weights is left out.
+present: one is killed, and twice another one as soon as two or more train in a later generation.
+`compat_exact`: number of programs that end with the plain program's weights, within TOLERANCES, in
+float64, in which they run unchanged. The prefix of torch.compile in the names of weights is
+ignored.
 
-In float64 autocast does nothing. So "gpt" runs once more as it stands, with bfloat16: there
-`compat_difference_gpt_bf16` may be no more than twice as large as what the plain program makes of
-the same batches in other micro-batches, in the same run (beside it, as peer).
-`compat_lines_changed` is the most lines changed in any of them, without indentation and empty
-lines: of each place that differs, the longer side.
+In float64 autocast does nothing. So "gpt" runs once more as written, with bfloat16: there
+`compat_difference_gpt_bf16` may be at most twice the difference that the plain program shows
+between several splits of its batches into micro-batches, in the same run (beside it, as peer).
+`compat_lines_changed`: most lines changed in any program, without indentation and empty lines;
+where the two differ, the longer side counts.
 """
 
 import difflib
@@ -63,15 +63,14 @@ TOLERANCES: Mapping[str, float] = {
     "muon": EXACT,
     "complex_weights": EXACT,
 }
-"""The largest absolute difference of a weight."""
+"""Maximum absolute difference of a weight, by program."""
 FULL, AS_WRITTEN = "float64", "float32"
-"""What programs compute with. In float64 a difference is a fault: in float32 training itself makes
-millions of times more of a rounding (6e-3 in 360 steps of AdamW, 1e-2 in 120 of a ResNet)."""
+"""Dtypes in which programs run. In float64 a difference is a fault; in float32 training amplifies a
+rounding error millions of times (6e-3 in 360 steps of AdamW, 1e-2 in 120 of a ResNet)."""
 AUTOCAST: Mapping[str, tuple[str, Sequence[str]]] = {
     "gpt": ("= 8, 4, 2", ("= 4, 8, 2", "= 2, 16, 2", "= 16, 2, 2"))
 }
-"""Programs that say themselves what is computed in 16 bits: how they cut a batch, and other ways to
-cut the same."""
+"""Programs that use autocast: their split of a batch into micro-batches, and other splits of it."""
 NUM_WORKERS, NUM_KILLS, MIN_STEPS = 3, 3, 3
 TIMES_PLAIN = 2
 COMPILED = "_orig_mod."
@@ -87,9 +86,9 @@ class Compared:
     difference: float
     """In float64."""
     in_16_bits: float = 0.0
-    """As the program stands, if it says itself what is computed in 16 bits."""
+    """As written, if the program uses autocast."""
     plain_in_16_bits: float = 0.0
-    """The plain program's from itself."""
+    """Of the plain program from itself, with other splits of batches."""
 
     @property
     def is_exact(self) -> bool:
@@ -119,7 +118,7 @@ class Compared:
 
 
 class Unfinished(Exception):
-    """A program that did not come to its end, or came to it before it was struck."""
+    """Raised if a program fails, does not end, or ends before its last kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +142,13 @@ class StruckProgram:
         self.weights = directory / "shoal.pt"
 
     def run(self, num_kills: int) -> None:
-        """Raises Unfinished."""
+        """Train, with this number of kills. Raises Unfinished."""
         give_up_s = time.monotonic() + LIMIT_S
         with Supervisor(grace_s=2.0) as supervisor:
             launcher = supervisor.spawn(self._command())
             last = Training(generation=0, step=0, pids=())
             for number in range(num_kills):
-                # The second hits those that have just gone on: with fewer than two, the job waits.
+                # The second kill may hit a survivor early: two workers suffice to continue.
                 size = NUM_WORKERS if number == 0 else 2
                 last = self._await(launcher, last, size, give_up_s)
                 os.kill(self._random.choice(last.pids), signal.SIGKILL)
@@ -157,12 +156,13 @@ class StruckProgram:
                 raise Unfinished(f"failed: {self._log()}")
 
     def _await(self, launcher: Process, last: Training, size: int, give_up_s: float) -> Training:
-        """Wait until so many members have committed steps in a later generation."""
+        """Wait until `size` members have committed MIN_STEPS steps in a later generation. Raises
+        Unfinished."""
         began: dict[int, int] = {}
         with httpx.Client(base_url=self._cluster.http_url, trust_env=False, timeout=10) as client:
             while time.monotonic() < give_up_s:
                 if launcher.exit_code is not None:
-                    raise Unfinished(f"ended before it was struck: {self._log()}")
+                    raise Unfinished(f"ended before its last kill: {self._log()}")
                 now = self._now(client)
                 if now is not None and now.generation > last.generation and len(now.pids) >= size:
                     first = began.setdefault(now.generation, now.step)
@@ -225,7 +225,7 @@ def rounding(directory: Path, name: str) -> float:
     found = [expected]
     for number, other in enumerate(others):
         source = script.read_text()
-        assert source.count(cut) == 1, f"{script} does not say {cut!r} once"
+        assert source.count(cut) == 1, f"{script} does not have {cut!r} once"
         place = directory / str(number)
         place.mkdir()
         (place / script.name).write_text(source.replace(cut, other))
@@ -254,7 +254,7 @@ def load(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def largest(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
-    """Difference of a weight. Raises Unfinished."""
+    """The largest difference of a weight. Raises Unfinished if the names differ."""
     if expected.keys() != found.keys():
         raise Unfinished(f"other weights: {sorted(expected.keys() ^ found.keys())}")
     pairs = [(as_double(expected[key]), as_double(found[key])) for key in expected]
@@ -280,7 +280,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Run programs. Figures are written if all ran, printed if some did. Exits with 1 if one is not
+    """Run the named programs, or all, whose figures are then published. Exits with 1 if one is not
     exact."""
     names = sys.argv[1:] or list(TOLERANCES)
     if unknown := sorted(set(names) - set(TOLERANCES)):
@@ -306,7 +306,7 @@ def main() -> None:
 
 
 def compare(cluster: LocalCluster, place: Path, name: str) -> Compared:
-    """Raises Unfinished."""
+    """Compare a program's weights with the plain program's. Raises Unfinished."""
     place.mkdir()
     exactly = difference(cluster, place / FULL, name, FULL, NUM_KILLS)
     if name not in AUTOCAST:

@@ -1,4 +1,4 @@
-"""Runs one of the programs of compat.py in the precision that it names, without a change to it.
+"""Runs a program of compat.py in the given dtype, without a change to the program.
 
 compat_driver.py float64 compat_programs/plain/resnet.py weights.pt
 """

@@ -8,10 +8,11 @@ Four ranks, each in a network namespace of its own, joined by a bridge; every li
 Mb/s in both directions. They train an MLP of 4.5 MB on scikit-learn's digits by torch's DDP over
 Gloo, with Shoal's hook and default options. Needs root, `ip` and `tc`.
 
-`compression_speedup_{name}`: how many times sooner than without compression the training loss,
-averaged over the ranks and smoothed over ten steps, falls under 0.1. `compression_accuracy_drop_
-{name}`: by how many points fewer of the held-out images are told right after the same number of
-steps. Means of all runs. What Shoal counts as sent is printed beside what the kernel counted.
+`compression_speedup_{name}`: time without compression over the time with it, until the training
+loss, averaged over the ranks and smoothed over ten steps, falls below 0.1.
+`compression_accuracy_drop_{name}`: points of accuracy on held-out images that are lost after the
+same number of steps. Means of all runs. Shoal's count of sent bytes is printed beside the
+kernel's.
 """
 
 import json
@@ -41,7 +42,7 @@ SCRIPT = Path(__file__).parent / "training" / "on_shaped_link.py"
 
 
 class Failed(RuntimeError):
-    """A rank ended with an error, or a training did not come to the loss."""
+    """A rank ended with an error, or a training did not reach the loss."""
 
 
 def train_all(links: ShapedLinks, directory: Path, num_runs: int) -> list[list[Training]]:
@@ -64,7 +65,7 @@ def train_all(links: ShapedLinks, directory: Path, num_runs: int) -> list[list[T
             process = subprocess.Popen(
                 [*command, json.dumps(vars(part))], stdout=subprocess.PIPE, text=True
             )
-            # The last to be called: whatever happens, nobody is left behind.
+            # Called in reverse order at the end of the block, so that no process is left behind.
             stack.callback(process.wait)
             stack.callback(process.kill)
             ranks.append(process)
@@ -123,7 +124,7 @@ def rows_of(every: Sequence[Sequence[Training]]) -> list[Row]:
 
 
 def main() -> None:
-    # So that namespaces and ranks go too.
+    # So that a SIGTERM ends namespaces and ranks too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_RUNS
     with (

@@ -3,18 +3,18 @@
     make bench NAME=data
     .venv/bin/python bench/data.py 12    # pairs of blocks instead of the default
 
-One rank under "ddp" and one of plain DistributedDataParallel, two processes that load for each, the
-same data set of single samples that are changed at random; the session also seeds each sample, as
-it does by default. Both live throughout and take blocks of 60 steps by turns (training/turns.py);
-the median of the ratios counts. What was loaded ahead while the other had its turn is used up
-before a block is timed.
+One rank under "ddp" and one of plain DistributedDataParallel, each with two loading processes and
+the same data set of single samples, which are augmented at random; the session also seeds each
+sample, as it does by default. Both systems run all the time and take blocks of 60 steps in turns
+(training/turns.py); the figure is the median of the ratios. Batches that were loaded during a block
+of the other system are used up before a block is timed.
 
-- `data_overhead`: mean seconds a step, session over DataLoader, where loading takes longer than
-  the step: 16 samples of 2 ms each for two processes, beside a wait of 4 ms as for a device. The
-  mean, as each process brings batches in bursts.
+- `data_overhead`: mean time of a step, session over DataLoader, where loading takes longer than the
+  step: 16 samples of 2 ms each for two processes, and a pause of 4 ms as for a device. It is the
+  mean because the processes deliver batches in bursts.
 - `data_overhead_hidden`: the same where the step takes longer (30 ms), so that loading should not
   be seen at all.
-- `data_step_cpu`: what the trainer itself computes for a step, which other work on the machine
+- `data_step_cpu`: CPU time of the trainer itself for a step, which other work on the machine
   changes little.
 """
 
@@ -30,7 +30,7 @@ from training.turns import BlockPlan, Ranks, compare
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 PAIRS, SKIPPED, TIMED = 12, 12, 60
-"""More are skipped than are loaded ahead."""
+"""Pairs of blocks; steps skipped and timed in each: more are skipped than are loaded ahead."""
 LOADS = {"data_overhead": (2.0, 4.0), "data_overhead_hidden": (1.0, 30.0)}
 """Milliseconds that a sample takes, and that each step waits."""
 SCRIPT = Path(__file__).parent / "training" / "on_data.py"

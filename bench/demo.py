@@ -1,4 +1,4 @@
-"""The main job's figures: `shoal demo` several times, medians in bench/results/demo.json.
+"""Figures of `shoal demo`, run several times: medians in bench/results/demo.json.
 
     make bench NAME=demo            # 3 runs
     .venv/bin/python bench/demo.py 5

@@ -3,11 +3,11 @@
     make bench NAME=exactness
     .venv/bin/python bench/exactness.py 20 ddp fsdp    # faults, strategies
 
-Three to five workers under `shoal run`, which starts whoever is killed or fenced anew, train one
-whose output shares the embedding's weight, with a schedule of learning rates. Each fault is drawn
-once all of them train again: a kill, a halt (SIGSTOP until the others have gone on without it), a
-drain, or a join. `elastic_exactness_STRATEGY` is the largest absolute difference over all weights;
-`elastic_steps_STRATEGY` is how many steps that was, `elastic_faults_STRATEGY` how many faults.
+Three to five workers under `shoal run`, which restarts killed and fenced workers, train a model
+whose output layer shares the embedding's weight, with a schedule of learning rates. Each fault is
+drawn once all workers train again: a kill, a halt (SIGSTOP until the others continue without it), a
+drain, or a join. `elastic_exactness_STRATEGY`: largest absolute difference over all weights.
+`elastic_steps_STRATEGY`: number of steps. `elastic_faults_STRATEGY`: number of faults.
 """
 
 import os
@@ -117,15 +117,15 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: i
 
 
 def end(steps: Steps, directory: Path) -> tuple[int, float]:
-    """Let all workers stop: the steps behind the result, and the largest difference of its weights
-    from those of one process."""
+    """Let all workers stop; return the number of steps, and the largest difference of the weights
+    from those of one process. Raises Stuck."""
     num_steps, weights = result(steps, directory)
     return num_steps, difference(weights, one_process(num_steps))
 
 
 def result(steps: Steps, directory: Path) -> tuple[int, dict[str, Tensor]]:
-    """Let all workers stop a while after the last step: the steps behind the result, and its
-    weights."""
+    """Let all workers stop MARGIN_STEPS after the newest step; return the number of steps, and the
+    weights. Raises Stuck."""
     reached = max(own[-1].step for own in steps.by_pid.values())
     (directory / "later").write_text(str(reached + MARGIN_STEPS))
     (directory / "later").rename(directory / "stop")
@@ -144,7 +144,7 @@ def difference(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 
 def newest(job: ShoalJob) -> Step:
-    """The last step that anybody committed."""
+    """The last step that any worker committed."""
     return max((own[-1] for own in job.steps.by_pid.values()), key=lambda step: step.at_s)
 
 

@@ -4,11 +4,10 @@
     .venv/bin/python bench/failover.py 20     # kills instead of the default
 
 Real processes on one machine at default settings: etcd, three coordinators, `shoal run` with four
-DDP workers. The leader gets a SIGKILL; what is killed is started again at its address once the
-figure is taken. `leader_failover_p50` and `_p99` go from the SIGKILL until another replica leads,
-all members attend it, and a call that needs the leader is answered. `leader_failover_steps_lost`
-counts the steps that any worker repeated or left out over all kills, which also must not have
-changed the generation.
+DDP workers. The leader gets a SIGKILL, and is started again at its address once the figure
+is taken. `leader_failover_p50` and `_p99`: time from the SIGKILL until another replica leads, all
+members attend it, and a call that needs the leader is answered. `leader_failover_steps_lost`: steps
+that any worker repeated or left out over all kills. A change of the generation ends the bench.
 """
 
 import json
@@ -39,7 +38,7 @@ SCRIPT = Path(__file__).parent / "training" / "on_failover.py"
 
 
 class Replica:
-    """A coordinator process; `start` again brings it back at the same address."""
+    """A coordinator process; another `start` restarts it at the same gRPC address."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
         self._supervisor = supervisor
@@ -64,7 +63,7 @@ class Replica:
         self.grpc, self.http = addresses["grpc"], addresses["http"]
 
     def get(self, path: str) -> httpx.Response | None:
-        """The answer; None from one that does not answer."""
+        """The answer; None if the coordinator does not answer."""
         try:
             return self._client.get(self.http + path)
         except httpx.HTTPError:
@@ -75,14 +74,14 @@ class Replica:
         return answer is not None and answer.status_code == 200
 
     def attending(self) -> int:
-        """The generation that runs with all its members here; 0: none, or not all."""
+        """The running generation, if all its members attend this coordinator; else 0."""
         answer = self.get(f"/api/v1/jobs/{JOB}")
         if answer is None or answer.status_code != 200:
             return 0
         job = answer.json()
         states = [member["member"]["state"] for member in job["members"]]
         complete = len(states) == NUM_WORKERS and "disconnected" not in states
-        # It runs for a new leader once each of them has said that it trains in it.
+        # For a new leader it runs once every member has reported that it trains in it.
         complete = complete and job["summary"]["phase"] == "running"
         return int(job["summary"]["generation"]) if complete else 0
 
@@ -127,7 +126,7 @@ def numbers(directory: Path) -> list[list[tuple[int, int]]]:
 
 
 def await_steps(directory: Path) -> None:
-    """Return once each worker has committed so many more."""
+    """Return once each worker has committed STEPS_BETWEEN more steps."""
     base = {path: len(path.read_bytes().splitlines()) for path in directory.glob("numbers-*")}
 
     def done() -> bool:
@@ -139,7 +138,8 @@ def await_steps(directory: Path) -> None:
 
 
 def fail_over(replicas: list[Replica]) -> float:
-    """Kill the leader; seconds until another leads all members. Then bring the killed one back."""
+    """Kill the leader, and restart it once another one leads all members. Returns the seconds
+    until then."""
     leader = next(replica for replica in replicas if replica.leads())
     others = [replica for replica in replicas if replica is not leader]
     generation = leader.attending()
@@ -164,7 +164,7 @@ def fail_over(replicas: list[Replica]) -> float:
 
 
 def steps_lost(directory: Path) -> int:
-    """Steps that some worker repeated or left out. All must be of one generation."""
+    """Number of steps that workers repeated or left out. Exits if there was a second generation."""
     logs = numbers(directory)
     generations = {generation for log in logs for generation, _ in log}
     if len(logs) != NUM_WORKERS or len(generations) != 1:

@@ -2,29 +2,28 @@
 
     make bench NAME=faults
     .venv/bin/python bench/faults.py --kills 1000 --moves 300
-    .venv/bin/python bench/faults.py --kills 0 --moves 0 --partitions 60 --seed 2    # a piece of it
+    .venv/bin/python bench/faults.py --kills 0 --moves 0 --partitions 60 --seed 2    # a part of it
 
 Three servers that keep a copy of each other's shards, three workers that push without a pause,
 etcd and a coordinator, all of them processes of this machine. Half of the faults with SGD with
 momentum, half with Adam.
 
 - Kills: a primary is drawn and killed as soon as every shard has its copy again; another server is
-  started in its place. `failover_p99` goes from the kill until a push that was sent after it is
+  started in its place. `failover_p99`: time from the kill until a push that was sent after it is
   acknowledged.
-- Moves: a server comes, or one leaves. `move_pause_p99` is the longest push that any worker makes
-  while shards move for it, less the usual time of a push.
+- Moves: a server is added, or one leaves. `move_pause_p99`: the longest push of any worker while
+  shards move, minus the usual time of a push.
 - Partitions, pauses and outages, of 0.5 to 20 s (one outage in ten of 30 s): every server, etcd and
-  the coordinator have a network namespace of their own, and a router between them drops packets or
-  says that there is no way, in one direction or both. A server is cut from etcd only, from its
-  peers, from the coordinator, from the workers, or from all; processes are halted and go on; etcd
-  is killed, halted or away. It takes root. `recovery_p99` goes from the end of such a fault until
-  every shard has its copies and each worker gets through; `KIND_longest_push` is the longest push
-  that was under way during any fault of that kind.
+  the coordinator have network namespaces of their own, and a router between them drops packets or
+  reports the destination as unreachable, in one direction or both. A server is cut off from etcd
+  only, from its peers, from the coordinator, from the workers, or from all; processes are halted
+  and continued; etcd is killed, halted or unreachable. This needs root. `recovery_p99`: time from
+  the end of such a fault until every shard has its copies and each worker's pushes succeed;
+  `KIND_longest_push`: the longest push that was in progress during any fault of that kind.
 
-Each worker writes down what it pushed and what it was told. In the end the values must be, to the
-last bit, those of the serial replay of exactly the acknowledged pushes and some whose outcome
-nobody knows: `pushes_lost` and `pushes_applied_twice` count what contradicts it, and any other
-contradiction ends the bench.
+Each worker logs its pushes and their outcomes. In the end the values must be, to the last bit,
+those of a serial replay of exactly the acknowledged pushes and some of unknown outcome:
+`pushes_lost` and `pushes_applied_twice` count deviations, and any other one ends the bench.
 """
 
 import argparse
@@ -43,7 +42,7 @@ from statistics import median
 import structlog
 import torch
 
-# The checker and the cluster that may be killed are those of the tests.
+# The checker and the cluster are part of the tests' support code.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from history import faults
@@ -119,7 +118,7 @@ def fail_over(kind: str, num_kills: int, directory: Path, seed: int, measured: M
 
 
 def move(num_moves: int, directory: Path, seed: int, measured: Measured) -> None:
-    """Planned moves: a server comes, or the oldest is asked to leave."""
+    """Make planned moves: a server is added, or the oldest one is asked to leave."""
     with ParameterCluster(directory, NUM_SERVERS) as cluster:
         work = new_work(cluster, "sgd", directory)
         with without_collector(), campaign(cluster, work, seed, NUM_WORKERS) as run:
@@ -140,8 +139,8 @@ def move(num_moves: int, directory: Path, seed: int, measured: Measured) -> None
 
 
 def strike(planned: Sequence[faults.Fault], directory: Path, seed: int, measured: Measured) -> None:
-    """Strike one cluster with the faults. A job sees a few of them, and its pushes are judged
-    together."""
+    """Inject the faults into one cluster. A job sees FAULTS_A_JOB of them; then its pushes are
+    judged together."""
     if not planned:
         return
     if why := why_unavailable():
@@ -169,7 +168,7 @@ def strike_once(run: Campaign, hosts: RoutedHosts, fault: faults.Fault, measured
 
 
 def longest_push_s(run: Campaign, since_s: float) -> float:
-    """The longest push of any worker that was answered after some time."""
+    """The longest push of any worker that was answered after the time `since_s`."""
     return max(
         success.answered_s - success.sent_s
         for worker in run.workers
@@ -234,7 +233,7 @@ def rows(measured: Measured) -> list[Row]:
 
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    # As the servers do: threads within a kernel wait for each other where all cores are busy.
+    # Like the servers: the threads of a kernel wait for each other if all cores are busy.
     torch.set_num_threads(1)
     want = asked()
     measured = Measured()

@@ -1,15 +1,15 @@
-"""Recovery of a DDP job from the loss of a worker while strangers flood the coordinator.
+"""Recovery of a DDP job from the loss of a worker while other clients flood the coordinator.
 
     make bench NAME=flood
     .venv/bin/python bench/flood.py 10 --silent 2000     # kills; a smaller flood
 
 Real processes on one machine at default settings: etcd, a coordinator, `shoal run` with four DDP
-workers. Beside them, in a process of their own, strangers: 20,000 connections that say nothing,
-half of them to the gRPC port and half to HTTP, opened again when they are closed; 1,000 readers of
-the live page that do not read; 50 calls a second that wait for NaN seconds; 10,000 members that
-join a job halfway. `flood_recovery` goes from the SIGKILL of a worker until all that train
-then have committed a step together, in the flood; `flood_recovery_quiet` is the same without one,
-in the same run. What the strangers had open when they were at their most is told.
+workers. The flood comes from one more process: 20,000 connections that send nothing, half of them
+to the gRPC port and half to HTTP, opened again when they are closed; 1,000 clients of the live page
+that do not read; 50 calls a second that wait for NaN seconds; 10,000 members that attend another
+job and propose nothing. `flood_recovery`: time from the SIGKILL of a worker until all remaining
+workers have committed a step together, in the flood. `flood_recovery_quiet`: the same without a
+flood, in the same run. `flood_KIND_most`: most connections or members open at one time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ NAN_CALLS_PER_S = 50
 MEMBERS_A_CHANNEL = 500
 OPEN_WITHIN_S = 180.0
 AGAIN_S = 1.0
-"""A stranger that was hung up on comes again after so long."""
+"""Pause before a closed connection of the flood is opened again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Strangers:
                 continue
             self._count("silent", 1)
             try:
-                # What the server says is taken, so that its end is seen; nothing is said.
+                # Read what the server sends, to notice the end of the connection; send nothing.
                 while await reader.read(4096):
                     pass
             except OSError:
@@ -209,7 +209,7 @@ def as_strangers(address: str, page: str, sizes: Sizes) -> None:
 
 @contextmanager
 def flood(address: str, page: str, sizes: Sizes) -> Iterator[Path]:
-    """The strangers have come, within the block; what they tell of themselves is in a file."""
+    """Run the flood within the block; yields the file of its counts, one JSON line a second."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as output:
         arguments = [
             "--silent",

@@ -1,15 +1,15 @@
 """Reaction of a cluster to malformed inputs, in bench/results/fuzz.json.
 
     make bench NAME=fuzz
-    .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a piece of it
-    .venv/bin/python bench/fuzz.py --inputs 20000 --add        # and another, added to its figures
+    .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a part of it
+    .venv/bin/python bench/fuzz.py --inputs 20000 --add        # another part, added to its figures
 
 Real processes on one machine: etcd, a coordinator, a parameter server with a journal. Every gRPC
 call, the bulk transport, HTTP, records in etcd and files on disk get messages that are drawn from
-the descriptors of the real ones, and changed. `fuzz_inputs` counts them; `fuzz_unhandled` answers
-INTERNAL or UNKNOWN, tracebacks in logs, dead processes and exceptions that are no refusal;
-`fuzz_depositions` leaders that lost their term; `fuzz_rss_growth` is the memory by which a process
-has grown since its first rounds.
+the descriptors of valid ones, and changed. `fuzz_inputs`: number of inputs. `fuzz_unhandled`:
+answers INTERNAL or UNKNOWN, tracebacks in logs, dead processes and exceptions that are no refusal.
+`fuzz_depositions`: leaders that lost their term. `fuzz_rss_growth`: growth of a process' memory
+since its first rounds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# The fuzzer is that of the tests.
+# The fuzzer is part of the tests' support code.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from fuzzing.campaign import run, tell
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=NUM_INPUTS)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
-    parser.add_argument("--add", action="store_true", help="to the figures of earlier pieces")
+    parser.add_argument("--add", action="store_true", help="add to the figures of earlier parts")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
     began_s = time.monotonic()
@@ -54,14 +54,14 @@ def main() -> None:
 
 
 def before() -> dict[str, Row]:
-    """Read the results of earlier pieces."""
+    """Read the results of earlier parts."""
     path = RESULTS / "fuzz.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     return {row["metric"]: Row(**row) for row in rows}
 
 
 def added(earlier: Row | None, metric: str, value: float, unit: str) -> Row:
-    """Combine pieces: the sum of counts, and the largest growth of memory."""
+    """Combine parts: the sum of counts, and the largest growth of memory."""
     if earlier is None:
         return Row(metric=metric, value=value, unit=unit, runs=1)
     both = (earlier.value, value)

@@ -2,15 +2,16 @@
 
     make bench NAME=generation           # 10,000 members
     .venv/bin/python bench/generation.py 2000
-    .venv/bin/python bench/generation.py 10000 compact  # what Gloo's ranks set and read
-    .venv/bin/python bench/generation.py 1000 packed    # the same where each rank reads for itself
+    .venv/bin/python bench/generation.py 10000 compact  # values that Gloo's ranks set and read
+    .venv/bin/python bench/generation.py 1000 packed    # the same, read by each rank itself
     .venv/bin/python bench/generation.py 300 plain      # not packed
 
-`generation_10000`: from the Propose call of the last member until all hold the committed record,
-which is checked to be the same. `generation_10000_rss`: the coordinator's resident memory then.
-`generation_10000_loss`: the generation runs, a launcher reports that a process is gone; until all
-others hold the record of the next one. `attend_10000`: until all have attended, one after the
-other. Everything runs on this machine, on the cores of which the members take the most.
+`generation_10000`: time from the Propose call of the last member until all members hold the
+committed record; the bench fails if records differ. `generation_10000_rss`: the coordinator's
+resident memory then. `generation_10000_loss`: time from a launcher's report that a process of the
+running generation has ended until all other members hold the record of the next one.
+`attend_10000`: time until all members have attended. Everything runs on this machine, where the
+members use most of the CPU time.
 """
 
 import sys
@@ -23,7 +24,7 @@ from rows import Row, publish
 
 DEFAULT_MEMBERS = 10_000
 HEARTBEAT_S = 5.0
-"""With one a second the hosts that are played here would need both cores of a small machine."""
+"""With one a second, the simulated hosts would need both cores of a small machine."""
 DRIVER = Path(__file__).with_name("large_driver.py")
 
 
@@ -35,7 +36,7 @@ def rss_mb(pid: int) -> float:
 
 
 def measure(num_members: int) -> dict[str, float]:
-    """Seconds, and megabytes."""
+    """Return the figures by name, in seconds and megabytes."""
     with coordinator(HEARTBEAT_S) as running, ExitStack() as stack:
         drivers = Drivers(
             stack, running.address, "scale", num_members, driver=DRIVER, heartbeat_s=HEARTBEAT_S
@@ -66,7 +67,7 @@ def measure(num_members: int) -> dict[str, float]:
         print(f"the next one after a loss in {loss_s:.2f} s, coordinator's CPU {used_s:.2f} s")
         print(f"rosters fetched {fetched / 1e6:.1f} MB")
         if failures := [text for each in drivers.ask("state") for text in each["failures"]]:
-            raise SystemExit(f"of the members some failed: {failures}")
+            raise SystemExit(f"some members failed: {failures}")
         return {"attend": attend_s, "commit": commit_s, "rss": rss, "loss": loss_s}
 
 

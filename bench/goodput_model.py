@@ -3,15 +3,15 @@
     .venv/bin/python bench/goodput_model.py --record
 
 Failures of machines are a Poisson process; a job of N machines has one every M = machine MTBF / N.
-A system that goes on in place pauses for p seconds at each, and a failure in the pause begins it
-anew: the effective time is exp(-p / M). A system that restarts from a checkpoint pauses for R, and
-trains again what came after the checkpoint: with the best interval t between checkpoints that cost
-C each (Daly 2006) it is t / (M exp(R / M) (exp((t + C) / M) - 1)).
+A system that continues in place pauses for p seconds at each failure, and another failure during
+the pause restarts it: the effective time is exp(-p / M). A system that restarts from a checkpoint
+pauses for R, and repeats the steps after the checkpoint: with the best interval t between
+checkpoints that cost C each (Daly 2006) it is t / (M exp(R / M) (exp((t + C) / M) - 1)).
 
-Constants are *measured* (from docs/benchmarks/results, on four workers of one machine: what grows
-with the number of machines, or with the size of a state, is not in them) or *published* by others,
-with the source. Points that others published are theirs, and are not computed here. A system whose
-constant was not measured is left out. Writes docs/benchmarks/results/goodput_model.json and
+Constants are *measured* (from docs/benchmarks/results, on four workers of one machine: costs that
+grow with the number of machines or with the size of a state are not included) or *published* by
+others, with the source. Published points are not computed here. A system whose constant was not
+measured is left out. Writes docs/benchmarks/results/goodput_model.json and
 docs/benchmarks/goodput_model.svg with `--record`.
 """
 
@@ -32,7 +32,7 @@ GPUS_A_MACHINE = 8
 LLAMA_3 = "Llama 3 (arXiv 2407.21783): 419 unexpected interruptions in 54 days of 16,384 GPUs"
 LLAMA_3_MTBF_H = 54 * 24 * (16_384 / GPUS_A_MACHINE) / 419
 MTBF_H = (LLAMA_3_MTBF_H, 1000.0)
-"""Hours between failures of one machine: as published, and of a less reliable one."""
+"""Hours between failures of one machine: as published, and of a less reliable machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class System:
     pause_s: float
     """Seconds lost at each failure; of a system that restarts, without the steps trained again."""
     checkpoint_s: float | None = None
-    """Time of a checkpoint; None: the system goes on in place."""
+    """Time of a checkpoint; None: the system continues in place."""
 
     def effective(self, mtbf_s: float) -> float:
         """Effective time of a job with a failure every `mtbf_s`."""
@@ -97,7 +97,7 @@ class Point:
 
     name: str
     gpus: int | None
-    """None: "thousands", or another scale that is no number of GPUs."""
+    """None if the source gives no number of GPUs, such as "thousands"."""
     effective: float
     source: str
 
@@ -122,18 +122,18 @@ POINTS = (
 
 
 def results(name: str) -> list[Mapping[str, Any]]:
-    """Entries of record of a bench; none if it was not measured."""
+    """Recorded entries of a bench; none if it was not measured."""
     path = OF_RECORD / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
-    """Systems by what `bench/long_run.py steps` measured.
+    """Systems with the constants that `bench/long_run.py steps` measured.
 
     The pause of a kill is the run's time beyond that of its steps, at their median, over the number
-    of kills. Steps that were trained again are not part of it: their number depends on the time
-    between checkpoints, which is computed here. Steps that merely took longer than the median are,
-    so it is an upper bound.
+    of kills. Repeated steps are not included: their number depends on the time between checkpoints,
+    which is computed here. Steps that took longer than the median are included, so the pause is an
+    upper bound.
     """
     found = []
     for name in dict.fromkeys(entry["system"] for entry in steps):
@@ -159,7 +159,7 @@ def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
 
 
 def curves(systems: Sequence[System]) -> list[dict[str, Any]]:
-    """Effective time of each system, time between failures and number of machines."""
+    """Effective time for each system, time between failures and number of machines."""
     return [
         {
             "what": "computed",

@@ -3,21 +3,21 @@
     make bench NAME=gpu
     .venv/bin/python bench/gpu.py ddp fsdp       # these only
 
-One member of a session takes steps with a model of 2.1 MB; torch.profiler sees 20 of them once the
-first 20 are over, in which what the script and the samples change is compared. All figures are of
-one step, the mean of the 20; a copy for peers is not among them, as one member has none.
+One member of a session takes steps with a model of 2.1 MB; torch.profiler records 20 of them after
+the first 20, in which a session makes extra comparisons. All figures are means for one of the 20
+steps. Copies of the state for peers are not included: one member has no peer.
 
 - `syncs_STRATEGY`: calls in which the host waits for a stream, a device or an event.
 - `to_host_STRATEGY`, `to_device_STRATEGY`: copies to and from the host.
-- `pageable_STRATEGY`: those of them that go by way of pageable memory, and are waited for.
-- `torch_syncs`: of the same steps by torch alone, without a session.
+- `pageable_STRATEGY`: those of them that use pageable memory, for which the host waits.
+- The peer of each figure: the same steps with torch alone, without a session.
 
 Names with `-amp` scale their losses (GradScaler, fp16), those with `-clip` clip gradients, those
-with `-batchnorm` normalise over all members. `-forward` steps by `session.forward_backward`.
+with `-batchnorm` normalise over all members, those with `-forward` use `session.forward_backward`.
 
-Without a GPU this is a dry run, on two members that are threads: of one of them `looks_STRATEGY`
-are operations that would wait for a GPU (numbers that are looked at, comparisons), those in torch's
-own optimizer and collectives among them, and `copies_STRATEGY` those that make a tensor of another
+Without a GPU this is a dry run, on two members that are threads. For one of them, `looks_STRATEGY`
+counts operations that would wait for a GPU (reading a number, comparing tensors), including those
+in torch's optimizer and collectives, and `copies_STRATEGY` those that make a tensor of another
 dtype or on another device.
 """
 
@@ -43,7 +43,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 WARM_STEPS, STEPS = 20, 20
 HAS_GPU = torch.cuda.is_available()
 NUM_MEMBERS = 1 if HAS_GPU else 2
-"""Threads cannot have a GPU each, and one GPU takes one member unless NCCL is told otherwise."""
+"""Threads cannot have a GPU each, and by default NCCL allows one member on a GPU."""
 VARIANTS = (
     *("ddp", "ddp-forward", "ddp-clip", "ddp-batchnorm", "ddp-amp"),
     *("zero1", "zero1-clip", "zero2", "fsdp", "fsdp-clip", "fsdp-batchnorm", "fsdp-amp"),
@@ -60,11 +60,11 @@ ON_HOST = {
     "copies": ("aten::_to_copy",),
 }
 FIGURES = ON_GPU if HAS_GPU else ON_HOST
-"""Figures, and what the names of the profiler's events begin with that count for it."""
+"""Figures, each with the beginnings of the names of the profiler's events that count for it."""
 
 
 class Model(nn.Module):
-    """Variant of bench/strategies.py, normalised if need be."""
+    """The model of bench/strategies.py, with a BatchNorm in front if `normed`."""
 
     def __init__(self, *, normed: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 
 class Profiled:
-    """Events that the profiler saw in steps `WARM_STEPS` to `WARM_STEPS + STEPS`."""
+    """Events that the profiler recorded in the STEPS steps after WARM_STEPS."""
 
     def __init__(self, *, is_seen: bool = True) -> None:
         # A process has one profiler at a time.
@@ -117,7 +117,7 @@ def new_strategy(name: str) -> Any:
 
 
 def train(coordinator: str, variant: str, is_seen: bool) -> Profiled:
-    """A member's steps."""
+    """Take a member's steps; return its profile."""
     strategy, _, way = variant.partition("-")
     if variant in ("local-sgd", "diloco"):
         strategy, way = variant, ""
@@ -137,7 +137,7 @@ def train(coordinator: str, variant: str, is_seen: bool) -> Profiled:
         model, optimizer = session.distribute(
             model, optimizer, new_strategy(strategy), sync_batchnorm=way == "batchnorm"
         )
-        # On the device beforehand: what a script copies there is its own.
+        # On the device beforehand: copies by the script itself do not count.
         inputs, targets = (each[:GLOBAL_BATCH].to(device) for each in samples())
         epochs = -(-(WARM_STEPS + STEPS + 1) * GLOBAL_BATCH // NUM_SAMPLES)
         for batch in session.batches(samples(), global_batch_size=GLOBAL_BATCH, epochs=epochs):
@@ -191,7 +191,7 @@ def rows_of(variant: str, found: Counter[str], peer: Counter[str]) -> Iterator[R
 
 @contextmanager
 def members() -> Iterator[Callable[[str], Counter[str]]]:
-    """A call that counts a variant, on the first of the members."""
+    """Yield a function that counts the events of a variant, on the first of the members."""
     with (
         tempfile.TemporaryDirectory() as place,
         LocalCluster(LocalClusterConfig(directory=Path(place), num_parameter_servers=0)) as cluster,

@@ -3,11 +3,11 @@
     make bench NAME=grouping
     .venv/bin/python bench/grouping.py 20     # measured steps instead of the default
 
-`all_gathers_1000_layers`: all-gathers in a forward pass with grouping, counted as torch issues
-them; the peer is each layer on its own (`min_group_bytes=0`). `grouping_speedup`: the step time
-without grouping over the one with it. Both models live in the same processes and take their steps
-by turns, so that both meet the same machine; medians over steps of the slowest rank's time. Plain
-PyTorch's fully_shard, applied to each layer by hand, is what the ungrouped one comes to.
+`all_gathers_1000_layers`: all-gathers in a forward pass with grouping, as torch issues them; the
+peer is each layer on its own (`min_group_bytes=0`), like plain PyTorch's fully_shard applied to
+each layer. `grouping_speedup`: step time without grouping over step time with it. Both models are
+in the same processes and take their steps in turns, so that other work on the machine affects both
+alike; medians over steps of the slowest rank's time.
 """
 
 import json
@@ -68,7 +68,7 @@ def step_s(model: nn.Module, optimizer: Optimizer) -> float:
 
 def run_rank(rank: int, directory: str, num_steps: int) -> None:
     torch.set_num_threads(1)
-    # Over Gloo, as between machines, and where torch counts: not in memory that ranks share.
+    # Over Gloo, as between machines: torch counts no collectives in shared memory.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "SHOAL_TRANSPORT": "tcp"}
     store = dist.FileStore(str(Path(directory) / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)

@@ -1,7 +1,7 @@
 """Members of a job of thousands, in one process: bench/generation.py starts it.
 
-Each member attends by a stream of its own and makes its own calls, over its host's connection; the
-roster is fetched once a host. See `light_member`.
+Each member attends by its own stream and makes its own calls, over its host's connection; a roster
+is fetched once per host. See `light_member`.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from shoal_proto.v1 import rendezvous_pb2
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
 ADDRESS_BYTES = 154
-"""Of what a rank of Gloo (torch 2.13) sets, beside eight bytes for each rank."""
+"""Bytes that a rank of Gloo (torch 2.13) sets, besides eight bytes for each rank."""
 WIDTH = 64
-"""Calls of one kind that are under way at a time."""
+"""Maximum number of calls of one kind in progress at a time."""
 
 
 class LargeDriver(Driver):
@@ -65,10 +65,10 @@ class LargeDriver(Driver):
         return {"ready_s": time.monotonic() - started_s}
 
     async def lose(self) -> dict[str, float]:
-        """The last member's process is gone, as its launcher reports."""
+        """Report, as a launcher, that the last member's process has exited."""
         player = self.players[-1]
         self.lost.add(player.member_id)
-        # Nobody beats for it any more.
+        # No heartbeats are sent for it any more.
         for players in self._hosts.values():
             if player in players:
                 players.remove(player)
@@ -112,11 +112,11 @@ class LargeDriver(Driver):
             )
             reply = await stub.Get(asks)
             num_bytes += reply.ByteSize()
-            # Unpacked once a process: 33 ms of 1,000, which every rank has to spare but this one.
+            # Unpacked once in this process, which plays many ranks: it takes 33 ms for 1,000 ranks.
             if reply.packed_values not in packed:
                 values = unpack(reply.packed_values) if reply.packed_values else reply.values
                 if len(values) != size:
-                    raise RuntimeError("not all values came")
+                    raise RuntimeError("not all values were received")
                 if reply.packed_values:
                     packed.add(reply.packed_values)
 
@@ -125,7 +125,7 @@ class LargeDriver(Driver):
         return {"num_bytes": num_bytes, "set_bytes": set_bytes, "ended_s": time.monotonic()}
 
     async def fetched(self) -> dict[str, int]:
-        """Bytes of rosters that all hosts fetched since the last time."""
+        """Bytes of rosters that all hosts fetched since the last call."""
         num_bytes = sum(host.num_bytes for host in self.fetched_by.values())
         for host in self.fetched_by.values():
             host.num_bytes = 0
@@ -155,7 +155,7 @@ class LargeDriver(Driver):
                 await host.get(self._share.job, digest, player.stub)
             names = self._seen.members(notice.prepare, host)
             if names.get(player.member_id) != member.identity.public_id:
-                raise RuntimeError("shown a roster that it is not in")
+                raise RuntimeError("a member got a roster that does not have it")
             number = notice.prepare.roster.generation
             await self._do(player, ev.RosterJudged(generation=number, digest=digest))
         elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
@@ -165,7 +165,7 @@ class LargeDriver(Driver):
 
     def _hold(self, player: Played, member: LightMember, record: pb.GenerationRecord) -> None:
         if record.digest != member.accepted:
-            raise RuntimeError("told of another roster than it accepted")
+            raise RuntimeError("a member got another record than the roster that it accepted")
         number = record.roster.generation
         member.record, member.track.generation = record, number
         player.record = record.SerializeToString(deterministic=True)

@@ -1,16 +1,15 @@
-"""A large shard of a table gets its copy while pushes go on, in bench/results/large_shards.json.
+"""Copying of a large table shard while pushes continue, in bench/results/large_shards.json.
 
     make bench NAME=large_shards
     .venv/bin/python bench/large_shards.py --gigabytes 4
 
 One shard of a table, of 2 GB with Adam's state, is filled at one server; then a second one starts.
-A worker pushes 64 random rows of the table again and again, and a thread of another job pushes
-20,000 parameters. `large_shard_in_step` is the time from the start of the second server until the
-record says that it has the table's shard, with all that was pushed meanwhile. `loop_lag_p99` is how
-late an event loop woke who had something to do: the worst of both servers and of all stretches of
-ten seconds until then; `loop_lag_p99_afterwards` is the same of the time after. `push_p99_ratio`
-compares what the pushes of parameters took while the large shard was on its way with what they take
-afterwards, when both shards have their copies, under the same load.
+A worker pushes 64 random rows of the table again and again, and a worker of another job pushes
+20,000 parameters. `large_shard_in_step`: time from the second server being ready until its copy of
+the table's shard is in step. `loop_lag_p99`: delay with which an event loop resumed tasks, the
+worst of both servers and of all spans of ten seconds until then; `loop_lag_p99_afterwards`: the
+same for the time after. `push_p99_ratio`: time of the parameters' pushes while the large shard was
+copied, over their time afterwards, when both jobs' shards have copies, under the same load.
 """
 
 import argparse
@@ -117,7 +116,7 @@ class Repeated(threading.Thread):
 
 
 class Watch:
-    """The descriptions that both servers give of themselves."""
+    """Reads the description of each server."""
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         self._cluster = cluster
@@ -138,7 +137,7 @@ class Watch:
         return replies
 
     def await_copies(self, job: str) -> None:
-        """Return once every shard of the job has a copy that is in step."""
+        """Return once every shard of the job has a copy in step. Raises TimeoutError."""
         give_up_s = time.monotonic() + LIMIT_S
         while True:
             shards = [shard for reply in self.describe(job) for shard in reply.shards]

@@ -1,4 +1,4 @@
-"""A member that joins a job of 2 GB of state over a link of 200 Mb/s, and nobody is expelled.
+"""A member joins a job of 2 GB of state over links of 200 Mb/s; no live member may be expelled.
 
     make bench NAME=large_state
     sudo .venv/bin/python bench/large_state.py 500    # megabytes of state
@@ -9,9 +9,9 @@ another one takes its place. Each gets the whole state over the link, which hear
 take 80 s at the link's rate, more than any limit of a member's silence. "ddp" at default settings.
 Needs root, `ip` and `tc`.
 
-- `large_state_recovery`: seconds from the second one's start to the first step of both, beside what
-  the bytes take at the link's rate. Importing torch and making the model is in it.
-- `large_state_expelled`: members that the coordinator gave up, less the one that was killed.
+- `large_state_recovery`: seconds from the replacement's start to the first step of both, beside the
+  time of the bytes at the link's rate. Importing torch and making the model are included.
+- `large_state_expelled`: members that the coordinator declared lost, besides the killed one.
 """
 
 import os
@@ -43,10 +43,10 @@ SCRIPT = HERE.parent / "training" / "on_large_state.py"
 
 
 def forward(listener: socket.socket, target: tuple[str, int]) -> None:
-    """Carry each connection on to an address that only this host can reach; runs for ever."""
+    """Forward each connection to an address that only this host can reach; runs for ever."""
 
     def copy(source: socket.socket, sink: socket.socket) -> None:
-        # One end is gone: so is the other, next.
+        # If one end is closed, the other one is closed next.
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
@@ -160,7 +160,7 @@ def main() -> None:
         on_first_host(Path(place), other, own, float(megabytes))
         return
     megabytes = sys.argv[1] if len(sys.argv) > 1 else str(MEGABYTES)
-    # So that namespaces and members go too.
+    # So that a SIGTERM ends namespaces and members too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ShapedLinks(2, megabits=MEGABITS) as links, tempfile.TemporaryDirectory() as directory:
         arguments = ["inside", directory, links.hosts[0], links.hosts[1], megabytes]

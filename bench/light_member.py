@@ -1,9 +1,8 @@
 """Simulated members, ten thousand in a few processes: the protocol up to the committed record.
 
-A worker's own core looks for itself in the roster and hashes it, as it should: some 20 ms for ten
-thousand members, which each of ten thousand machines has to spare and this one has not. Here that
-is done once a process. What passes over the network is the same: each host fetches each
-roster once.
+A worker's core searches the roster for itself and hashes it: some 20 ms for ten thousand members,
+which is little on each of ten thousand machines and too much on this one. Here that is done once
+per process. The network traffic is the same: each host fetches each roster once.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ class Host:
     """Shared state of the members of one host."""
 
     digest: str = ""
-    """Digest of the roster that it fetched last."""
+    """Digest of the roster that the host fetched last."""
     packed: bytes = b""
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_bytes: int = 0
-    """Bytes of the rosters that it fetched."""
+    """Bytes of the rosters that the host fetched."""
 
     async def get(self, job: str, digest: str, stub: MembershipStub) -> None:
-        """Have the roster."""
+        """Fetch the roster, unless it is the one that was fetched last."""
         async with self.fetching:
             if self.digest != digest:
                 reply = await stub.GetRoster(pb.GetRosterRequest(job=job, digest=digest))
@@ -45,12 +44,12 @@ class Rosters:
         self._members: dict[str, dict[str, str]] = {}
 
     def members(self, shown: pb.Prepare, host: Host) -> dict[str, str]:
-        """Public ids by name. Raises RuntimeError for bytes that are no such roster."""
+        """Public ids by name. Raises RuntimeError for a roster of another digest."""
         digest = shown.digest
         if digest not in self._members:
             roster = shown.roster if shown.roster.entries else unpack(pb.Roster, host.packed)
             if roster_digest(roster) != digest:
-                raise RuntimeError("the digest of the roster shown is not the one named")
+                raise RuntimeError("a roster has another digest than its notice names")
             self._members[digest] = {e.member_id: e.public_id for e in roster.entries}
         return self._members[digest]
 
@@ -68,9 +67,9 @@ class LightMember:
         self.identity = identity
         self.track = LightTrack()
         self.accepted = ""
-        """The digest of the roster that it accepted last."""
+        """Digest of the roster that the member accepted last."""
         self.record: pb.GenerationRecord | None = None
-        """The newest committed one, of a roster that it accepted."""
+        """The newest committed record of a roster that the member accepted."""
 
     @property
     def token(self) -> Token:

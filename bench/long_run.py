@@ -1,21 +1,21 @@
-"""Long runs by the protocols that others published, of Shoal beside torchrun and torchft.
+"""Long runs by published protocols, of Shoal beside torchrun and torchft.
 
     .venv/bin/python bench/long_run.py steps --record
     .venv/bin/python bench/long_run.py kills --kills 2000 --systems shoal-ddp,torchft --record
 
-`steps` is Clockwork's protocol by steps: 3,000 of them on four machines; every 330 to 555 steps,
-drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; a checkpoint every
-100 steps for a system that goes on from one. `seconds` is the time until the last of the steps,
-`seconds_without` that of a run without kills, `relative` their ratio. The clock starts when all
-machines train. `distance` is the largest difference of a weight from one process.
+`steps` is Clockwork's protocol by steps: 3,000 steps on four machines; every 330 to 555 steps,
+drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; systems that continue
+from checkpoints write one every 100 steps. `seconds`: time until the last step. `seconds_without`:
+that of a run without kills. `relative`: their ratio. The clock starts when all machines train.
+`distance`: largest difference of a weight from one process.
 
-`kills` is torchft's protocol: so many workers of tiny replicas are killed one after the other, each
-once at least three of four train, without any checkpoint; the launcher of a worker restarts it. One
-worker is never killed. The pause of a step is longer, as a start needs the same cores. `distance`
-as above; and of each process that lives through all of it (coordinator or lighthouse, etcd, a
-killed worker's launcher, the survivor's launcher, the survivor) memory, threads and open files, and
-the files and bytes in /dev/shm: by a sample after each twentieth of the kills, with all four
-training. `growth` is from the sample after a tenth to the last one, per kill.
+`kills` is torchft's protocol: `--kills` workers of tiny replicas are killed one after the other,
+each once at least three of four train, without any checkpoint; the launcher of a worker restarts
+it. One worker is never killed. The pause of a step is longer, since starts need the same cores.
+`distance` is as above. Of each process that lives throughout (coordinator or lighthouse, etcd, a
+killed worker's launcher, the survivor's launcher, the survivor) memory, threads and open files are
+sampled after each twentieth of the kills, with all four training; and the files and bytes in
+/dev/shm. `growth_per_kill`: from the sample after a tenth of the kills to the last one, per kill.
 
 The model, the pause of each step and the systems are those of bench/trace.py.
 """
@@ -70,7 +70,8 @@ def kill_steps(seed: int, num_steps: int) -> list[int]:
 def run_steps(
     system: str, plan: Plan, kills: Sequence[int], asked: argparse.Namespace
 ) -> tuple[dict[str, Any], int, Any]:
-    """Figures of a run of so many steps, and the steps and weights that it ended with."""
+    """Return the figures of a run of `asked.steps` steps, and its last step and weights. Raises
+    NotTraining or Stuck."""
     plan.directory.mkdir()
     drawn = random.Random(asked.seed)
     first = 1 if system == ONE_PROCESS else NUM_WORKERS
@@ -100,7 +101,7 @@ def reached(machines: Machines) -> int:
 
 
 def await_step(machines: Machines, step: int) -> None:
-    """Return once the training is that far."""
+    """Return once the training has reached the step. Raises NotTraining."""
     if not machines.steps.await_true(lambda: reached(machines) >= step, STEP_WITHIN_S):
         raise NotTraining(f"not at step {step} within {STEP_WITHIN_S:g} s")
 
@@ -156,14 +157,14 @@ def plan_of(directory: Path, pause_s: float = PAUSE_S) -> Plan:
 
 
 class KilledRun:
-    """A run whose workers are killed again and again, but for one."""
+    """A run whose workers are killed again and again, except one."""
 
     def __init__(self, machines: Machines, running: Running, drawn: random.Random) -> None:
         self._machines, self._running, self._random = machines, running, drawn
         self._survivor = family(machines, SURVIVOR)[-1]
         self.samples: list[Mapping[str, Usage]] = []
         self.shared: list[tuple[int, int]] = []
-        """Files and bytes in /dev/shm, of each sample."""
+        """Number of files and bytes in /dev/shm at each sample."""
 
     def kill_one(self) -> None:
         """Kill a worker once enough train, but not the survivor."""
@@ -177,7 +178,7 @@ class KilledRun:
             raise NotTraining(f"fewer than {TRAINING_AT_LEAST} train")
         victim = self._random.choice([pid for pid in pids if pid != self._survivor])
         kill([victim])
-        # A line that it wrote before it was killed is of no use; its file would be read for ever.
+        # Its lines are not needed any more; else its file would be read again and again.
         self._machines.steps.drop(victim)
 
     def _training(self) -> list[int]:
@@ -186,7 +187,7 @@ class KilledRun:
         return next((pids for size in sizes if (pids := steps.training(size, 1))), [])
 
     def sample(self) -> None:
-        """Note what the processes that stay use, once all train."""
+        """Sample the usage of the processes that stay, once all workers train."""
         self._machines.await_training(NUM_WORKERS, STEPS_BEFORE, STEP_WITHIN_S)
         own = family(self._machines, SURVIVOR)
         pids = {**self._running.services, "survivor": own[-1]}
@@ -207,7 +208,8 @@ def family(machines: Machines, name: str) -> list[int]:
 def run_kills(
     system: str, plan: Plan, num_kills: int, seed: int
 ) -> tuple[dict[str, Any], int, Any]:
-    """Figures of so many kills, and the steps and weights that the run ended with."""
+    """Return the figures of a run with `num_kills` kills, and its last step and weights. Raises
+    NotTraining or Stuck."""
     plan.directory.mkdir()
     every = max(1, num_kills // NUM_SAMPLES)
     with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
@@ -262,7 +264,7 @@ STEPS_COLUMNS = (
 )
 KILLS_COLUMNS = ("system", "kills", "kills_per_minute", "steps", "distance")
 OF_KILLS = ("shoal-ddp", "shoal-fsdp", "torchft")
-"""Systems whose survivors go on without a checkpoint."""
+"""Systems whose survivors continue without a checkpoint."""
 
 
 def main() -> None:

@@ -1,22 +1,22 @@
-"""Many jobs on one cluster: 1,000 that are over and 20 that train, and the leader is killed.
+"""Many jobs on one cluster: 1,000 ended ones and 20 that train, while the leader is killed.
 
     make bench NAME=many_jobs
-    .venv/bin/python bench/many_jobs.py 5     # take-overs
+    .venv/bin/python bench/many_jobs.py 5     # takeovers
 
-Real processes on this machine: etcd, and two coordinators that reach it 2 ms away (there and back)
-through a proxy. Each running job has one member, a worker's own membership without its trainer.
+Real processes on this machine: etcd, and two coordinators that reach it through a proxy with a
+round trip of 2 ms. Each running job has one member, a worker's membership without its trainer.
 
-`takeover_1000_jobs`: from the SIGKILL of the leader until the other one serves.
-`takeover_jobs_disturbed`: running jobs of which, after it, a member was lost or broken off, or
-which form another generation; within 10 s, of all take-overs.
-`many_jobs_idle_cores`: CPU cores of the leader with the jobs that are over, and nobody there.
-`many_jobs_running_cores`: with the running ones too, whose members beat twice a second, each in a
-call of its own.
-`many_jobs_metrics_s`: the median time of a GET of `/metrics`.
-`health_cores_100`: cores that one report a second from each of 100 members of one job takes.
-`etcd_growth_mb_per_hour`: by how much the database of etcd grows in an hour of 30 asynchronous jobs
-of 50 members, each of which takes and completes a batch twice a second; measured for a minute,
-nothing compacted, on the service that keeps their books, called in this process.
+- `takeover_1000_jobs`: time from the SIGKILL of the leader until the other coordinator serves.
+- `takeover_jobs_disturbed`: running jobs whose generation, members, restarts or state changed
+  within 10 s of a takeover, over all takeovers.
+- `many_jobs_idle_cores`: CPU cores of the leader with the ended jobs only.
+- `many_jobs_running_cores`: the same with the running jobs, whose members send two heartbeats a
+  second, each in its own call.
+- `many_jobs_metrics_s`: median time of a GET of `/metrics`.
+- `health_cores_100`: cores for one report a second from each of 100 members of one job.
+- `etcd_growth_mb_per_hour`: growth of etcd's database in an hour of 30 asynchronous jobs of 50
+  members, each of which leases and completes a batch twice a second. Measured for a minute without
+  compaction, on the service of the sample ledgers, called in this process.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ POLL_S = 0.01
 
 
 class DelayProxy:
-    """Forwards TCP to a target and lets every byte take its time, on a loop of its own."""
+    """Forwards TCP to a target, with a delay of DELAY_S each way, on its own event loop."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -94,7 +94,7 @@ class DelayProxy:
         try:
             there, back = await asyncio.open_connection(*self._target)
         except ConnectionError:
-            writer.close()  # etcd has ended: nobody is there to be reached
+            writer.close()  # etcd has ended
             return
         await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
 
@@ -103,7 +103,7 @@ class DelayProxy:
             while data := await reader.read(1 << 16):
                 self._loop.call_later(DELAY_S, writer.write, data)
         except ConnectionError:
-            pass  # it was killed: so ends the other side
+            pass  # one side was killed: close the other one too
         finally:
             self._loop.call_later(DELAY_S, writer.close)
 
@@ -154,13 +154,13 @@ async def write_jobs(endpoint: str) -> None:
 
 
 class Coordinators:
-    """Two, of which one leads."""
+    """Two coordinators, of which one leads."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, etcd: str) -> None:
         self._supervisor, self._directory, self._etcd = supervisor, directory, etcd
         self._num_started = 0
         self._running: list[tuple[Process, str, str]] = []
-        """With the addresses for gRPC and HTTP."""
+        """Each process with its addresses for gRPC and HTTP."""
 
     def start(self, listen: str = "127.0.0.1:0", options: Sequence[str] = ()) -> str:
         name = f"coordinator-{self._num_started}"
@@ -184,17 +184,18 @@ class Coordinators:
 
     @property
     def leader(self) -> tuple[Process, str, str]:
-        """The one that says so; waits for it."""
+        """The coordinator that leads, with its addresses; waits for one for START_S."""
         give_up_s = time.monotonic() + START_S
         while time.monotonic() < give_up_s:
             for each in self._running:
                 if _get(each[2] + "/readyz") == 200:
                     return each
             time.sleep(POLL_S)
-        raise SystemExit("nobody leads")
+        raise SystemExit("no coordinator leads")
 
     def kill_leader(self) -> float:
-        """Seconds until the other one serves; then there is a new one where it was."""
+        """Kill the leader, and start a new coordinator at its address once the other one serves.
+        Returns the seconds until then."""
         killed = self.leader
         self._running.remove(killed)
         os.kill(killed[0].pid, signal.SIGKILL)
@@ -213,7 +214,7 @@ def _get(url: str) -> int:
 
 
 def joined(coordinators: list[str], job: str, name: str, desired: int = 1) -> MemberSession:
-    """A member that trains, as far as the coordinator knows."""
+    """Return the session of a new member that has reported to be ready."""
     spec = pb.JobSpec(job=job, min_members=1, max_members=desired, desired_members=desired)
     member = Member(
         coordinators=coordinators,
@@ -253,7 +254,7 @@ def metrics_s(url: str) -> float:
 
 
 def health_cores(process: Process, url: str, sessions: list[MemberSession], job: str) -> float:
-    """Return the CPU cores that health reports take, beyond those of members without reports."""
+    """Return the CPU cores for health reports: with reports, minus without."""
     idle = cores(process.pid, MEASURE_S)
     over = threading.Event()
 
@@ -281,7 +282,7 @@ def health_cores(process: Process, url: str, sessions: list[MemberSession], job:
 
 
 async def _take_batches(samples: SamplesService, until_s: float) -> int:
-    """Take batches for all members at their pace; return how many each completed."""
+    """Lease batches for all members at their pace; return the number that each completed."""
     requests = [
         LeaseRequest(
             token=Token(job=f"async-{job}", member_id=f"m{n:02d}", incarnation=new_incarnation()),
@@ -312,7 +313,7 @@ def etcd_mb(endpoint: str) -> float:
 
 
 async def growth_mb_per_hour(endpoint: str) -> float:
-    """Return the growth of etcd, in MB per hour, by the sample ledgers of all these jobs."""
+    """Return the growth of etcd, in MB per hour, due to the sample ledgers of all these jobs."""
 
     async def authorize(token: Token) -> None:
         """Admit every member."""

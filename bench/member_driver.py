@@ -1,10 +1,10 @@
-"""Members of one job, by the thousand, in one process: bench/membership.py starts it.
+"""Thousands of members of one job, in one process: bench/membership.py starts it.
 
-Each member attends by a stream of its own and makes its own calls; the members of a host share a
-connection, as workers of one launcher could. What a member does is decided by the core that
-workers have; only threads and back-off are left out.
+Each member attends by its own stream and makes its own calls; the members of a host share a
+connection, as workers of one launcher could. The core of real workers decides what a member does;
+only threads and back-off are left out.
 
-Commands come as lines on stdin, answers leave as lines of JSON on stdout.
+Commands are lines on stdin, answers lines of JSON on stdout.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ FIELDS = {
     "seed": "0",
 }
 MAX_ATTENDING = 64
-"""Members that attend at a time; the others wait their turn."""
+"""Maximum number of members that wait for admission at a time."""
 CALL_S = 60.0
 MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The members that one process plays, as it is told on its command line."""
+    """The members that one process plays, as its command line names them."""
 
     coordinator: str
     job: str
@@ -92,7 +92,7 @@ class Driver:
         self._rosters: dict[str, pb.Roster] = {}
         """Rosters by digest."""
         self.lost: set[str] = set()
-        """Members that are gone on purpose."""
+        """Members that were removed on purpose."""
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         for number in range(share.first, share.first + share.num_members):
             self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
@@ -192,7 +192,7 @@ class Driver:
                 self._attending.release()
 
     async def _do(self, player: Played, event: ev.Event) -> None:
-        """Take an event in, and carry out what follows."""
+        """Handle an event, and carry out its effects."""
         due = deque(player.core.step(event, time.monotonic()))
         while due:
             effect = due.popleft()
@@ -203,7 +203,7 @@ class Driver:
             elif isinstance(effect, ev.JudgeRoster):
                 number, digest = effect.prepare.roster.generation, effect.digest
                 if digest != effect.prepare.digest:
-                    raise RuntimeError("the digest of the roster shown is not the one named")
+                    raise RuntimeError("a roster has another digest than its notice names")
                 judged = ev.RosterJudged(generation=number, digest=digest)
                 due.extend(player.core.step(judged, time.monotonic()))
             elif isinstance(effect, ev.OpenStream):
@@ -229,7 +229,7 @@ class Driver:
             player.committed.set()
 
     async def _complete(self, player: Played, notice: pb.Notice) -> None:
-        """Put the roster in its place if the notice leaves it out."""
+        """Add the roster if the notice leaves it out."""
         kind = notice.WhichOneof("kind")
         if kind not in ("prepare", "outcome"):
             return
@@ -265,7 +265,7 @@ class Driver:
                     pb.HeartbeatRequest(beats=beats), timeout=CALL_S
                 )
             except grpc.aio.AioRpcError:
-                # As a launcher does: the next beat says as much.
+                # Like a launcher: the next heartbeat has the same content.
                 self.num_failed_beats += 1
                 continue
             self.num_beats += len(beats)
@@ -287,7 +287,7 @@ class Driver:
 
 
 async def serve(kind: type[Driver], share: Share) -> None:
-    # All members of this process stay: what they have need not be looked through again and again.
+    # All members of this process stay: collections would find nothing.
     gc.disable()
     driver = kind(share)
     stdin = asyncio.StreamReader()

@@ -3,13 +3,13 @@
     make bench NAME=membership           # 3 runs of the first figure
     .venv/bin/python bench/membership.py 5
 
-`join_to_commit_1000`: from the Propose call of the last of 1,000 members to all of them holding
-the committed record; that all hold the same one is checked. `heartbeat_cpu_10000`: CPU cores that
-the coordinator needs to keep 10,000 members on 1,250 hosts alive, each with an open stream, one
-heartbeat call a host and second. `member_cost_ratio_10000_to_100`: that, per member, over the same
-with 100 members. `form_cost_ratio_10000_to_100`: CPU per member of the state machine alone, from
-attendance to the running generation. Everything runs on this machine: coordinator, etcd and
-the members share its cores.
+`join_to_commit_1000`: time from the Propose call of the last of 1,000 members until all hold the
+committed record; the bench fails if records differ. `heartbeat_cpu_10000`: CPU cores that the
+coordinator needs to keep 10,000 members on 1,250 hosts alive, each with an open stream, with one
+heartbeat call per host and second. `member_cost_ratio_10000_to_100`: those cores per member, over
+the cores per member of 100 members. `form_cost_ratio_10000_to_100`: CPU time per member of the
+state machine alone, from attendance to the running generation, of 10,000 over 100 members.
+Everything runs on this machine: coordinator, etcd and members share its cores.
 """
 
 import json
@@ -42,7 +42,7 @@ NUM_DRIVERS = 2
 HEARTBEAT_S = 1.0
 ALIVE_S = 20.0
 FEW_ALIVE_S = 60.0
-"""Longer where a coordinator has less to do, so that there is something to measure."""
+"""Longer than ALIVE_S, since few members use little CPU time."""
 DRIVER = Path(__file__).with_name("member_driver.py")
 
 
@@ -81,7 +81,7 @@ class Drivers:
             stack.callback(process.kill)
 
     def ask(self, *commands: str) -> list[dict[str, Any]]:
-        """The answers to a command: one for all, or one each."""
+        """Send one command to all processes, or one to each; return their answers."""
         each = commands * len(self._processes) if len(commands) == 1 else commands
         for process, command in zip(self._processes, each, strict=True):
             assert process.stdin is not None
@@ -109,7 +109,7 @@ class Running:
 
 @contextmanager
 def coordinator(heartbeat_s: float = HEARTBEAT_S) -> Iterator[Running]:
-    """A coordinator on an etcd of its own, both as processes that end with the block."""
+    """Run a coordinator and its etcd, as processes that end with the block."""
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         directory = Path(name)
         (etcd,) = start_etcd(supervisor.spawn, directory / "etcd")
@@ -136,7 +136,7 @@ def cpu_s(pid: int) -> float:
 
 
 def join_to_commit(num_members: int) -> float:
-    """Seconds from the last join to everybody holding the record."""
+    """Seconds from the last proposal until all members hold the record."""
     with coordinator() as running, ExitStack() as stack:
         drivers = Drivers(stack, running.address, "scale", num_members)
         attended = drivers.ask("attend")

@@ -1,19 +1,19 @@
-"""Losses of training while the coordinator, or etcd, is away: pace, steps, members, samples.
+"""Losses of training while the coordinator or etcd is down: pace, steps, members, samples.
 
     make bench NAME=outage
-    .venv/bin/python bench/outage.py 600 etcd     # seconds away; of OUTAGES, one or more in turn
+    .venv/bin/python bench/outage.py 600 etcd     # seconds; one or more of OUTAGES, in turn
 
 Real processes on one machine at default settings: etcd, a coordinator, two parameter servers, and
-two workers each under `ddp` and under `async-sgd`. What goes away gets a SIGKILL and is started
-again where it was after so many seconds (120). `both`: etcd goes first, the coordinator in the
-middle, and etcd comes back first. `crash-loop`: the coordinator dies 3 s after each start, all that
-time. Figures per outage, of both jobs together:
+two workers each under `ddp` and under `async-sgd`. A process is killed (SIGKILL), and restarted at
+its address after 120 s. `both`: etcd is killed first, the coordinator after half the time, and etcd
+is restarted first. `crash-loop`: the coordinator dies 3 s after each start, for the whole time.
+Figures per outage, of both jobs together:
 
 `outage_*_steps_lost`: steps of `ddp` that a worker repeated or left out, and changes of generation.
 `outage_*_members_lost`: members that coordinators removed, and workers that ended.
 `outage_*_samples_repeated`: batches of `async-sgd` that were trained on more than once, in samples.
-`outage_*_pace_*`: steps a second while away, over those before. Of both halves of the outage the
-slower one counts, and neither has its first seconds.
+`outage_*_pace_*`: steps a second during the outage, over those before. The slower half of the
+outage counts; its first tenth is left out.
 """
 
 import json
@@ -34,7 +34,7 @@ from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 AWAY_S = 120.0
 BEFORE_S = 15.0
-"""Of training, from when all train: members have what they hold ahead by then."""
+"""Seconds of training before an outage: members have filled their reserves of samples by then."""
 START_S, BACK_S = 120.0, 60.0
 STEPS_TO_START = 50
 POLL_S = 0.2
@@ -66,7 +66,7 @@ def await_true(holds: Callable[[], bool], what: str, log_path: Path, within_s: f
 
 
 class Cluster:
-    """The parts, each of which is started again where it was."""
+    """The processes of the cluster, each restarted at its address."""
 
     def __init__(self, supervisor: Supervisor, directory: Path) -> None:
         self._supervisor = supervisor
@@ -98,7 +98,7 @@ class Cluster:
         (self.etcd,) = running
 
     def run(self, strategy: str) -> Process:
-        """Workers of a job of that strategy's name."""
+        """Start the workers of a job, which has the strategy's name."""
         return self._spawn(
             f"run-{strategy}",
             *("run", "-n", str(NUM_WORKERS), "--job", strategy, "--coordinator", self.address),
@@ -129,7 +129,7 @@ class Cluster:
         ]
 
     def await_steps(self, since_s: float, within_s: float) -> None:
-        """Return once each worker has taken some steps from then on."""
+        """Return once each worker has taken STEPS_TO_START steps after `since_s`."""
         for strategy in STRATEGIES:
 
             def done(strategy: str = strategy) -> bool:
@@ -148,7 +148,7 @@ def pace(logs: Sequence[Sequence[Step]], begin_s: float, end_s: float) -> float:
 
 
 def steps_lost(logs: Sequence[Sequence[Step]], since_s: float) -> int:
-    """Repeated or left out since then by any worker; a change of generation counts as one more."""
+    """Number of steps repeated or left out since then; each change of generation adds one."""
     lost = 0
     for log in logs:
         kept = [step for step in log if step.at_s >= since_s]
@@ -164,7 +164,7 @@ def samples_repeated(logs: Sequence[Sequence[Step]]) -> int:
 
 
 def strike(cluster: Cluster, what: str, away_s: float) -> None:
-    """Return when the time is over; what is gone then is not there yet."""
+    """Kill the processes, and return when the time is over, before they are restarted."""
     until_s = time.monotonic() + away_s
     if what in ("etcd", "both"):
         cluster.etcd.process.kill()
@@ -197,7 +197,7 @@ def outage(cluster: Cluster, what: str, away_s: float, runs: Sequence[Process]) 
         cluster.start_coordinator()
     await_true(cluster.leads, "it leads again", cluster.coordinator_log, BACK_S)
     cluster.await_steps(time.monotonic(), BACK_S)
-    time.sleep(BEFORE_S)  # whoever were to be taken for lost would be by now
+    time.sleep(BEFORE_S)  # members that are declared lost have been by now
     lost = cluster.coordinator_log.read_text().count("member_removed") - removed
     lost += sum(run.exit_code is not None for run in runs)
     logs = {strategy: cluster.steps(strategy) for strategy in STRATEGIES}

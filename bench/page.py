@@ -3,14 +3,14 @@
     make bench NAME=page
     .venv/bin/python bench/page.py 5      # first paints
 
-A real coordinator on a real etcd; the members attend, agree and beat over gRPC and report their
-health, as those of bench/membership.py do. Everything shares the cores of this machine.
+A real coordinator on a real etcd. The members attend, agree, send heartbeats over gRPC and report
+their health, like those of bench/membership.py. Everything shares the cores of this machine.
 
-`page_first_paint_s`: main-thread time (of the CPU, as Chromium counts it) from opening the page to
-all of it being shown. `page_update_s`: that of one update; there is one a second. The same with all
-members shown: `page_update_all_members_s`. `page_viewers_20_cores`: CPU cores that the coordinator
-takes for 20 pages that look on, half of them at the large job, beyond what it takes without.
-`page_bytes_per_s`: what one of them is sent.
+`page_first_paint_s`: CPU time of the page's main thread, as Chromium counts it, from opening the
+page until all of it is shown. `page_update_s`: that of one update; there is one a second.
+`page_update_all_members_s`: the same with all members shown. `page_viewers_20_cores`: extra CPU
+cores of the coordinator for 20 open pages, half of them of the large job. `page_bytes_per_s`: bytes
+sent to one of them in a second.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ async def write_jobs(endpoint: str) -> None:
 
 
 class Viewers:
-    """Pages that look on, without a browser: each reads its stream, and counts."""
+    """Open pages without a browser: each reads its stream, and counts the bytes."""
 
     def __init__(self, url: str, jobs: list[str]) -> None:
         self.num_bytes = [0] * len(jobs)
@@ -102,12 +102,13 @@ def busy_s(session: CDPSession) -> float:
 
 
 def opened(page: Page, url: str) -> tuple[CDPSession, float]:
-    """The page, when it shows the job; the main thread's time that it took."""
+    """Open the page, and return once it shows the job, with the main thread's CPU seconds until
+    then."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.setTimeDomain", {"timeDomain": "threadTicks"})
     session.send("Performance.enable")
     page.goto(f"{url}/?job={JOB}")
-    # Playwright's own way to wait has the page's main thread run a script of its own.
+    # Playwright's own wait would run a script in the page's main thread.
     give_up_s = time.monotonic() + SHOWN_WITHIN_S
     while not session.send("Runtime.evaluate", {"expression": SHOWN})["result"]["value"]:
         if time.monotonic() > give_up_s:
@@ -130,14 +131,14 @@ def update_s(page: Page, session: CDPSession) -> float:
 
 
 def in_browser(url: str, num_runs: int) -> tuple[list[float], float, float]:
-    """First paints, and an update with the first members and with all of them."""
+    """Return the times of first paints, and of an update with 50 members and with all of them."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise SystemExit("no chromium on PATH; on Debian: apt-get install chromium")
     with sync_playwright() as playwright:
         paints = []
         for _ in range(num_runs):
-            # A browser each: a page may share its main thread's process with the one before.
+            # A new browser for each page: pages of one browser may share a process.
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             page = browser.new_page()
             session, took_s = opened(page, url)
@@ -159,7 +160,7 @@ def main() -> None:
         (etcd,) = start_etcd(supervisor.spawn, directory / "etcd")
         asyncio.run(write_jobs(etcd.endpoint))
         coordinators = Coordinators(supervisor, directory, etcd.endpoint)
-        # It is the page that is measured here: no member is lost where the machine is busy.
+        # Long heartbeats, so that no member is lost while the machine is busy.
         coordinators.start(options=("--heartbeat-s", "5"))
         process, address, url = coordinators.leader
         drivers = Drivers(stack, address, JOB, NUM_MEMBERS, driver=DRIVER)

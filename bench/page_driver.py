@@ -1,5 +1,5 @@
-"""The members of bench/page.py: those of bench/membership.py, which bring their generation up and
-report their health."""
+"""The members of bench/page.py: like those of bench/membership.py, but they become ready and report
+their health."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ class ReportingDriver(Driver):
         return {"ready": float(len(self.players))}
 
     async def report(self, url: str, num_rounds: str) -> dict[str, float]:
-        """Send health reports of all members, for so many rounds, with a falling loss; some members
-        are slow."""
+        """Send `num_rounds` health reports of each member, with a falling loss; some members are
+        slow."""
         width = asyncio.Semaphore(AT_ONCE)
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as http:
             for step in range(1, int(num_rounds) + 1):

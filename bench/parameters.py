@@ -1,21 +1,20 @@
-"""Pushing gradients and taking the new values back, in bench/results/parameters.json.
+"""Pushes of gradients with the new values in return, in bench/results/parameters.json.
 
     make bench NAME=parameters
     .venv/bin/python bench/parameters.py torch-rpc raw-socket    # these peers only
 
 `pull_push_100mb` (GB/s, over all workers) counts the bytes of both directions: 100 MB of gradients
-go there, SGD is applied, 100 MB of values come back. With one worker and with two, each a process.
-Shoal and its peers take turns of a second or so, and `..._over_PEER` is the median of the ratios of
-each round: what else the machine does meets all of them. The peer `ray-actor` is measured where
-`ray` is installed. Shoal's worker shares memory with the server, as workers on one machine do;
-`pull_push_100mb_tcp` and `pull_push_100mb_grpc` are the same by a socket and by gRPC.
+are sent, SGD is applied, 100 MB of values come back. With one worker and with two, each a process.
+Shoal and its peers take turns of about a second, so that other work on the machine affects all
+alike; `..._over_PEER` is the median of the ratios of each round. The peer `ray-actor` is measured
+if `ray` is installed. Shoal's worker shares memory with the server, like workers on one machine;
+`pull_push_100mb_tcp` and `pull_push_100mb_grpc` are the same over a socket and over gRPC.
 
-`push_20k_parameters` is what a step of a small model spends on its parameters, with one server and
-with two. `replication_cost_ratio` is the time of a push of 100 MB to two servers that keep a copy
-of each other's shards, over that to one server without, by turns; and `push_cpu_*` says what all
-processes of either spend on a push, where it goes, in CPU time. `phase_WAY_*` is the CPU time of a
-push of 100 MB to one server by phase: `wire` is what is in no other phase, that is sockets, event
-loop and gRPC.
+`push_20k_parameters`: time of a push of a small model, with one server and with two.
+`replication_cost_ratio`: time of a push of 100 MB to two servers that keep a copy of each other's
+shards, over that to one server without copies, in turns. `push_cpu_*`: CPU time of such a push, by
+part of the cluster. `phase_WAY_*`: CPU time of a push of 100 MB to one server, by phase; `wire` is
+the rest: sockets, event loop and gRPC.
 """
 
 import importlib.util
@@ -63,7 +62,7 @@ WAYS = {"shared_memory": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def exchange_rows(peers: Sequence[str]) -> list[Row]:
-    """Shoal by its best way, and with one worker by its others too, beside its peers."""
+    """Shoal by its fastest transport, with one worker by the others too, beside its peers."""
     rows = []
     for num_workers in (1, 2):
         name = "pull_push_100mb"
@@ -123,7 +122,7 @@ def _running(
 
 
 class MeasuredCluster:
-    """A cluster with a large and a small model on it, pushed to by turns with another."""
+    """A cluster with a large and a small model, which takes turns with another cluster."""
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         self._cluster = cluster
@@ -148,7 +147,7 @@ class MeasuredCluster:
 
 
 def _timed(trainer: Trainer) -> float:
-    """Seconds that a push with its answer took."""
+    """Push, and return the seconds until the values arrived."""
     started_s = time.perf_counter()
     trainer.push()
     return time.perf_counter() - started_s
@@ -195,7 +194,7 @@ def cluster_rows() -> list[Row]:
 
 
 def phase_rows() -> list[Row]:
-    """CPU milliseconds of a push by phase, for each way by which tensors travel."""
+    """CPU milliseconds of a push by phase, for each transport."""
     client = phases.of_client()
     return [row for way, transport in WAYS.items() for row in _phases_of(way, transport, client)]
 
@@ -217,7 +216,7 @@ def _phases_of(way: str, transport: str, client: phases.PhaseClock) -> list[Row]
             for phase, spent_s in client.spent_s().items()
         }
         per_push_s["client wire"] = used_s["worker"] / NUM_LARGE - sum(per_push_s.values())
-        # A server's phases are those of its whole life, in which nothing else happened.
+        # A server counts its phases from its start: there were no other pushes.
         served = phases.served(Path(directory))
         served_s = {phase: s / (WARM_UP + NUM_LARGE) for phase, s in served.items()}
         served_s["server wire"] = used_s["servers"] / NUM_LARGE - sum(served_s.values())

@@ -1,7 +1,7 @@
-"""Tables and figures of docs/report.md, from the results of record: part of `make report`.
+"""Tables and figures of docs/report.md, from the recorded results: part of `make report`.
 
-The page's text is written by hand. Between `<!-- NAME -->` and `<!-- /NAME -->` stands what
-docs/benchmarks/results/NAME.json says; nothing, if that bench has not been recorded.
+The page's text is written by hand. The tables between `<!-- NAME -->` and `<!-- /NAME -->` are made
+from docs/benchmarks/results/NAME.json; there are none if that bench has not been recorded.
 """
 
 import re
@@ -17,7 +17,8 @@ PAGE = "report.md"
 
 
 def page_with(page: str, results: Mapping[str, Entries]) -> str:
-    """The page with every block as the results say."""
+    """The page with every block filled from the results. Raises ValueError unless the page has each
+    block once."""
     for name, block in BLOCKS.items():
         pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
         entries = results.get(name, ())
@@ -29,7 +30,7 @@ def page_with(page: str, results: Mapping[str, Entries]) -> str:
 
 
 def figures(results: Mapping[str, Entries]) -> dict[str, str]:
-    """SVGs by name of their file, without those of benches that write their own."""
+    """SVGs by file name, without those that benches write themselves."""
     entries = results.get("trace", ())
     return {"trace": bars(effective_bars(entries))} if entries else {}
 
@@ -56,7 +57,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def grouped(entries: Entries, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Any]]:
-    """Entries of one system on one trace, which differ in the seed."""
+    """Entries by the values of these keys."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for entry in entries:
         found.setdefault(tuple(entry.get(key) for key in keys), []).append(entry)
@@ -64,7 +65,7 @@ def grouped(entries: Entries, keys: Sequence[str]) -> dict[tuple[Any, ...], list
 
 
 def in_order(groups: Mapping[tuple[Any, ...], list[Any]]) -> list[tuple[Any, list[Any]]]:
-    """Groups of one trace side by side, each with Shoal first, whenever they were measured."""
+    """Groups in the order of traces, Shoal's systems first in each."""
     traces = list(dict.fromkeys(key[:-1] for key in groups))
     systems = dict.fromkeys(key[-1] for key in groups)
     names = sorted(systems, key=lambda name: not name.startswith("shoal"))
@@ -83,7 +84,7 @@ def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
 
 
 def distance(entries: Entries) -> str:
-    """The largest one; or in how many runs nothing trained any more at the end."""
+    """The largest distance, and the number of runs in which nothing trained at the end."""
     found = [entry["distance"] for entry in entries if entry["distance"] is not None]
     stopped = len(entries) - len(found)
     parts = [f"{max(found):.1e}"] if found else []

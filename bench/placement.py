@@ -3,16 +3,16 @@
     make bench NAME=placement
     .venv/bin/python bench/placement.py tables    # one of the two
 
-Two jobs, each on an etcd of its own: `dense_1tb`, a transformer of 1 TB, and `tables`, 100 tables
-of 64 shards. Servers have no parameters here, and are in this process: they only do to the records
-in etcd what servers do, as soon as a copy would have arrived. Everything shares this machine.
+Two jobs, each on its own etcd: `dense_1tb`, a transformer of 1 TB, and `tables`, 100 tables of 64
+shards. The servers here have no parameters, and are in this process: they only change the records
+in etcd as real servers do, as if each copy arrived at once. Everything shares this machine.
 
-`place_call`: the call of the member that places. `place`: from that call to every shard having its
-backup. `fail_over`: one server dies, and its peers know it at once; until each of its shards has
-another primary. `whole_again`: until each has its copies again. `move`: a server is to be
-emptied; until it holds nothing. `..._written`: bytes of keys and values put into etcd meanwhile.
-`largest_request`, `most_operations`: of all transactions; etcd takes 1.5 MiB and 128. `map`: the
-answer to a worker that asks for the shard map, and `map_call` how long it takes.
+`place_call`: time of the call that places the shards. `place`: time from that call until every
+shard has its backup. `fail_over`: time from the death of a server, of which its peers know at once,
+until each of its shards has another primary. `whole_again`: until each has its copies again.
+`move`: time to empty a leaving server. `..._written`: bytes of keys and values written to etcd
+meanwhile. `largest_request`, `most_operations`: maxima over all transactions; etcd allows 1.5 MiB
+and 128. `map`: size of the answer with the shard map; `map_call`: time of that call.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import structlog
 
-# Servers without parameters are those of the tests.
+# Servers without parameters are part of the tests' support code.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from rows import Row, publish
@@ -64,7 +64,7 @@ async def anybody(token: Token) -> None:
 
 
 async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Report every listed server as reachable: nobody listens at these addresses."""
+    """Report every listed server as reachable: no process listens at these addresses."""
     return addresses
 
 
@@ -91,7 +91,7 @@ class Measurement:
         self.add(metric, time.monotonic() - self.start_s, "s")
 
     async def until(self, metric: str, is_so: Callable[[JobAssignments], bool]) -> None:
-        """Wait for it; how long it took, and what was written."""
+        """Wait until `is_so` holds; add the time since `begin`, and the bytes written."""
         await self.cluster.until(self.job, is_so, LIMIT_S)
         self.add_time(metric)
         self.add(f"{metric}_written", self.cluster.tally.written_bytes, "bytes")

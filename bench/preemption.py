@@ -1,13 +1,13 @@
-"""Steps that a job loses when all of it is told to end, and the time that it takes to end.
+"""Steps that a job loses when all of it gets a notice to end, and the time until its end.
 
     make bench NAME=preemption
-    .venv/bin/python bench/preemption.py --times 3 ddp fsdp      # briefly, some strategies
+    .venv/bin/python bench/preemption.py --times 3 ddp fsdp      # a short run of some strategies
 
-For each strategy, a job of three workers that writes a checkpoint each 1,000 steps is told to end
-(SIGTERM to its launcher) at a random step, and is started again, that many times.
-`preemption_steps_lost_at_notice_STRATEGY` is the number of committed steps, over all notices, that
-the next start takes again. `preemption_end_STRATEGY` goes from the signal to the end of the
-launcher, which includes the last checkpoint. The parameter servers of `async-sgd` stay.
+For each strategy, a job of three workers that writes a checkpoint every 1,000 steps gets a SIGTERM
+to its launcher at a random step, and is started again, `--times` times.
+`preemption_steps_lost_at_notice_STRATEGY`: committed steps, over all notices, that the next start
+takes again. `preemption_end_STRATEGY`: time from the signal to the end of the launcher, the last
+checkpoint included. The parameter servers of `async-sgd` stay.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "async-sgd")
 NUM_WORKERS = 3
 MOST_STEPS = 200
-"""The notice comes after 1 to that many steps of an attempt, all members being there."""
+"""The notice is sent after 1 to this many steps of an attempt with all members."""
 DRAINED = 128 + signal.SIGTERM
 ENDS_WITHIN_S = 120.0
 
@@ -35,7 +35,7 @@ ENDS_WITHIN_S = 120.0
 def measure(
     cluster: LocalCluster, directory: Path, strategy: str, times: int, chance: random.Random
 ) -> list[Row]:
-    """Tell the job of a strategy to end that many times."""
+    """End and restart the job of a strategy `times` times; return its figures. Raises Stuck."""
     ends_s: list[float] = []
     num_lost, last = 0, -1
     with ShoalJob(

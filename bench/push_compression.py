@@ -4,13 +4,13 @@
     sudo .venv/bin/python bench/push_compression.py int8     # one compression, beside none
 
 One worker trains an MLP of 4.5 MB on scikit-learn's digits under `shoal run`, with its parameter
-server. All of it is in a network namespace of its own, whose loopback carries 100 Mb/s in all:
+server. All processes are in a separate network namespace, whose loopback carries 100 Mb/s in all:
 pushes, and the values that come back, which are not compressed. Needs root, `ip`, `tc` and
 `unshare`.
 
 `push_step_{name}`: median seconds of a step. `push_wire_{name}`: bytes a step on that network, as
-the kernel counts them. `push_sent_{name}`: bytes a step of gradients as they were pushed. Beside
-each, as the peer, the same without compression.
+the kernel counts them. `push_sent_{name}`: bytes a step of gradients as they were pushed. The
+peer of each figure: the same without compression.
 """
 
 import json

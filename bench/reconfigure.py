@@ -3,8 +3,8 @@
     make bench NAME=reconfigure TORCH=2.15.0
     .venv-torch-2.15.0/bin/python bench/reconfigure.py 4 6    # rounds, kills in each
 
-Needs torch 2.14 or newer. Both ways by turns on one cluster, as in `recovery`: four DDP workers
-over Gloo of which one is killed again and again. The peer in each row is a new group for each
+Needs torch 2.14 or newer. Both variants in turns on one cluster, as in `recovery`: four DDP workers
+over Gloo, of which one is killed again and again. The peer in each row is a new group for each
 generation.
 
 - `reconfigure_kill_recovery`: seconds from the SIGKILL to the first step that all survivors have

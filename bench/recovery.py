@@ -4,18 +4,18 @@
     .venv/bin/python bench/recovery.py 50     # kills instead of the default
 
 Real processes on one machine at default settings: a coordinator with etcd, `shoal run`, Gloo.
-Each figure counts steps that workers committed: from the signal to the first step that *every*
-worker of the new roster had committed in it. `ddp_kill_recovery_p99` is the maximum of fewer than
-100 runs. `join_pause` is the longest time that one of four workers committed no step around the
-join of a fifth, beyond the usual gap between two steps; `standby_takeover` goes from the SIGKILL to
-a step of the three others with the member that had stood by. Whoever is killed is started again at
-once and imports torch meanwhile, on the same cores.
+Each figure is the time from the signal to the first step that *every* worker of the new roster has
+committed. With fewer than 100 runs, `ddp_kill_recovery_p99` is their maximum. `join_pause`: longest
+time without a committed step of one of four workers around the join of a fifth, minus the usual gap
+between two steps. `standby_takeover`: time from the SIGKILL to a step of the three others with the
+former standby member. A killed worker is restarted at once, and imports torch meanwhile, on the
+same cores.
 
 Peers, same model and machine, in the same run:
-- torchft, tuned: lighthouse heartbeat timeout 0.3 s, join timeout 0.2 s, tick 10 ms. It is no
+- torchft, tuned: lighthouse heartbeat timeout 0.3 s, join timeout 0.2 s, tick 10 ms. It is not a
   dependency: `pip install -c constraints.txt -e '.[bench]'`, or name the interpreter of an
   environment that has it in SHOAL_BENCH_TORCHFT.
-- torchrun, c10d: last call 1 s, a store for every restart. Its workers start over, from scratch.
+- torchrun, c10d: last call 1 s, a new store for every restart. Its workers start over from scratch.
 """
 
 import os
@@ -41,7 +41,7 @@ NUM_KILLS, NUM_STOPS, NUM_JOINS, NUM_TAKEOVERS = 16, 6, 6, 6
 NUM_TORCHFT, NUM_TORCHRUN = 8, 3
 RECOVERY_S = 120.0
 STEPS_BETWEEN = 30
-"""Each worker of a full roster takes so many between one measurement and the next."""
+"""Steps that each worker of a full roster takes between two measurements."""
 AROUND_JOIN_S = 1.0
 TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
 TORCHFT_MISSING = f"""torchft is not installed in {TORCHFT_PYTHON}: its rows are left out.
@@ -54,14 +54,15 @@ class Stuck(RuntimeError):
 
 
 def await_training(steps: Steps, directory: Path) -> list[int]:
-    """Process ids of the workers once all of a full roster train."""
+    """Return the process ids of the workers once a full roster trains. Raises Stuck."""
     if not steps.await_true(lambda: bool(steps.training(NUM_WORKERS, STEPS_BETWEEN)), START_S):
         raise Stuck(f"no {NUM_WORKERS} workers train:\n{logs_in(directory)}")
     return steps.training(NUM_WORKERS, STEPS_BETWEEN)
 
 
 def strike(steps: Steps, directory: Path, number: int) -> float:
-    """Signal one worker; seconds until all that train then have committed a step together."""
+    """Signal one worker; return the seconds until all remaining workers have committed a step
+    together. Raises Stuck."""
     pids = await_training(steps, directory)
     victim = random.choice(pids)
     before = steps.by_pid[victim][-1].formation
@@ -109,7 +110,7 @@ def strikes(steps: Steps, directory: Path, number: int, num_runs: int) -> list[f
 
 
 def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[float]:
-    """Seconds that four workers stood still while a fifth joined, which then is killed."""
+    """Seconds of each `join_pause`: a fifth worker joins four, and is then killed."""
     seen: list[float] = []
     with ShoalJob(cluster, directory, max_members=NUM_WORKERS + 1) as job:
         while len(seen) < num_runs:
@@ -121,7 +122,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
                 raise Stuck(f"the fifth did not join:\n{logs_in(directory)}")
             (fifth,) = set(job.steps.training(NUM_WORKERS + 1, STEPS_BETWEEN)) - set(pids)
             joined_s = job.steps.by_pid[fifth][0].at_s
-            # The gaps of the time after it count too.
+            # Gaps after the join count too.
             job.steps.await_step(pids, after_s=joined_s + AROUND_JOIN_S, within_s=START_S)
             seen.append(job.steps.pause(pids, joined_s, AROUND_JOIN_S))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
@@ -131,7 +132,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
 
 
 def takeovers(cluster: LocalCluster, directory: Path, num_runs: int) -> list[float]:
-    """Seconds from the SIGKILL of one of four to a step of all four, with the one that stood by."""
+    """Seconds of each `standby_takeover`: one of four workers is killed, a standby replaces it."""
     seen: list[float] = []
     with ShoalJob(cluster, directory, max_members=NUM_WORKERS) as job:
         await_training(job.steps, directory)
@@ -139,7 +140,7 @@ def takeovers(cluster: LocalCluster, directory: Path, num_runs: int) -> list[flo
         while len(seen) < num_runs:
             pids = await_training(job.steps, directory)
             if not job.steps.await_true(lambda: job.num_standbys() == 1, START_S):
-                raise Stuck(f"nobody stands by:\n{logs_in(directory)}")
+                raise Stuck(f"no member is on standby:\n{logs_in(directory)}")
             seen.append(takeover(job, directory, pids))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
     return seen
@@ -194,8 +195,8 @@ def measure_peers(directory: Path) -> dict[str, list[float]]:
 
 
 def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
-    """Kill as `strikes` does, up to the run after which the peer did not recover: that run is left
-    out."""
+    """Kill as `strikes` does, and stop at the first run after which the peer does not recover; that
+    run is left out."""
     seen: list[float] = []
     try:
         for _ in range(num_runs):
@@ -206,7 +207,7 @@ def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
 
 
 def percentile_99(values: Sequence[float]) -> float:
-    """The value that 99 of 100 do not exceed; of fewer than 100 values the largest."""
+    """The 99th percentile; the largest value if there are fewer than 100."""
     return sorted(values)[ceil(0.99 * len(values)) - 1]
 
 

@@ -1,17 +1,17 @@
-"""Two stores for torch.distributed: the coordinator's, and TCPStore on a socket bound beforehand.
+"""Bring-up of torch.distributed by two stores: the coordinator's, and a TCPStore.
 
     make bench NAME=rendezvous
 
-Each rank is a process. A round is timed from the moment at which all have the roster to the end of
-the first all-reduce at the last rank; the rounds of all stores take turns. TCPStore's socket is
-bound, and its port known to all, before the clock starts; its server starts within. Under Shoal's
-group the Python that watches for listeners stands before either store; `TCPStore-plain` is torch's
-own init_process_group, which nothing can cut.
+Each rank is a process. A round starts once all ranks have the roster, and ends with the first
+all-reduce at the last rank; the stores take turns. The socket of the TCPStore is bound, and its
+port is known to all ranks, before the round starts; its server starts within the round. With
+either store, Shoal's group reads the store by Python code that watches for listeners;
+`TCPStore-plain` is torch's own init_process_group, which cannot be interrupted.
 
-`store_host_kill` and `store_host_halt`: SIGKILL and SIGSTOP of rank 0, TCPStore's host, while the
-three others bring the group up; seconds until the last of them knows. The exit, or the halt, is
-reported to the coordinator as `shoal run` does. Where that takes longer than GIVE_UP_S, that is the
-value. `store_leader_kill`: the same with the coordinator that leads, another one standing by.
+`store_host_kill` and `store_host_halt`: SIGKILL and SIGSTOP of rank 0, the host of the TCPStore,
+while the three others bring the group up; seconds until the last of them raises an error, at most
+GIVE_UP_S. The exit or the halt is reported to the coordinator, as `shoal run` does.
+`store_leader_kill`: the same with the leading coordinator, while another is on standby.
 """
 
 import json
@@ -53,21 +53,21 @@ NUM_LOSSES = 3
 LOSS_WORLD_SIZE = 4
 GIVE_UP_S = 1.5 * BRING_UP_S
 IN_STORE_S = 0.5
-"""Until all ranks wait in the store, of which nothing tells."""
+"""Time in which all ranks come to wait in the store: no event reports it."""
 START_S = 120.0
 
-# torch is imported once, for all ranks.
+# The fork server imports torch once for all ranks.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["training.store_ranks"])
 
 
 class Ranks:
-    """The processes of one world; none is left at the end of the `with` block."""
+    """Rank processes of one job; all are killed at the end of the `with` block."""
 
     def __init__(
         self, coordinators: Sequence[str], size: int, body: Callable[..., None], *more: Any
     ) -> None:
-        # Held: its semaphores go with it.
+        # Referenced here because its semaphores are removed with it.
         self._world = world = World(
             job=f"bench-{secrets.token_hex(4)}",
             coordinators=tuple(coordinators),
@@ -95,7 +95,7 @@ class Ranks:
             process.join()
 
     def collect(self, num_messages: int, within_s: float) -> list[tuple[Any, ...]]:
-        """Receive so many messages, in the order in which they come; fewer if the time is over."""
+        """Receive this many messages in the order of arrival; fewer once `within_s` is over."""
         seen: list[tuple[Any, ...]] = []
         open_pipes = list(self.pipes)
         deadline_s = time.monotonic() + within_s
@@ -110,13 +110,13 @@ class Ranks:
 
 
 def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, by store."""
+    """Return the seconds of every round after the first `WARM_UP`, by store."""
     rounds = WARM_UP + num_rounds
     with Ranks([coordinator], size, bring_up, KINDS, rounds) as ranks:
         messages = ranks.collect(size * (rounds * len(KINDS) + 1), 5 * START_S)
     reported = [message for message in messages if message is not None]
     if len(reported) < size * rounds * len(KINDS):
-        raise SystemExit(f"{size} ranks: only {len(reported)} of their bring-ups were told")
+        raise SystemExit(f"{size} ranks: only {len(reported)} of their bring-ups were reported")
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         for attempt in range(WARM_UP, rounds):
@@ -126,7 +126,8 @@ def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, 
 
 
 def leader_loss_time_s() -> float:
-    """The same with SIGKILL of the coordinator that leads, while another one stands by."""
+    """Return the seconds from the SIGKILL of the leading coordinator to the error of the last rank,
+    while another coordinator is on standby."""
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         directory = Path(name)
         config = LocalClusterConfig(directory=directory, num_parameter_servers=0)
@@ -150,7 +151,7 @@ def leader_loss_time_s() -> float:
 
 
 def loss_time_s(coordinator: str, kind: str, number: int) -> float:
-    """Seconds from the signal to rank 0 until the last of the others knows."""
+    """Return the seconds from the signal to rank 0 to the error of the last of the others."""
     with Ranks([coordinator], LOSS_WORLD_SIZE, lose_host, kind) as ranks:
         reported = ranks.collect(LOSS_WORLD_SIZE, START_S)
         time.sleep(IN_STORE_S)

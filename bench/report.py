@@ -2,10 +2,11 @@
 
     make report
 
-And the tables and figures of docs/report.md from docs/benchmarks/results.
+It also writes the tables and figures of docs/report.md, from docs/benchmarks/results.
 
-What the page has of others, with the day on which they were measured, stays. The section `gpu` is
-that of docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a machine with a GPU.
+Sections of benchmarks without a result in bench/results stay as they are, with their day. The
+section `gpu` is made from docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a
+machine with a GPU.
 """
 
 import json
@@ -101,7 +102,7 @@ def memory_gib() -> float:
 
 
 def section(name: str, rows: Rows, measured_unix_s: float, *, plotted: bool) -> str:
-    """A table of all figures, behind the plot if there is one."""
+    """Return a table of all figures, after the plot if there is one."""
     day = time.strftime("%Y-%m-%d", time.gmtime(measured_unix_s))
     parts = [f"## {name}\n", f"`make bench NAME={name}`, {day}.\n"]
     if plotted:

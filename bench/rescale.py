@@ -1,19 +1,19 @@
-"""Cost of training while parameter servers come and go, in bench/results/rescale.json.
+"""Throughput while parameter servers are added and drained, in bench/results/rescale.json.
 
     make bench NAME=rescale
 
-Three workers, each a process, push 4 MB of gradients and take the new values back, at most 20 times
-a second each: the rest of that time stands for the computation of a step, and leaves the machine,
-which all processes share, time for what is measured. Servers go from 1 to 4 to 2 meanwhile.
+Three workers, each a process, push 4 MB of gradients and receive the new values, each at most 20
+times a second: the pause stands for the computation of a step, and leaves CPU time to the servers.
+Meanwhile the number of servers changes from 1 to 4 to 2.
 
-A server that starts loads torch, some seconds of computation that elsewhere a machine of its own
-has to spare. So until it serves it runs at the lowest priority here; from then on at the same as
-everybody (which takes the right to raise a priority: see `BUSY_START`).
+A server that starts imports torch, which takes seconds of CPU time; elsewhere a machine of its own
+does that. Until it serves, it therefore runs at the lowest priority here, then at the same priority
+as the other processes. Only root may raise a priority: see `BUSY_START`.
 
-`rescale_dip` is how far the throughput over any one second fell below what it was before: within
-20 %, it was never down by more for longer than a second. `rescale_longest_dip` is for how long
-without a break the throughput of 100 ms was down by more than 20 %. `rescale_steps_lost` counts
-pushes that are not in the versions of every shard in the end, or are there twice.
+- `rescale_dip`: largest loss of throughput over one second, as a share of the throughput before.
+- `rescale_longest_dip`: longest time in which the throughput of every 100 ms was down by more than
+  20 %.
+- `rescale_steps_lost`: pushes missing from the versions of a shard in the end, or counted twice.
 """
 
 import logging
@@ -42,13 +42,13 @@ BIN_S, BINS_A_SECOND = 0.1, 10
 TOLERATED = 0.2
 LOWEST_PRIORITY = 19
 BUSY_START = os.geteuid() != 0
-"""Whoever may not raise priorities measures the start of the servers too."""
+"""Without the right to raise priorities, the CPU time of starting servers is measured too."""
 
 _processes = multiprocessing.get_context("spawn")
 
 
 class Stuck(Exception):
-    """Shards did not come to lie where they should."""
+    """Shards were not moved in time, or a worker did not respond."""
 
 
 def _quiet() -> None:
@@ -56,7 +56,7 @@ def _quiet() -> None:
 
 
 def _work(coordinator: str, number: int, stop: Event, results: Connection) -> None:
-    """Push until told to stop; when each push was acknowledged goes into `results`."""
+    """Push until `stop` is set, then send the time at which each push was acknowledged."""
     _quiet()
     ends_s = []
     with Trainer(coordinator, job=JOB, number=number, shapes=SHAPES) as trainer:
@@ -70,8 +70,8 @@ def _work(coordinator: str, number: int, stop: Event, results: Connection) -> No
 
 
 def start_server(cluster: LocalCluster) -> None:
-    """Start one more, at the lowest priority until it serves."""
-    # What this process starts inherits the priority of its threads.
+    """Start one more server, at the lowest priority until it serves."""
+    # A process inherits the priority of the thread that starts it.
     _set_priority(os.getpid(), LOWEST_PRIORITY)
     try:
         name = cluster.start_parameter_server()
@@ -87,7 +87,7 @@ def _set_priority(pid: int, priority: int) -> None:
 
 
 def rescale(cluster: LocalCluster, watcher: Trainer) -> float:
-    """1 to 4 to 2 servers; when it began."""
+    """Change the number of servers from 1 to 4 to 2; return when that began."""
     time.sleep(STEADY_S)
     began_s = time.monotonic()
     for _ in range(3):
@@ -107,19 +107,19 @@ def rescale(cluster: LocalCluster, watcher: Trainer) -> float:
 
 
 def await_servers(watcher: Trainer, num_servers: int) -> None:
-    """Return once the shards lie on so many."""
+    """Return once the shards are on this many servers. Raises Stuck."""
     give_up_s = time.monotonic() + MOVED_S
     while True:
         held_by = {shard.server_id for shard in watcher.client.fetch_map().shards}
         if len(held_by) == num_servers:
             return
         if time.monotonic() > give_up_s:
-            raise Stuck(f"shards lie on {sorted(held_by)}, expected {num_servers} servers")
+            raise Stuck(f"shards are on {sorted(held_by)}, expected {num_servers} servers")
         time.sleep(BIN_S)
 
 
 def per_bin(ends_s: Sequence[float], began_s: float) -> tuple[list[int], list[int]]:
-    """Pushes acknowledged per 100 ms: before the servers changed, and from then on."""
+    """Return the pushes acknowledged in each 100 ms before the servers changed, and after that."""
 
     def count(start_s: float, stop_s: float) -> list[int]:
         bins = [0] * int((stop_s - start_s) / BIN_S)
@@ -129,7 +129,7 @@ def per_bin(ends_s: Sequence[float], began_s: float) -> tuple[list[int], list[in
                 bins[index] += 1
         return bins
 
-    # The first second is left out: not everybody pushed yet.
+    # The first second is left out: not all workers pushed yet.
     return count(min(ends_s) + 1.0, began_s), count(began_s, max(ends_s) - BIN_S)
 
 
@@ -190,7 +190,7 @@ def measure(cluster: LocalCluster) -> list[Row]:
 
 def _received(end: Connection) -> list[float]:
     if not end.poll(START_S):
-        raise Stuck(f"a worker said nothing for {START_S:g} s")
+        raise Stuck(f"a worker sent nothing for {START_S:g} s")
     ends_s: list[float] = end.recv()
     return ends_s
 

@@ -3,13 +3,14 @@
     make bench NAME=resharding
     .venv/bin/python bench/resharding.py 256 3000    # ranks, tensors
 
-One rank's processor time from the messages of all ranks to its plan, with no network: it reads what
-1,000 ranks hold of 3,000 tensors that are cut by rows (a transformer's shapes: a parameter and two
-moments of each, with copies of a peer's rows), chooses the step, reads what all need, and plans.
+CPU time of one rank from the messages of all ranks to its plan, without network: it reads which
+rows of 3,000 tensors 1,000 ranks hold (a transformer's parameters, each with two moments, cut by
+rows, and copies of a peer's rows), chooses the step, reads which rows all ranks need, and plans.
 
-- `resharding_plan_lost`: a quarter of the ranks is lost, and the others cut the state anew.
+- `resharding_plan_lost`: a quarter of the ranks is lost, and the others cut the state into new
+  parts.
 - `resharding_plan_joined`: as many have joined, and hold nothing yet.
-- `resharding_plan_same`: everybody holds what it needs.
+- `resharding_plan_same`: all ranks hold what they need.
 """
 
 import sys
@@ -91,7 +92,7 @@ def message_of(metas: dict[str, Meta], parts: list[dict[str, Chunk]]) -> bytes:
 
 
 def seconds(words: list[bytes], asked: list[bytes], rank: int) -> float:
-    """Processor time of this process from what all ranks say to one's plan."""
+    """Return the CPU seconds from the messages of all ranks to the plan of one of them."""
     began_s = time.process_time()
     chosen = choose([from_message(word, number) for number, word in enumerate(words)])
     table = TensorTable(chosen.metas)

@@ -1,4 +1,4 @@
-"""Output of a benchmark: a list of rows in bench/results/NAME.json, or of entries of record."""
+"""Output of a benchmark: rows in bench/results/NAME.json, or committed entries of a comparison."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 OF_RECORD = Path(__file__).parents[1] / "docs" / "benchmarks" / "results"
-"""Results that are committed, and that docs/report.md shows."""
+"""Committed results, which docs/report.md shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Row:
 
 
 def p99(values: Sequence[float]) -> float:
-    """The 99th percentile; of less than a hundred values, the largest."""
+    """The 99th percentile; the largest value if there are fewer than 100."""
     return quantiles(values, n=100)[-1] if len(values) >= 100 else max(values)
 
 
 def spread(metric: str, values: Sequence[float], unit: str) -> list[Row]:
-    """Two rows, METRIC_p50 and METRIC_p99, of values that are better when they are low; they are
-    told in one line too."""
+    """Return two rows, METRIC_p50 and METRIC_p99, of values of which lower ones are better; also
+    print them in one line."""
     middle, high = median(values), p99(values)
     print(f"{metric}: p50 {middle:.4g} {unit}, p99 {high:.4g} {unit}, {len(values)} runs")
     return [
@@ -53,8 +53,8 @@ def spread(metric: str, values: Sequence[float], unit: str) -> list[Row]:
 
 
 def publish(name: str, rows: Sequence[Row], *, adds: bool = False) -> Path:
-    """Print the rows as a table and write bench/results/NAME.json. With `adds`, rows of other
-    metrics that the file has stay."""
+    """Print the rows as a table and write bench/results/NAME.json. With `adds`, keep
+    rows of other metrics in the file."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     found = [row.as_json() for row in rows]
@@ -72,7 +72,7 @@ def publish(name: str, rows: Sequence[Row], *, adds: bool = False) -> Path:
             cells += [row.peer or "", "" if row.peer_value is None else f"{row.peer_value:.4g}"]
         table.add_row(*cells)
     console = Console()
-    # Names of metrics are not cut off in a log.
+    # Wide enough that a log without a terminal does not cut names of metrics off.
     Console(width=console.width if console.is_terminal else 120).print(table)
     print(f"written to {path}")
     return path
@@ -89,15 +89,15 @@ def print_entries(title: str, entries: Sequence[Mapping[str, Any]], columns: Seq
 
 
 def cell_text(value: object) -> str:
-    """A value in few digits; of several, each."""
+    """A value with few digits; several values are joined by slashes."""
     if isinstance(value, list | tuple):
         return " / ".join(map(cell_text, value))
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def command_line() -> str:
-    """The command by which this script was started, from the root of the repository. A file that
-    was named by its whole path is named without its folder."""
+    """The command by which this script was started, from the root of the repository. A file
+    that was given by its full path is shown without its folder."""
     arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
     return " ".join([f"bench/{Path(sys.argv[0]).name}", *arguments])
 
@@ -106,7 +106,7 @@ def record(name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[st
     """Write docs/benchmarks/results/NAME.json, for docs/report.md.
 
     Entries that agree with an older one in all keys replace it; the others stay, so that several
-    runs make one table. Each entry says when, on what and by which command it was measured.
+    runs make one table. Each entry records the day, the machine and the command of its measurement.
     """
     path = OF_RECORD / f"{name}.json"
     stamp = {

@@ -2,10 +2,12 @@
 
     make bench NAME=snapshots
 
-Members push gradients of a model of 20 MB to two servers, Adam applied there, as fast as they can:
-for a minute without snapshots, then for as long with a snapshot every ten seconds.
-`snapshot_push_p99_ratio` compares the 99th percentiles of what a push took. `torn_steps` counts,
-over all snapshots and members, pushes that some shards of a snapshot hold and others do not.
+Members push gradients of a model of 20 MB to two servers as fast as they can, and the servers apply
+Adam: for a minute without snapshots, then for as long with a snapshot every ten seconds.
+
+- `snapshot_push_p99_ratio`: 99th percentile of the time of a push, with snapshots over without.
+- `torn_steps`: pushes that are in some shards of a snapshot and not in others, over all snapshots
+  and members.
 """
 
 import multiprocessing
@@ -55,7 +57,7 @@ def buffers() -> Mapping[str, memoryview]:
 
 
 def push_for_ever(coordinator: str, name: str, stop: Event, results: Connection) -> None:
-    """Send when each push began, by the clock that all processes share, and what it took."""
+    """Send the start of each push, by the clock that all processes share, and its duration."""
     spec = JobSpec(job=JOB, min_members=1, max_members=NUM_MEMBERS, desired_members=NUM_MEMBERS)
     membership = MemberSession(
         Member(

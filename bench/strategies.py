@@ -1,4 +1,4 @@
-"""Cost of each strategy compared with plain torch doing the same: time, traffic and memory.
+"""Time, traffic and memory of each strategy, compared with plain torch.
 
     make bench NAME=strategies
     .venv/bin/python bench/strategies.py ddp fsdp       # these only
@@ -6,23 +6,22 @@
     .venv/bin/python bench/strategies.py overhead session ddp fsdp   # of these, step_overhead only
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
-  ranks on Gloo in processes of their own; each step waits 10 ms beside its work, as for a device.
-  Both live throughout and take blocks of 40 steps by turns (training/turns.py); the median of the
-  ratios counts, over eight starts of both: where the memory of a process lies makes the steps of
-  one start up to 7 % longer than those of another. Both shuffle. For a model as small as this (2.1
-  MB) copies at peers and checks weigh more than they do for a real one.
-- `step_overhead_session`: the same for one rank and "ddp": what `session.step()` itself costs.
-- `step_cpu_STRATEGY`: what one rank computes for a step, which other work on the machine changes
+  ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. Both systems
+  run all the time and take blocks of 40 steps in turns (training/turns.py). The figure is the
+  median of the ratios over eight starts of both, because the place of a process in memory makes the
+  steps of one start up to 7 % longer than those of another. Both shuffle. The model is small (2.1
+  MB): copies at peers and checks take a larger share of a step than for a real one.
+- `step_overhead_session`: the same for one rank and "ddp": the cost of `session.step()` itself.
+- `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
-- `bytes_per_step_STRATEGY`: what one of four ranks hands to collectives in a step, counted by the
-  in-memory backend on real steps (of local SGD: the mean over a round of 16 steps); the peer's
-  value is what `shoal.plan` says before.
-- `bytes_per_rank_STRATEGY`: memory of parameters, gradients, optimizer state and what else a
-  strategy keeps on one of four ranks when a step is applied; the peer's value again what the plan
-  says.
+- `bytes_per_step_STRATEGY`: bytes that one of four ranks passes to collectives in a step, counted
+  by the in-memory backend on real steps (of local SGD: the mean over a round of 16 steps); the
+  peer's value is the prediction of `shoal.plan`.
+- `bytes_per_rank_STRATEGY`: memory of parameters, gradients, optimizer state and other state of the
+  strategy on one of four ranks when a step is applied; the peer's value is again the prediction.
 - `fds_per_generation_STRATEGY`: open descriptors (files, sockets, pipes) that each change of
-  members leaves in a process that stays: of two members the most, over ten generations in which a
-  third one came and left five times.
+  members adds to a process that stays: the larger number of two members, over ten generations in
+  which a third member joins and leaves five times.
 """
 
 import os
@@ -45,16 +44,16 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline")
 ONLY_COUNTED = ("hybrid", "local-sgd", "diloco")
-"""Plain torch has nothing to time them beside."""
+"""Strategies without a counterpart in plain torch: their steps are counted, not timed."""
 NUM_RANKS = 2
 STARTS, PAIRS, SKIPPED, TIMED, PAUSE_MS = 8, 2, 5, 40, 10
 SESSION = "session"
-"""Name of the figures that one rank gives alone."""
+"""Name of the figures of one rank alone."""
 START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 COUNTED_FDS = (*STRATEGIES, "hsdp", "fsdp-tensor", "hybrid")
 VISITS, QUIET_STEPS, FREED_S = 5, 20, 20.0
-"""Old groups are freed in the background once they are idle: within so many seconds."""
+"""Seconds within which old groups are freed: in the background, once they are idle."""
 
 
 def overheads(strategies: list[str], place: Path) -> list[Row]:
@@ -69,7 +68,7 @@ def overheads(strategies: list[str], place: Path) -> list[Row]:
 
 
 def overhead(cluster: LocalCluster, name: str, plan: BlockPlan, *, num_ranks: int) -> list[Row]:
-    """Measure the overhead over several starts together."""
+    """Measure the overhead over several starts of both systems."""
     found = [compared(cluster, name, plan, num_ranks, start) for start in range(STARTS)]
     pairs = [pair for each in found for pair in each.pairs]
     whole = Comparison(pairs=pairs, figure=median)
@@ -100,7 +99,7 @@ def compared(
 
 
 def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
-    """Count the descriptors that two members gain while a third one comes and leaves five times."""
+    """Count the descriptors that two members gain while a third joins and leaves five times."""
     directory = place / f"fds-{strategy}"
     directory.mkdir()
     script = Path(__file__).parent / "training" / "on_descriptors.py"
@@ -122,7 +121,7 @@ def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
         before, began = after_visits(start("1"), steps, staying)
         had = kinds(staying[0])
         after, ended = after_visits(start(str(VISITS)), steps, staying, wanted=before)
-        print(f"fds {strategy}: the first has more of {dict(kinds(staying[0]) - had)}", flush=True)
+        print(f"fds {strategy}: the first gained {dict(kinds(staying[0]) - had)}", flush=True)
         (directory / "stop").touch()
         for process in staying:
             if process.wait(START_S):
@@ -154,7 +153,8 @@ def after_visits(
     staying: list[subprocess.Popen[bytes]],
     wanted: list[int] | None = None,
 ) -> tuple[list[int], int]:
-    """Descriptors of those who stay once the visitor has left for good, and their generation."""
+    """Return the number of descriptors of each staying member once the visitor has ended, and their
+    generation."""
     if visitor.wait(START_S):
         raise SystemExit(f"the visitor ended with {visitor.returncode}")
     await_steps(steps, len(staying))

@@ -4,18 +4,20 @@
     .venv/bin/python bench/strategy_recovery.py 10 fsdp    # kills, and one strategy only
 
 A state of 100 MB (33.6 MB of parameters and AdamW's moments), four workers under `shoal run` at
-default settings on Gloo. `recovery_STRATEGY` goes from the SIGKILL to the first step that *every*
-survivor has committed in the next generation; that step itself moves much of the state over
-loopback, and `step_time_STRATEGY` says how long one takes with all four. Copies at peers are a few
-steps old, so some steps are trained again: `caught_up_STRATEGY` goes to a step further than any
-before the kill, and `steps_redone_STRATEGY` says how many came twice.
+default settings on Gloo. Copies at peers are a few steps old, so some steps are trained again.
 
-A new worker is started only once the others have caught up: importing torch takes a core for
-seconds, and this is not to measure a machine with two of them.
+- `recovery_STRATEGY`: time from the SIGKILL to the first step of the next generation that *every*
+  survivor has committed; that step itself moves much of the state over loopback.
+- `step_time_STRATEGY`: time of a step with all four workers.
+- `caught_up_STRATEGY`: time from the SIGKILL to a step later than any before it.
+- `steps_redone_STRATEGY`: steps that were trained twice.
+
+A new worker is started only once the others have caught up: to import torch it needs a core for
+seconds, which must not be measured on a machine with few cores.
 
 Peer of "fsdp": fully_shard under torchrun, which writes a checkpoint to disk every ten steps (as
-often as Shoal copies), restarts all workers and reloads. torchft shards nothing on Gloo: its
-recovery with DDP stands in bench/recovery.py.
+often as Shoal copies), restarts all workers and loads it. torchft does not shard on Gloo; its
+recovery with DDP is measured in bench/recovery.py.
 """
 
 import os
@@ -54,7 +56,7 @@ class Seen:
 
 
 def kill(steps: Steps, directory: Path, seen: Seen) -> None:
-    """Kill one worker, and wait until the others are further than before."""
+    """Kill one worker, and wait until the others have taken a step later than any before."""
     pids = await_training(steps, directory)
     victim = random.choice(pids)
     before = steps.by_pid[victim][-1].formation
@@ -78,7 +80,7 @@ def kill(steps: Steps, directory: Path, seen: Seen) -> None:
         return steps.all_first(others, after_s=struck_s, where=lambda step: step.step > reached)
 
     if not steps.await_true(lambda: further() is not None, RECOVERY_S):
-        raise Stuck(f"not further within {RECOVERY_S:g} s:\n{logs_in(directory)}")
+        raise Stuck(f"no step later than before within {RECOVERY_S:g} s:\n{logs_in(directory)}")
     seen.recovery.append((again() or struck_s) - struck_s)
     seen.caught_up.append((further() or struck_s) - struck_s)
     seen.redone.append(reached - resumed + 1)

@@ -1,21 +1,20 @@
 """Steps per second of one job while workers are killed, drained and added: Shoal and torchrun.
 
-    make bench NAME=survival            # three minutes: measures, writes the record and its plot
-    .venv/bin/python bench/survival.py --plot      # draws the record again
+    make bench NAME=survival            # three minutes: measure, write the results and the plot
+    .venv/bin/python bench/survival.py --plot      # only draw the plot again
 
 Three DDP workers on one machine over Gloo, as in bench/recovery.py: a coordinator with etcd and
-`shoal run`; beside it, in the same run, three nodes of torchrun with one worker each. The same
-three events at the same times: a worker gets SIGKILL (its launcher starts another at once), a
-worker, or the agent of torchrun's node, gets SIGTERM, and a launcher with one more worker is
-started.
+`shoal run`; in the same run, three nodes of torchrun with one worker each. Three events strike both
+systems at the same times: a worker gets SIGKILL (its launcher starts another at once), a worker, or
+the agent of torchrun's node, gets SIGTERM, and a launcher with one more worker is started.
 
 A step of the job is counted when its workers have committed it: each worker appends a line to a
 file of its own, and in each generation the worker with the most lines is read. torchrun's workers
-read no checkpoint after a restart: steps that they would repeat are not shown. Its rendezvous has a
-last call of 1 s, and a node that leaves is missed after a keep-alive of 5 x 1 s. Node 0,
-which hosts the store of the rendezvous, is neither killed nor drained. A restart imports torch,
-which takes longer on a busy machine. The record, with the load, is
-docs/benchmarks/results/survival.json, the plot docs/benchmarks/survival.svg.
+load no checkpoint after a restart: steps that they would repeat are not shown. Its rendezvous has a
+last call of 1 s, and a node that leaves is detected by a keep-alive of 5 x 1 s. Node 0, which hosts
+the store of the rendezvous, is neither killed nor drained. A restart imports torch, which takes
+longer on a busy machine. The results, with the load of the machine, are in
+docs/benchmarks/results/survival.json, the plot in docs/benchmarks/survival.svg.
 """
 
 import json
@@ -57,7 +56,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Three workers that train, and what can happen to them."""
+    """Three workers that train, and the events that can strike them."""
 
     directory: Path
     steps: Steps
@@ -127,7 +126,7 @@ def trained(steps: Steps) -> list[int]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Let the events happen; return the job's steps and what each event cost."""
+    """Cause the events; return the job's steps and the pause of each event."""
     is_full = lambda: bool(job.steps.training(NUM_WORKERS, STEPS_BEFORE))  # noqa: E731
     if not job.steps.await_true(is_full, START_S):
         raise SystemExit(f"no {NUM_WORKERS} workers train:\n{logs_in(job.directory)}")
@@ -152,7 +151,7 @@ def steps_of(steps: Steps) -> list[Step]:
 
 
 def pauses_of(steps: Sequence[Step], began_s: float) -> dict[str, Any]:
-    """Steps per second in each bin, the number of workers, and the longest pause of each event."""
+    """Return steps per second and workers in each bin, and the longest pause of each event."""
     bins = [0] * int(END_S / BIN_S)
     for step in steps:
         if 0 <= (at := int((step.at_s - began_s) / BIN_S)) < len(bins) and step.at_s >= began_s:
@@ -224,7 +223,7 @@ def at_x(at_s: float, end_s: float) -> float:
 
 
 def panel(name: str, record: Record, top: float) -> list[str]:
-    """Rate over time on the scale of all systems, and the longest pause after each event."""
+    """Draw the rate over time on one scale for all systems, and the longest pause of each event."""
     base, colour, end_s = top + PANEL, COLOURS[name], record["end_s"]
     measured = record["systems"][name]
     high = -(-max(max(each["steps_per_s"]) for each in record["systems"].values()) // 20) * 20
@@ -258,7 +257,7 @@ def panel(name: str, record: Record, top: float) -> list[str]:
 
 
 def roster(measured: Record, bin_s: float, end_s: float, y: float, colour: str) -> list[str]:
-    """Bars below a panel: how many workers train; none while the job takes no step."""
+    """Draw the number of workers below a panel; no bar while the job takes no step."""
     by_bin = [
         0 if not rate else max(w for w in measured["workers"] if w[0] <= (index + 1) * bin_s)[1]
         for index, rate in enumerate(measured["steps_per_s"])

@@ -4,17 +4,22 @@
     .venv/bin/python bench/tables.py workers             # `worker_rows` only
     .venv/bin/python bench/tables.py workers --record    # and docs/benchmarks/results/rows.json
 
-`index_lookup_{rows}` and `index_insert_{rows}` are ids that the index of one shard finds or takes
-in a second on one core, of so many that it holds, in batches of 65,536 in random order.
-`row_lookup_{rows}` and `row_push_{optimizer}` are rows of 16 floats a second of a whole shard: ids
-looked up and values copied; gradients applied, with all that a push keeps. `initial_rows` are rows
-made from nothing. `table_bytes_per_row` is the memory that a row takes with SGD, of its 64 bytes of
-values. `worker_rows` are rows that one worker looks up and pushes in a second, in steps of 16,384
-distinct ids of 10 million, with a parameter server on this machine: by shared memory, and by a
-socket (`_tcp`) and gRPC (`_grpc`), which take turns with it and with `raw-socket`: the same bytes
-over TCP, which nobody looks at; and with a table behind torch's RPC and, where `ray` is installed,
-behind an actor of Ray (`exchange/row_peers.py`). `worker_wide_rows` are the same with rows of 256
-floats, of 20,000 ids that nearly all have their row.
+Rates are in millions per second. Those of one shard are measured in batches of 65,536 ids in random
+order, rows of 16 floats:
+
+- `index_lookup_{rows}`, `index_insert_{rows}`: ids that the index of a shard with this many rows
+  finds or adds on one core.
+- `row_lookup_{rows}`: rows of a whole shard looked up, with their values copied.
+- `row_push_{optimizer}`: gradients of rows applied, with all that a shard records of a push.
+- `initial_rows`: new rows made.
+- `table_bytes_per_row`: memory of a row with SGD, including its 64 bytes of values.
+- `worker_rows`: rows that one worker looks up and pushes, in steps of 16,384 distinct ids of 10
+  million, with a parameter server on this machine: by shared memory, by a socket (`_tcp`) and by
+  gRPC (`_grpc`). In turns with them: `raw-socket`, the same bytes over TCP to a process that only
+  reads them, a table behind torch's RPC, and, if `ray` is installed, one behind an actor of Ray
+  (`exchange/row_peers.py`).
+- `worker_wide_rows`: the same with rows of 256 floats and 20,000 ids, nearly all of which have a
+  row.
 """
 
 import importlib.util
@@ -78,7 +83,7 @@ random = np.random.default_rng(0)
 
 
 def rate(metric: str, num_rows: int, work: Callable[[], object], runs: int = NUM_BATCHES) -> Row:
-    """Rows a second, by the median of so many runs behind one to warm up."""
+    """Return rows per second: the median of `runs` runs, after one that is not counted."""
     times_s = []
     for _ in range(runs + 1):
         started_s = time.perf_counter()
@@ -167,7 +172,7 @@ def initial_rows() -> Row:
 
 
 class Worker:
-    """A worker of its own job, whose steps look up rows and push them."""
+    """A worker in a job of its own: each step looks up rows and pushes them."""
 
     def __init__(
         self, cluster: LocalCluster, transport: str, stack: ExitStack, dim: int, id_range: int
@@ -193,7 +198,7 @@ class Worker:
         stack.callback(self._exchange.close)
         with closing(ParameterClient([cluster.coordinator], lambda: membership.token)) as client:
             client.place([], self._exchange.specs)
-        # The client reads it when it is made.
+        # The client reads the variable when it is created.
         os.environ[TRANSPORT_VARIABLE] = transport
         self._exchange.attach(
             Context(
@@ -216,7 +221,7 @@ class Worker:
 
 
 def raw_step(stack: ExitStack, dim: int) -> Callable[[], None]:
-    """The bytes of a step, there and back, over a socket to a process that does nothing else."""
+    """Return a step that only exchanges its bytes with another process, over a socket."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_answer_bytes, args=(there, dim))
     process.start()
@@ -233,7 +238,8 @@ def raw_step(stack: ExitStack, dim: int) -> Callable[[], None]:
 
 
 def exchanges(dim: int) -> Sequence[tuple[int, int]]:
-    """Bytes there and back: ids for births and values; ids, births and gradients for an answer."""
+    """Return bytes sent and received: ids for births and values; then ids, births and gradients for
+    an acknowledgement."""
     return [(8 * STEP_IDS, (8 + 4 * dim) * STEP_IDS), ((16 + 4 * dim) * STEP_IDS, 1)]
 
 
@@ -242,7 +248,7 @@ def receive(connection: socket.socket, num_bytes: int) -> None:
     while into:
         count = connection.recv_into(into)
         if not count:
-            raise ConnectionError("the other end hung up")
+            raise ConnectionError("the other end closed the connection")
         into = into[count:]
 
 

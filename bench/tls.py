@@ -2,12 +2,14 @@
 
     make bench NAME=tls
     .venv/bin/python bench/tls.py 16    # kills instead of the default
-    .venv/bin/python bench/tls.py --only kills    # a part of it: steps, exchanges, kills
+    .venv/bin/python bench/tls.py --only kills    # one part: steps, exchanges or kills
 
-- `step_overhead_tls`: median step of DDP, two ranks on Gloo in processes of their own, with a
-  cluster that speaks TLS over that with one that does not; by blocks, the median of the ratios.
-- `pull_push_100mb_tls` (GB/s, both directions): pushing 100 MB of gradients and taking 100 MB of
-  values back by a TLS socket, beside a plain one (`tcp`) and, with TLS on, shared memory, by turns.
+- `step_overhead_tls`: median step of DDP with a cluster that uses TLS, over the median step without
+  TLS: two ranks on Gloo in processes of their own, in blocks; the median of the ratios.
+- `pull_push_100mb_tls` (GB/s, both directions): push of 100 MB of gradients and return of 100 MB of
+  values by a TLS socket, in turns with a plain socket (`tcp`).
+- `pull_push_100mb_shared_memory_with_tls`: the same by shared memory with TLS on, in turns with TLS
+  off.
 - `ddp_kill_recovery_tls`: as `ddp_kill_recovery` of bench/recovery.py, with TLS on.
 """
 

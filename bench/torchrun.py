@@ -3,11 +3,11 @@
     make bench NAME=torchrun           # 3 runs of each
     .venv/bin/python bench/torchrun.py 5
 
-Two nodes of one worker each sum a number over Gloo, again and again. SIGKILL of the second, agent
-and worker; the time until the first has completed a step alone, new process included. torchrun
-with its own c10d backend, in turns with Shoal's: first node as host, last call of 1 s, and a
-store of its own for every restart, without which restarted workers read stale addresses. Where
-the rest did not train again within two minutes, that run is left out, and said so.
+Two nodes of one worker each sum a number over Gloo in every step. Agent and worker of the second
+get SIGKILL; the figure is the time until the first has completed a step alone, with the start of
+its new process. torchrun's own c10d backend and Shoal's take turns; c10d has the first node as
+host, a last call of 1 s, and a new store for every restart, without which restarted workers read
+stale addresses. A run that does not train again within two minutes is reported and left out.
 """
 
 import json
@@ -52,16 +52,16 @@ with open(f"{sys.argv[1]}/steps-{os.getpid()}", "a", buffering=1) as steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Rendezvous backend: how a node finds the others."""
+    """Rendezvous backend, by which a node finds the others."""
 
     name: str
     options: Callable[[int], Sequence[str]]
-    """Options by the node's number."""
+    """Returns the options of the node with this number."""
     environment: dict[str, str]
 
 
 def measure(backend: Backend) -> float | None:
-    """Seconds from the kill to the next step of the rest; None if there was none."""
+    """Return the seconds from the kill to the next step of the rest; None if there was none."""
     with tempfile.TemporaryDirectory() as name, running(backend, Path(name)) as nodes:
         directory = Path(name)
 
@@ -88,13 +88,13 @@ def measure(backend: Backend) -> float | None:
 
 @contextmanager
 def running(backend: Backend, directory: Path) -> Iterator[list[Process]]:
-    """Two nodes; at the end no agent and no worker is left."""
+    """Run two nodes; kill all agents and workers at the end."""
     (directory / "train.py").write_text(SCRIPT)
     try:
         with Supervisor() as supervisor:
             yield [supervisor.spawn(node(backend, directory, number)) for number in range(2)]
     finally:
-        # Of an agent that was killed in its turn: torchrun's workers lead sessions of their own.
+        # torchrun's workers lead sessions of their own: they outlive an agent that was killed.
         kill_workers({step["pid"] for step in steps_in(directory)})
 
 
@@ -113,7 +113,7 @@ def node(backend: Backend, directory: Path, number: int) -> ChildCommand:
 
 
 def kill_workers(pids: Iterable[int]) -> None:
-    """SIGKILL those of the processes that still run the script; a number may be used again."""
+    """SIGKILL those of the processes that still run the script: process ids are reused."""
     for pid in pids:
         try:
             if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -133,7 +133,7 @@ def logs(directory: Path) -> str:
 
 
 def await_true(holds: Callable[[], bool], within_s: float) -> bool:
-    """Ask again and again: the answer lies in files of other processes."""
+    """Poll `holds`, which reads files of other processes; return False if the time is over."""
     deadline_s = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline_s:

@@ -1,27 +1,27 @@
-"""Effective time while machines join and are lost, of Shoal beside torchrun, torchft, one process.
+"""Effective training time while machines join and are lost: Shoal, torchrun, torchft, one process.
 
     .venv/bin/python bench/trace.py --trace FILE --speed 60
     .venv/bin/python bench/trace.py --mtbf 10 --seconds 600 --seed 1 --record
 
-Replays changes on real processes (`training/machines.py`), the same for each system: of a trace
-(`milliseconds,add|remove,node`), with 1 to `--max` machines by the quantiles of its numbers of
-nodes; or losses drawn by `--seed` as a Poisson process with a mean of `--mtbf` minutes between two
-of the whole job, each machine replaced after 5 minutes on average. Minutes of a trace pass
-`--speed` times as fast; what a start of Python and torch takes does not. A loss is a SIGKILL of all
-processes of the machine; with `--notice S`, a SIGTERM S seconds before. One settled machine always
-stays, and what the machines meet at is not lost.
+Replays changes on real processes (`training/machines.py`), the same for each system. They are read
+from a trace (`milliseconds,add|remove,node`), with its numbers of nodes mapped to 1 to `--max`
+machines by quantile; or they are losses drawn by `--seed`, a Poisson process with a mean of
+`--mtbf` minutes between two losses of the job, each machine replaced after 5 minutes on average. A
+trace is replayed `--speed` times as fast; the start of Python and torch takes its real time. A loss
+is a SIGKILL of all processes of the machine; with `--notice S`, a SIGTERM S seconds before. One
+settled machine always stays, and the coordinator or rendezvous of a system is not lost.
 
 All systems train the model of bench/exactness.py on the same batches with the same pause in each
 step, which stands for a device: 4 workers fit on two cores. torchrun restarts all workers at each
-change, from a checkpoint every k steps; k by Young and Daly from the cost of a checkpoint and the
-step that this bench measures first, and the mean time between changes. torchft and Shoal write no
-checkpoint. torchft comes from SHOAL_BENCH_TORCHFT as in bench/recovery.py; that interpreter needs
-Shoal too, whose order of samples all systems share.
+change, from a checkpoint every k steps; k follows Young and Daly, from the times of a checkpoint
+and a step, which this bench measures first, and the mean time between changes. torchft and Shoal
+write no checkpoint. SHOAL_BENCH_TORCHFT names torchft's interpreter, as in bench/recovery.py; it
+needs Shoal too, whose order of samples all systems share.
 
-Figures of each system are defined in `training/effective.py`; the clock starts when all machines
-of the start train. `distance` is the largest difference of a weight from one process after as many
-steps; None of a system that does not train any more at the end. With `--record` they go to
-docs/benchmarks/results/trace.json, for docs/report.md.
+`training/effective.py` defines the figures of each system; the clock starts when all machines of
+the start train. `distance`: largest difference of a weight from training in one process after as
+many steps; none for a system that does not train at the end. With `--record` the figures are
+written to docs/benchmarks/results/trace.json, for docs/report.md.
 """
 
 import argparse
@@ -54,8 +54,8 @@ PAUSE_S = 0.03
 def replay(
     system: str, plan: Plan, changes: Sequence[Change], length_s: float, notice_s: float
 ) -> tuple[dict[str, Any], int, Any]:
-    """Figures of one system, and the steps and weights that it ended with; 0 and None of one that
-    does not train at the end."""
+    """Return the figures of one system, and the steps and weights at its end; 0 and None if it does
+    not train at the end."""
     plan.directory.mkdir()
     first, later = starting(changes)
     if system == ONE_PROCESS:

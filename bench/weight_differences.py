@@ -1,17 +1,17 @@
-"""Differences between versions of published weights, beside exclusive or with zstandard.
+"""Differences between versions of published weights, compared with exclusive or and zstandard.
 
     make bench NAME=weight_differences
     .venv/bin/python bench/weight_differences.py --mb 256 --rounds 5
 
-A step of Adam is simulated as its effect on bf16 weights: float32 master weights N(0, 0.028) change
-by the learning rate times N(0, 1), clipped at 3, and are rounded before and after. For each rate:
+Simulates the effect of a step of Adam on bf16 weights: float32 master weights N(0, 0.028) change by
+the learning rate times N(0, 1), clipped at 3, and are rounded before and after. For each rate:
 
-- `weights_difference_changed`: share of the weights that are another bf16 number;
-- `_over_full`: bytes of the difference over bytes of the whole;
-- `_over_xor`: bytes of the difference over those of the exclusive or, compressed by zstandard at
+- `weights_difference_changed`: share of the weights whose bf16 value changed;
+- `_over_full`: bytes of the difference over bytes of the full version;
+- `_over_xor`: bytes of the difference over those of the exclusive or compressed by zstandard at
   level 1, which other systems send;
-- `_encode`, `_decode`: GB of the whole per second of CPU time on one core, best of the rounds;
-  `_xor`: the same of the other way.
+- `_encode`, `_decode`: GB of the full version per second of CPU time on one core, best of the
+  rounds; `_xor`: the same for encoding by exclusive or and zstandard.
 
 Each result is compared with the target, bit for bit.
 """
@@ -40,7 +40,7 @@ def bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def step(count: int, rate: float) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-    """The weights before and after."""
+    """Return the weights before and after a step."""
     draw = np.random.default_rng(0)
     weights = draw.standard_normal(count, np.float32) * np.float32(0.028)
     update = np.clip(draw.standard_normal(count, np.float32), -3, 3) * np.float32(rate)
@@ -48,7 +48,7 @@ def step(count: int, rate: float) -> tuple[npt.NDArray[np.uint16], npt.NDArray[n
 
 
 def fastest(work: Callable[[], T], rounds: int) -> tuple[float, T]:
-    """CPU seconds of the best round, and the result."""
+    """Return the CPU seconds of the best round, and the result."""
     best_s = float("inf")
     for _ in range(rounds):
         began_s = time.process_time()
@@ -58,7 +58,7 @@ def fastest(work: Callable[[], T], rounds: int) -> tuple[float, T]:
 
 
 def measured(mb: int, rounds: int) -> Iterator[Row]:
-    """Rows for each rate. Those of RATE have no rate in their names."""
+    """Yield rows for each rate; the names of those of RATE contain no rate."""
     compressor = zstandard.ZstdCompressor(level=1)
     for rate in RATES:
         before, after = step(mb * 2**19, rate)

@@ -1,42 +1,43 @@
-"""Published weights, beside what the machine can do and beside others, by turns in the same run.
+"""Published weights, in turns with other systems and with plain copies, in the same run.
 
     make bench NAME=weights
     .venv/bin/python bench/weights.py --mb 1024 --readers 1 4 8 --parts readers
     .venv/bin/python bench/weights.py --mb 8 --rounds 1 --readers 1    # each part once, small
 
 A model of bf16 tensors of 8 MiB each is published by one process and installed by others, each
-into tensors of its own. `--parts` selects parts; each ends after `--minutes`, with fewer rounds if
-need be, and is given up after twice that time. In the end the bench lists what it has left out.
+into tensors of its own. `--parts` selects parts; each ends after `--minutes`, if necessary with
+fewer rounds, and is stopped after twice that time. At the end the bench lists what it left out.
 
-- `readers`. `weights_publish_over_memcpy`: how long `publish()` keeps the trainer, over a copy of
-  the same bytes into memory that is there already. `weights_publish_8_over_1_readers`: with 8
-  readers over that with one. `weights_fetch_over_shm_floor`: from the call of `publish()` until the
-  last reader has installed, over the floor: one process copies the model into shared memory, and
-  the same number copies it out again, when they read its line. `weights_fetch_over_PEER`, over the
-  same journey with `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there
-  is an environment for them (see bench/weights_peers.py), `ray` and `torchstore`.
-  `weights_cpu_seconds`: of all processes of an entrant, in a round.
-- `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all of
-  them are verified, over those of a bare socket. Both into memory that earlier versions were
-  received into; `_first`: both into memory that was never touched.
-- `late`. `weights_late_over_usual`: a fetch by a reader that comes after the trainer was killed,
-  over that by one that comes while it lives.
-- `step`. `weights_step_delay`: ten steps with a publication, over ten steps without one.
+- `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over that of a copy of
+  the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
+  `publish()` with 8 readers over that with one. `weights_fetch_over_shm_floor`: time from the call
+  of `publish()` until the last reader has installed the model, over that of plain copies: one
+  process copies the model into shared memory and sends a line, and as many readers copy it out.
+  `weights_fetch_over_PEER`: the same over the time with `safetensors` (a file on tmpfs, renamed and
+  loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
+  and `torchstore`. `weights_cpu_seconds`: CPU time of all processes of a system in a round.
+- `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
+  are verified, over those of a bare socket. Both receive into memory that was used for earlier
+  versions; `_first`: both receive into memory that was never touched.
+- `late`. `weights_late_over_usual`: time of a fetch by a reader that starts after the trainer was
+  killed, over that by a reader that starts while it runs.
+- `step`. `weights_step_delay`: time of ten steps with a publication, over ten steps without one.
 - `differences`. `weights_difference_over_full` and `_over_xor`: bytes of a difference at 0.9 % of
-  weights changed, over the whole and over the exclusive or with zstandard at level 1;
-  `_encode`, `_decode`: GB of the whole per second of CPU time. See bench/weight_differences.py.
-- `link`, which takes root. `weights_link_difference_over_full`: over a link of 100 MB/s, in a
-  network namespace: from `publish()` until installed, of a version with 0.9 % of its weights
-  changed, over that of one with all of them changed.
-- `relays`. `weights_relays_64_server_copies`: copies of a version that the servers send, all
-  together, to 64 readers that relay (without torch, each with a network of 40 MB/s to send on).
-  `weights_relays_64_over_4`: from `publish()` until the last of them has it, over the same with 4
-  readers; the depth of the tree grows from 2 to 6.
+  weights changed, over the full version and over the exclusive or with zstandard at level 1;
+  `_encode`, `_decode`: GB of the full version per second of CPU time. See
+  bench/weight_differences.py.
+- `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` until
+  installed over a link of 100 MB/s, in a network namespace, of a version with 0.9 % of its weights
+  changed, over that of a version with all weights changed.
+- `relays`. `weights_relays_64_server_copies`: copies of a version that all servers together send to
+  64 readers that relay (without torch, each at 40 MB/s). `weights_relays_64_over_4`: time from
+  `publish()` until the last of 64 readers has the version, over that with 4; the depth of the tree
+  is 6 and 2.
 - `failover`. `weights_failover_KIND_after_detection`: see bench/weights_failover.py.
-- `torn`. `torchstore_torn_reads`: reads by TorchStore's readers that hold tensors of two versions,
-  while one writer overwrites the key.
+- `torn`. `torchstore_torn_reads`: reads by TorchStore's readers that contain tensors of two
+  versions, while one writer overwrites the key.
 
-Versions that are torn, go back, are unfenced or lost under faults: bench/weights_faults.py.
+bench/weights_faults.py measures whether faults cause torn, unfenced or lost versions.
 """
 
 import argparse
@@ -69,14 +70,14 @@ LINK_BYTES_PER_S = 100e6
 RELAYS = (4, 16, 64)
 RELAYS_A_PROCESS = 8
 WARM_UP = 2
-"""Rounds that do not count."""
+"""Rounds that are not counted."""
 WAIT_S = 3600.0
 """Longest wait for a version; the limit of a part ends it earlier."""
 CLEAN_UP_S = 60.0
 
 
 class GivenUp(Exception):
-    """A part took twice its time."""
+    """A part took more than twice its time."""
 
 
 class LeftOut(Exception):
@@ -84,19 +85,19 @@ class LeftOut(Exception):
 
 
 class PeerEnded(Exception):
-    """A process from which an answer was expected has ended."""
+    """A process ended before it sent an expected line."""
 
 
 class Limit:
-    """The time that a part may take."""
+    """Time limit of a part."""
 
     def __init__(self, seconds: float, left_out: list[str]) -> None:
         self._left_out = left_out
         self._ends_s = time.monotonic() + seconds
 
     def rounds(self, count: int, warm_up: int = 1) -> Iterator[int]:
-        """Numbers of rounds from 1, of which the first ones do not count. Ends early when the time
-        is over, after one round that counts."""
+        """Yield numbers of rounds from 1; the first `warm_up` are not counted. Ends early once the
+        time is over, but not before one counted round."""
         for number in range(1, warm_up + count + 1):
             done = number - warm_up - 1
             if done > 0 and time.monotonic() > self._ends_s:
@@ -105,20 +106,20 @@ class Limit:
             yield number
 
     def leave_out(self, what: str) -> None:
-        """Note something that this run does not measure."""
+        """Record something that this run does not measure."""
         self._left_out.append(what)
 
     def part(self, share: float) -> "Limit":
-        """A limit of this share of the time that is left."""
+        """Return a limit of this share of the time left."""
         return Limit(max(self._ends_s - time.monotonic(), 0.0) * share, self._left_out)
 
 
 @contextmanager
 def given_up_after(seconds: float) -> Iterator[None]:
-    """Raise GivenUp in the main thread after so long, and again if cleaning up hangs as well."""
+    """Raise GivenUp in the main thread after `seconds`, and again if the clean-up hangs as well."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise GivenUp(f"given up after {seconds:.0f} s")
+        raise GivenUp(f"stopped after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds, CLEAN_UP_S)
@@ -143,8 +144,8 @@ class Wanted:
 
 
 class Readers:
-    """Reading processes of bench/weights_readers.py; `go` tells them of a round where nothing else
-    does."""
+    """Reading processes of bench/weights_readers.py; `go` starts a round for those that cannot
+    detect it themselves."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Readers:
         *,
         under: Sequence[str] = (),
     ) -> None:
-        """Start `count` readers. `under`: a command that runs the reader's command."""
+        """Start `count` readers. `under`: a command that runs the command of a reader."""
         program = HERE / "weights_readers.py"
         self.processes = [
             subprocess.Popen(
@@ -182,7 +183,7 @@ class Readers:
             each.stdin.flush()
 
     def last_done_s(self, number: int) -> float:
-        """The time at which the last of them had installed the round's model."""
+        """Return the time at which the last reader had installed the model of the round."""
         times = []
         for each in self.processes:
             while True:
@@ -201,7 +202,7 @@ class Readers:
 
 
 def read_report(process: "subprocess.Popen[str]") -> list[str]:
-    """The words of the next line for this program; lines of logs are skipped."""
+    """Return the words of the next report of a process; log lines are skipped."""
     assert process.stdout is not None
     while True:
         line = process.stdout.readline()
@@ -212,7 +213,8 @@ def read_report(process: "subprocess.Popen[str]") -> list[str]:
 
 
 Turn = Callable[[int], tuple[float, float]]
-"""A round by its number: seconds of the publisher, and until the last reader was done."""
+"""Runs the round with this number; returns the seconds of the publishing call, and until the last
+reader was done."""
 
 
 def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: bool = True) -> Turn:
@@ -227,7 +229,7 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: boo
         version = ticket.wait("committed", timeout=WAIT_S)
         assert version is not None
         last_s = readers.last_done_s(version.number) - began_s
-        # So that the memory for the next one is there, as while a trainer computes.
+        # In this time, memory for the next version is allocated, as while a trainer computes.
         time.sleep(max(0.3, model["w0"].nbytes * len(model) / 4e9))
         return kept_s, last_s
 
@@ -235,7 +237,7 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: boo
 
 
 def change(model: dict[str, torch.Tensor], number: int) -> None:
-    """Change all weights: equal ones would not be sent again."""
+    """Change all weights: unchanged ones would not be sent again."""
     for each in model.values():
         each.fill_(number % 200 + 1)
 
@@ -275,7 +277,7 @@ class Peer:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of all below it, so far."""
+    """Return the CPU seconds of this process and its descendants so far."""
     found, own = 0.0, psutil.Process()
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -327,14 +329,14 @@ def cluster() -> Iterator[str]:
 
 
 def let_go() -> None:
-    """The series goes with its cluster."""
+    """End the publication in this process: the cluster of the series ends too."""
     import shoal  # noqa: PLC0415
 
     shoal.end_publishing(SERIES)
 
 
 class BareSocket:
-    """Transfer on loopback: one process sends the bytes, this one receives them into its memory."""
+    """Transfer on loopback: another process sends bytes, this one receives them into its memory."""
 
     def __init__(self, stack: ExitStack, mb: int) -> None:
         self._num_bytes = mb << 20
@@ -357,18 +359,18 @@ class BareSocket:
         return len(buffer) / (time.monotonic() - began_s)
 
     def bytes_per_s(self) -> float:
-        """The rate into memory that was received into before."""
+        """Return the rate of a transfer into memory that was used before."""
         return self._receive(self._buffer)
 
     def first_bytes_per_s(self) -> float:
-        """The rate into memory that was never touched."""
+        """Return the rate of a transfer into memory that was never touched."""
         return self._receive(memoryview(bytearray(self._num_bytes)))
 
 
 def by_turns(
     entrants: dict[str, Turn], rounds: Iterator[int], spent_s: dict[str, list[float]]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Rounds of all systems by turns, so that other load meets all alike. CPU seconds go to
+    """Run rounds of all systems in turns, so that other load affects all alike; add CPU seconds to
     `spent_s`."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in entrants}
     for number in rounds:
@@ -389,7 +391,7 @@ def ratio(own: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def by_readers(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """Rows of all entrants, with each number of readers."""
+    """Yield rows of all systems with each number of readers."""
     kept_s: dict[int, float] = {}
     for number, count in enumerate(wanted.readers):
         turns, spent_s = with_readers(wanted, limit.part(1 / (len(wanted.readers) - number)), count)
@@ -409,7 +411,7 @@ def by_readers(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 def with_readers(
     wanted: Wanted, limit: Limit, count: int
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[float]]]:
-    """Rounds, and CPU seconds, of all entrants with so many readers."""
+    """Return rounds and CPU seconds of all systems with this many readers."""
     mb, model = wanted.mb, model_of(wanted.mb, 1.5)
     with ExitStack() as stack:
         stack.callback(FLOOR.unlink, missing_ok=True)
@@ -424,7 +426,7 @@ def with_readers(
         if wanted.peers:
             peer = Readers(stack, "safetensors", count, mb).ready()
             entrants["safetensors"] = safetensors_turn(model, peer)
-            # In a process of its own: torch's RPC cannot end, and begin again, in one process.
+            # In a process of its own: torch's RPC cannot be started twice in one process.
             own = Path(sys.executable)
             entrants["torch_rpc"] = Peer(stack, "torch_rpc", mb, count, python=own).turn
             if PEERS_PYTHON.exists():
@@ -505,7 +507,7 @@ def over_tcp(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 
 
 def late_joiner(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """Fetches by readers that come while the trainer lives, and after it was killed."""
+    """Measure fetches by readers that start while the trainer runs, and after it was killed."""
     import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
     target, times = model_of(wanted.mb), {True: [], False: []}
@@ -530,7 +532,7 @@ def late_joiner(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 
 
 def step_delay(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """Ten steps of a matrix product on one thread, with a publication and without, by turns."""
+    """Measure ten steps of a matrix product on one thread, with and without a publication."""
     import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
     torch.set_num_threads(1)
@@ -560,7 +562,7 @@ def step_delay(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 
 
 def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """A difference and the whole over a link of LINK_BYTES_PER_S to the reader."""
+    """Measure a difference and a full version over a link of LINK_BYTES_PER_S to the reader."""
     sys.path.append(str(HERE.parent / "tests"))
     from support.clusters.parameter_cluster import ParameterCluster  # noqa: PLC0415
     from support.network.namespaces import RoutedHosts, why_unavailable  # noqa: PLC0415
@@ -579,7 +581,7 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         os.environ["SHOAL_COORDINATOR"] = running.coordinator.grpc
         stack.callback(let_go)
         host = hosts.add("reader")
-        # The link to the reader's namespace, at the router's end.
+        # The router's end of the link to the reader's namespace.
         shape = ("rate", f"{int(8 * LINK_BYTES_PER_S)}bit", "burst", "1mb", "latency", "50ms")
         hosts._in_router(
             "tc", "qdisc", "add", "dev", f"to{len(hosts._hosts) - 1}", "root", "tbf", *shape
@@ -608,7 +610,7 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 
 
 def relays(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """A version to 4, 16 and 64 readers that pass it on to each other."""
+    """Measure the distribution of a version to 4, 16 and 64 relaying readers."""
     mb, times, runs = min(wanted.mb, 64), {}, 0
     for number, count in enumerate(RELAYS):
         with ExitStack() as stack:
@@ -628,8 +630,8 @@ def relays(wanted: Wanted, limit: Limit) -> Iterator[Row]:
 def relay_rounds(
     stack: ExitStack, model: dict[str, torch.Tensor], count: int, rounds: Iterator[int]
 ) -> tuple[list[float], list[float]]:
-    """Seconds from `publish()` until the last of `count` relays has the version, and the copies of
-    it that came from servers."""
+    """Return, of each round, the seconds from `publish()` until the last of `count` relays has the
+    version, and the copies of it that servers sent."""
     import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
     command = [
@@ -666,7 +668,7 @@ def relay_rounds(
 
 
 def torn_reads(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """Reads of TorchStore's readers while one writer overwrites the key."""
+    """Count torn reads of TorchStore's readers while one writer overwrites the key."""
     if not PEERS_PYTHON.exists():
         raise LeftOut(NO_PEERS)
     with ExitStack() as stack:
@@ -689,7 +691,7 @@ PARTS: dict[str, Part] = {
 
 
 def measured(name: str, wanted: Wanted, minutes: float) -> tuple[list[Row], list[str], bool]:
-    """Rows of a part, what it has left out, and False if it failed."""
+    """Return the rows of a part, what it left out, and False if it failed."""
     rows: list[Row] = []
     left_out: list[str] = []
     is_well = True
@@ -699,7 +701,7 @@ def measured(name: str, wanted: Wanted, minutes: float) -> tuple[list[Row], list
                 rows.append(row)
     except (GivenUp, LeftOut) as why:
         left_out.append(str(why))
-    except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
+    except Exception as error:  # noqa: BLE001 - the other parts are measured anyway
         traceback.print_exc()
         left_out.append(f"failed: {error!r}")
         is_well = False
@@ -714,13 +716,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time of each part")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit of each part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     options = parser.parse_args()
     wanted = Wanted(
         mb=options.mb, rounds=options.rounds, readers=options.readers, peers=not options.no_peers
     )
-    # As an exception, so that the processes of a part end with it.
+    # Raised as an exception, so that the processes of the part are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     left_out, is_well = [], True
     for name in options.parts:

@@ -1,10 +1,10 @@
-"""Part `failover` of bench/weights.py: the time without a new version after a member is lost.
+"""Part `failover` of bench/weights.py: time without a new version after the loss of a member.
 
-Two members of a job on two launchers publish after each step. A member's process is killed, which
-its launcher reports, or the launcher with it, as if their host were lost. Each is started again.
-`weights_failover_KIND`: from the kill until a reader can see a version of the next generation.
-`_detection`: until the coordinator removes the member. `_after_detection`: between the two.
-The first version of the new generation has the next number, or the part fails.
+Two members of a job on two launchers publish after each step. The process of a member is killed,
+which its launcher reports, or the launcher is killed too, as if their host were lost; both are
+restarted. `weights_failover_KIND`: time from the kill until a reader sees a version of the next
+generation. `_detection`: time until the coordinator removes the member. `_after_detection`: the
+difference. The part fails if the first version of the new generation does not have the next number.
 """
 
 import os
@@ -30,7 +30,7 @@ KINDS = ("member", "host")
 
 
 def train(directory: Path) -> None:
-    """A member: publishes after each step, and says which process it is."""
+    """Train as a member: publish after each step, and write the process id to a file."""
     import shoal  # noqa: PLC0415
 
     model = torch.nn.Linear(8, WIDTH)
@@ -74,7 +74,7 @@ class Job:
         return self._supervisor.spawn(command)
 
     def member_of(self, launcher: Any) -> int:
-        """Process of the launcher's member once both members train."""
+        """Return the process id of the launcher's member once both members train."""
         since_s = time.time()
         while True:
             path = self._directory / f"{launcher.pid}.member"
@@ -85,8 +85,8 @@ class Job:
             time.sleep(0.02)
 
     def kill(self, kind: str) -> float:
-        """Kill the second launcher's member, with its launcher if it is the host; the time of
-        it."""
+        """Kill the member of the second launcher, and for "host" the launcher too; return the time
+        of the kill."""
         launcher = self.launchers[1]
         pid = self.member_of(launcher)
         at_s = time.time()
@@ -96,14 +96,14 @@ class Job:
         return at_s
 
     def restore(self) -> None:
-        """Start the launcher that was killed again."""
+        """Restart the second launcher if it was killed."""
         if self.launchers[1].wait(0.0) is not None:
             self.launchers[1] = self._launched()
 
 
 def failover(job: Job, series: Any, http_url: str, kind: str) -> tuple[float, float]:
-    """Seconds from a kill until the member is removed, and until a version of the next generation
-    is visible."""
+    """Return the seconds from a kill until the member is removed, and until a version of the next
+    generation is visible."""
     killed_s = job.kill(kind)
     before = series.newest()
     last = before

@@ -3,21 +3,21 @@
     make bench NAME=weights_faults
     .venv/bin/python bench/weights_faults.py --faults 1000 --seed 2
 
-Two members of a job publish after each step, and four readers install what is newest, two of them
-through the memory of a server's host and two over TCP. Etcd, the coordinator, three parameter
-servers, the members' host and two readers have network namespaces of their own. It takes root.
+Two members of a job publish after each step, and four readers install the newest version, two of
+them through the memory of a server's host and two over TCP. Etcd, the coordinator, three parameter
+servers, the members' host and two readers have network namespaces of their own. It needs root.
 
-In each round one to three faults strike at once: one that meets a server, the coordinator or etcd,
-one that meets the trainer, one that meets a reader. Processes are killed (a member with its bytes
-on the servers and its part not handed in, a reader with a lease and nothing fetched, all members at
-once, so that the job begins anew), halted for up to 6 s, or cut off from others, in one direction
-or both. The next round begins when every reader has installed a version that was committed after
-the faults, and the newest one lies on two servers again.
+In each round, one to three faults occur at once: one of a server, the coordinator or etcd, one of
+the trainer, one of a reader. Processes are killed (a member with its bytes on the servers but its
+part not handed in, a reader with a lease and nothing fetched, all members at once, so that the job
+starts over), halted for up to 6 s, or disconnected from others in one direction or both. The next
+round begins once every reader has installed a version that was committed after the faults, and the
+newest version is on two servers again.
 
-- `weights_torn`: installs that were no version as a whole. `weights_regressed`: a reader went back.
-- `weights_unfenced`: numbers with two contents, and versions of an epoch that was over.
-- `weights_lost`: versions that were committed and are gone, without having been replaced.
-- `weights_recovery`: from the end of a round's faults until all is well.
+- `weights_torn`: installs that mixed versions. `weights_regressed`: installs of an older version.
+- `weights_unfenced`: numbers with two contents, and versions of an epoch that had ended.
+- `weights_lost`: committed versions that are gone without having been replaced.
+- `weights_recovery`: time from the end of a round's faults to the start of the next round.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import structlog
 
-# The cluster that may be killed is that of the tests.
+# The cluster whose processes are killed is a helper of the tests.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from history.published_campaign import GROUPS, Fault, PublishedCampaign, Report, Stuck, draw
@@ -42,7 +42,7 @@ NUM_FAULTS = 300
 
 
 def drawn(rng: random.Random) -> list[Fault]:
-    """The faults of a round: of one to three of the groups."""
+    """Draw the faults of a round, from one to three groups."""
     groups = rng.sample(GROUPS, rng.choice((1, 2, 3, 3)))
     return [draw(kinds, rng) for kinds in groups]
 
@@ -70,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--faults", type=int, default=NUM_FAULTS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=600.0, help="end after so long")
-    parser.add_argument("--keep", type=Path, help="directory for all logs, which stays")
+    parser.add_argument("--minutes", type=float, default=600.0, help="end after this time")
+    parser.add_argument("--keep", type=Path, help="directory in which all logs are kept")
     want = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     if why := why_unavailable():
@@ -89,7 +89,7 @@ def main() -> None:
                     print(f"{struck.total()}: {'; '.join(map(str, faults))}", flush=True)
                     struck.update(str(fault.kind) for fault in faults)
                     recoveries_s.append(run.strike(faults))
-                    print(f"  well after {recoveries_s[-1]:.1f} s", flush=True)
+                    print(f"  recovered after {recoveries_s[-1]:.1f} s", flush=True)
             except Stuck as stuck:
                 print(f"STUCK: {stuck}", flush=True)
                 print(run.judged(), flush=True)

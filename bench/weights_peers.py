@@ -5,12 +5,12 @@
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore 256 4
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore-torn 64 2
 
-`torch_rpc` needs nothing but torch.
+`torch_rpc` needs only torch.
 
-Takes a line for each round and answers with two numbers: how long the publisher was kept, and how
-long it took until the last of the readers had the model in tensors of its own. `torchstore-torn`
-lets one writer overwrite a key while readers read it, for so many seconds as the line says, and
-answers with the reads and those of them that held tensors of two versions.
+Reads a line for each round and prints two numbers: the seconds of the publishing call, and the
+seconds until the last reader had the model in tensors of its own. In `torchstore-torn`, one writer
+overwrites a key while readers read it, for as many seconds as the line says; it prints the number
+of reads, and of those that contained tensors of two versions.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ RPC_S = 600.0
 
 
 async def torchstore(mb: int, count: int, *, tears: bool) -> None:
-    import torchstore as ts  # noqa: PLC0415 - in this environment alone
+    import torchstore as ts  # noqa: PLC0415 - only in this environment
     from monarch.actor import Actor, endpoint  # noqa: PLC0415
     from torchstore.utils import spawn_actors  # noqa: PLC0415
 
@@ -78,13 +78,13 @@ async def torchstore(mb: int, count: int, *, tears: bool) -> None:
 
 
 async def _call(method: Any, *arguments: object) -> list[Any]:
-    """The answers of all actors."""
+    """Return the results of all actors."""
     found = await method.call(*arguments)
     return [answer for _, answer in found.items()]
 
 
 def ray_store(mb: int, count: int) -> None:
-    """Arrays of the tensors, which would be pickled one by one."""
+    """Put arrays into Ray: tensors would be pickled one by one."""
     import ray  # noqa: PLC0415
 
     ray.init(
@@ -127,7 +127,7 @@ def _model_by_rpc() -> dict[str, torch.Tensor]:
 
 
 def _read_by_rpc(mb: int) -> float:
-    """Fetch the model from rank 0; the time at which it was in tensors of this process."""
+    """Fetch the model from rank 0; return the time at which it was in tensors of this process."""
     from torch.distributed import rpc  # noqa: PLC0415
 
     target = _held_by_rpc or model_of(mb)
@@ -145,11 +145,11 @@ def _join_rpc(rank: int, port: int, world_size: int) -> None:
     )
     rpc.init_rpc(f"r{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank:
-        threading.Event().wait()  # until it is killed
+        threading.Event().wait()  # until this process is killed
 
 
 def torch_rpc(mb: int, count: int) -> None:
-    """Readers that call rank 0 for the tensors, each in a process of its own."""
+    """Readers, each in a process of its own, that fetch the tensors from rank 0 by calls."""
     from torch.distributed import rpc  # noqa: PLC0415
 
     with socket.socket() as probe:

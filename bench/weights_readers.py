@@ -3,7 +3,7 @@
     python bench/weights_readers.py KIND MB [PORT]
 
 Lines for bench/weights.py begin with "report"; others are logs. A reader prints "report ready", and
-for each round "report done", its number, and the time at which its tensors had the model.
+for each round "report done", its number, and the time at which its tensors contained the model.
 """
 
 import os
@@ -22,7 +22,7 @@ WAIT_S = 3600.0
 
 
 def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
-    """A model of bf16 tensors of 8 MiB each."""
+    """Return a model of bf16 tensors of 8 MiB each."""
     count, elements = mb * 1024 * 1024 // TENSOR_BYTES, TENSOR_BYTES // 2
     shape = (elements // 1024, 1024)
     return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
@@ -34,8 +34,8 @@ def report(*words: object) -> None:
 
 
 def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
-    """Install each newest version. Reports, as "took", how long it took until it was verified."""
-    from shoal.weights.subscription import Subscription  # noqa: PLC0415 - other kinds do without
+    """Install each newest version. Report the seconds of each verified fetch as "took"."""
+    from shoal.weights.subscription import Subscription  # noqa: PLC0415 - only for this kind
     from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
     from shoal_difference.codec import apply  # noqa: PLC0415
     from shoal_proto.errors import VersionGone  # noqa: PLC0415
@@ -57,13 +57,13 @@ def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
             try:
                 series.fetch(version, into=target)
             except VersionGone:
-                continue  # a newer one was published before this reader had its lease
+                continue  # a newer version was published before this reader had a lease
             assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
             report("done", version.number, time.monotonic())
 
 
 def publish_once(mb: int) -> None:
-    """Publish one version, and live on."""
+    """Publish one version, and run until standard input is closed."""
     import shoal  # noqa: PLC0415
 
     shoal.publish(SERIES, model_of(mb, 3.5), keep=1).wait("committed", timeout=WAIT_S)
@@ -95,7 +95,7 @@ def read_safetensors(mb: int) -> None:
 
 
 def send_bare(mb: int, port: int) -> None:
-    """Send the bytes of a model for each byte that arrives."""
+    """Send the bytes of a model for each byte received."""
     data = bytes(bytearray(os.urandom(1 << 20)) * mb)
     with socket.create_connection(("127.0.0.1", port)) as own:
         while own.recv(1):

@@ -1,9 +1,9 @@
-"""Readers of bench/weights.py that relay: many in one process, without torch.
+"""Relaying readers of bench/weights.py: many in one process, without torch.
 
-Started with the address of a coordinator, a series, a name, and the number of readers. Prints
-"report ready", and for each reader and version "report done", its number, when it was verified,
-and the bytes that came from servers. Each relay sends to each of the two that fetch from it at
-half of the speed of a link, as if it had a network of its own.
+Arguments: address of a coordinator, series, name, number of readers. Prints "report ready", and for
+each reader and version "report done", the number of the version, the time at which it was verified,
+and the bytes that servers sent. Each relay sends to each of the two readers that fetch from it at
+half the rate of a link, as if it had a network of its own.
 """
 
 import sys
@@ -18,7 +18,7 @@ CHILDREN = 2
 
 
 class PacedWire(relay._Wire):
-    """A connection of a relay, at its share of the link."""
+    """A connection of a relay, with its share of the link."""
 
     def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
         time.sleep(num_bytes * CHILDREN / LINK_BYTES_PER_S)

@@ -12,10 +12,11 @@ worker's certificate. Their keys stay in `authority`. The parts get these files:
     worker        a worker's certificate, a viewer's token for its health check
     operator      an operator's certificate and token
     viewer        a viewer's certificate and token, for Prometheus
+    reader        the certificate of a reader of published weights
     etcd          the certificate of etcd, for its clients and its peers
 
-Certificates are renewed every `--every-h` hours; tokens and authorities are kept. Processes read
-changed files without a restart.
+With `--every-h`, certificates are renewed after that many hours; tokens and authorities are kept.
+Processes read changed files without a restart.
 """
 
 import argparse
@@ -85,7 +86,8 @@ def parts() -> dict[str, dict[str, str]]:
 def make(
     authority: Path, valid: timedelta, hosts: Sequence[str], etcd_hosts: Sequence[str]
 ) -> None:
-    """Make all files in the authority's folder; certificates are new. Raises ShoalError."""
+    """Make all files in the authority's folder; certificates are new. Raises ShoalError or
+    OSError."""
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
         "shoal": [

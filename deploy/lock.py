@@ -57,7 +57,7 @@ def compile_lock(
     python: str = "3.11",
     uv: Path = Path(sys.executable),
 ) -> str:
-    """The lock's text. `uv`: a Python with the package uv."""
+    """The lock's text. `uv`: a Python with the package uv. Raises SystemExit with uv's errors."""
     command = [str(uv), "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
     command += ["--no-header", "--no-annotate", "--constraints", str(ROOT / "constraints.txt")]
     command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28"]

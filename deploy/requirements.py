@@ -15,7 +15,8 @@ from pathlib import Path
 
 
 def requirements_of(project: Mapping[str, object], extra: str) -> Iterator[str]:
-    """The requirements of the project and of one extra. Other extras that it names are expanded."""
+    """The requirements of the project and of one extra; extras that it names are expanded. Raises
+    ValueError for an unknown extra."""
     own = re.compile(rf"{re.escape(str(project['name']))}\[([^\]]+)\]$")
     extras = project["optional-dependencies"]
     assert isinstance(extras, Mapping)

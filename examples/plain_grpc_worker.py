@@ -1,4 +1,4 @@
-"""A worker without the SDK: of Shoal it uses only the generated stubs.
+"""A worker without the SDK: of Shoal it uses only the generated stubs and the protocol's version.
 
 python examples/plain_grpc_worker.py COORDINATOR JOB
 

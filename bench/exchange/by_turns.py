@@ -1,8 +1,8 @@
-"""Peers that exchange by turns, so that whatever else the machine does meets all of them alike.
+"""Peers that exchange in turns, so that other work on the machine affects all of them alike.
 
-Each has a server and its workers as processes. All are there at the same time, one at a time
-exchanges, and the others are stopped: a peer that polls its memory would take a core from whoever
-is measured.
+Each peer has a server and workers as processes. All processes exist at the same time; one peer
+exchanges, and the others are stopped: a peer that polls its memory would take a core from the
+measured one.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from exchange.model import NUM_BYTES, Peer
 
 WARM_UP = 3
 MAX_EXCHANGES = 6
-"""Of a worker in a turn; a slow peer makes fewer."""
+"""Maximum number of exchanges of a worker in a turn; a slow peer makes fewer."""
 TURN_S = 1.5
 START_S, END_S = 120.0, 30.0
 
@@ -40,7 +40,7 @@ def _find(module: str) -> Peer:
 
 def _serve(module: str, owner: Connection, num_workers: int) -> None:
     _find(module).serve(owner, num_workers)
-    # What a peer's own threads still do is of no interest.
+    # Do not wait for the peer's own threads.
     os._exit(0)
 
 
@@ -66,7 +66,7 @@ class RunningPeer:
     """A peer with its workers, ready to exchange."""
 
     def __init__(self, module: str, num_workers: int, environment: Mapping[str, str] = {}) -> None:
-        """The processes begin with these variables set."""
+        """`environment`: variables that are set when the processes start."""
         self._module = module
         self._num_workers = num_workers
         self._environment = environment
@@ -133,7 +133,7 @@ class RunningPeer:
         return num_bytes / (max(ended_s) - min(began_s)) / 1e9
 
     def _signal(self, number: signal.Signals) -> None:
-        # Shoal's own keep their leases, and take next to nothing while nobody asks.
+        # Shoal's processes run on: they have to keep their leases, and an idle one uses little CPU.
         for process in () if self._is_own else self._started:
             assert process.pid is not None
             os.kill(process.pid, number)
@@ -156,7 +156,7 @@ class RunningPeer:
 def by_turns(
     peers: Mapping[str, tuple[str, Mapping[str, str]]], num_workers: int, num_turns: int
 ) -> dict[str, list[float]]:
-    """GB/s of each turn of each peer, which is given by its module and its environment."""
+    """GB/s of each turn of each peer. `peers`: module and environment of each, by name."""
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(RunningPeer(module, num_workers, environment))
@@ -170,5 +170,5 @@ def by_turns(
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median over the rounds, in each of which both had their turn."""
+    """Median of the ratios over all rounds, in each of which both had a turn."""
     return median(own / other for own, other in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""gRPC with a tensor's bytes in one field of a protobuf message, one message a tensor."""
+"""gRPC with a tensor's bytes in one field of a protobuf message, one message for each tensor."""
 
 from multiprocessing.connection import Connection
 

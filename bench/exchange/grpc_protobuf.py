@@ -1,4 +1,4 @@
-"""gRPC with tensors as protobuf messages, one a tensor: `repeated float`, or `bytes`."""
+"""gRPC with tensors as protobuf messages, one for each: `repeated float`, or `bytes`."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from exchange.model import SHAPES, Exchange, Parameters, await_end, new_gradient
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from torch import Tensor
 
-# What came is only read.
+# Received buffers are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 METHOD = "/bench.Parameters/Push"

@@ -1,4 +1,5 @@
-"""The exchange of every peer: 100 MB of fp32 gradients there, SGD, 100 MB of values back."""
+"""The exchange that every peer makes: it sends 100 MB of fp32 gradients, and after a step of SGD
+receives 100 MB of values."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,24 +15,24 @@ NUM_BYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
 """In one direction."""
 
 Exchange = Callable[[], None]
-"""Push once and receive the values of right after it."""
+"""Pushes once, and receives the values right after that push."""
 
 
 class Peer(Protocol):
-    """A way to exchange. Its module has these two functions."""
+    """A transport to measure. Its module has these two functions."""
 
     def serve(self, owner: Connection, num_workers: int) -> None:
-        """Hold the parameters, in a process of its own: send the address to `owner` once it
-        serves, and return when the other end of `owner` is closed."""
+        """Hold the parameters, in a separate process. Sends the address to `owner` once it serves,
+        and returns when the other end of `owner` is closed."""
         ...
 
     def connect(self, address: str, number: int, num_workers: int) -> Exchange:
-        """The exchange of worker `number`, in a process of its own."""
+        """Return the exchange of worker `number`, in a separate process."""
         ...
 
 
 class Parameters:
-    """The values on a server, and SGD on them by the kernel that Shoal takes too."""
+    """The values on a server, and SGD on them by the kernel that Shoal uses too."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -51,7 +52,7 @@ def new_gradients() -> list[Tensor]:
 
 
 def flat_parts(received: bytearray) -> list[Tensor]:
-    """Gradients that lie one after the other, as tensors on the same memory."""
+    """Return the consecutive gradients in `received` as tensors that share its memory."""
     flat = torch.frombuffer(received, dtype=torch.float32)
     sizes = [rows * columns for rows, columns in SHAPES.values()]
     return [

@@ -1,4 +1,4 @@
-"""Shoal's own: a worker's client, and a local cluster with so many parameter servers."""
+"""Shoal as a peer: a worker's client, and a local cluster with one parameter server."""
 
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=LR)])
 
 
 class Trainer:
-    """A member of a job, with buffers for its parameters, which exist once it is entered."""
+    """A member of a job, with buffers for its parameters. The shards exist inside its `with`
+    block."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Trainer:
 
 def serve(owner: Connection, num_workers: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        # The servers take another certificate of the folder than their callers.
+        # Servers use another certificate of the folder than their callers.
         files = from_environment()
         config = LocalClusterConfig(
             directory=Path(directory),

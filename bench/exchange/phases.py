@@ -23,13 +23,13 @@ from shoal_server.parameters.shard.dense import DenseBody
 from shoal_server.parameters.shard.versioned import VersionedShard
 
 DIRECTORY_VARIABLE = "SHOAL_BENCH_PHASES"
-"""Where a parameter server writes its phases when it ends."""
+"""Variable that names the folder to which a parameter server writes its phases when it ends."""
 SITE = Path(__file__).parent / "served_phases"
-"""Python runs the sitecustomize in here at the start of each part of a cluster."""
+"""Folder of the sitecustomize that Python runs at the start of each part of a cluster."""
 
 
 class PhaseClock:
-    """CPU seconds by phase. A phase within another one counts for itself alone."""
+    """CPU seconds by phase. Time in an inner phase does not count for the outer one."""
 
     def __init__(self) -> None:
         self._spent_s: dict[str, float] = defaultdict(float)
@@ -41,7 +41,7 @@ class PhaseClock:
             return dict(self._spent_s)
 
     def time(self, owner: Any, name: str, phase: str) -> None:
-        """Count what `owner.name` takes, from now on, for a phase."""
+        """Count the CPU time of `owner.name` for a phase from now on."""
         timed = getattr(owner, name)
 
         @wraps(timed)
@@ -61,7 +61,7 @@ class PhaseClock:
 
 
 def of_client() -> PhaseClock:
-    """Time what a worker does in this process."""
+    """Measure the phases of a worker in this process."""
     clock = PhaseClock()
     clock.time(Sending, "_make_ready", "client encode")
     clock.time(calls, "encode", "client encode")
@@ -70,7 +70,7 @@ def of_client() -> PhaseClock:
 
 
 def of_server() -> PhaseClock:
-    """Time what a parameter server does in this process."""
+    """Measure the phases of a parameter server in this process."""
     clock = PhaseClock()
     clock.time(FrameReader, "next", "server receive")
     clock.time(FrameReader, "space", "server receive")
@@ -83,7 +83,7 @@ def of_server() -> PhaseClock:
 
 
 def served_environment(directory: Path) -> Mapping[str, str]:
-    """The environment of a cluster whose parameter servers time their phases."""
+    """The environment of a cluster whose parameter servers measure their phases."""
     paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -93,7 +93,7 @@ def served_environment(directory: Path) -> Mapping[str, str]:
 
 
 def write_at_exit(clock: PhaseClock, register: Callable[[Callable[[], None]], object]) -> None:
-    """Have a server leave what it spent in the directory that it was given."""
+    """Register the writing of this server's figures to the folder in DIRECTORY_VARIABLE."""
     path = Path(os.environ[DIRECTORY_VARIABLE]) / f"{os.getpid()}.json"
     register(lambda: _write(path, clock.spent_s()))
 

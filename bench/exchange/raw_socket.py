@@ -1,4 +1,4 @@
-"""The bytes alone, over TCP: nothing is named, cut, checked or repeated."""
+"""The bytes alone, over TCP: without names, pieces, checksums or retries."""
 
 import socket
 import threading

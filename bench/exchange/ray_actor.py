@@ -39,7 +39,7 @@ def serve(owner: Connection, num_workers: int) -> None:
         namespace=NAMESPACE,
         log_to_driver=False,
         logging_level="ERROR",
-        # Its processes find this module where this one did.
+        # Ray's processes find this module on the path of this process.
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     actor = ray.remote(num_cpus=1)(Holder).options(name=NAME).remote()

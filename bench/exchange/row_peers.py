@@ -1,8 +1,8 @@
 """Rows of a table through torch.distributed.rpc and through an actor of Ray, beside Shoal's.
 
-The holder is a process of its own on this machine. It has one dense tensor with a row for every id,
-and SGD on the rows of a push: no index, no birth of rows, no copy, nothing that survives it. A step
-is that of Shoal's worker in bench/tables.py: one call for the values of the ids, one with their
+The holder is a separate process on this machine. It has one dense tensor with a row for every id,
+and applies SGD to the rows of a push, without an index, new rows, backups or a journal. A step is
+that of Shoal's worker in bench/tables.py: one call for the values of the ids, one with their
 gradients.
 """
 
@@ -56,7 +56,7 @@ def _push(ids: Tensor, gradients: Tensor) -> None:
 
 
 def _serve_rpc(owner: Connection, port: int, num_rows: int, dim: int) -> None:
-    global _rows  # noqa: PLW0603 - what is called from afar is a function of the module
+    global _rows  # noqa: PLW0603 - remote calls name functions of the module
     _rows = Rows(num_rows, dim)
     _join("holder", 0, port)
     owner.poll(None)
@@ -112,7 +112,7 @@ def ray_actor(stack: ExitStack, num_rows: int, dim: int) -> Step:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        # Its processes find this module where this one did.
+        # Ray's processes find this module on the path of this process.
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     stack.callback(ray.shutdown)

@@ -12,11 +12,11 @@ _parameters: Parameters | None = None
 
 
 def serve(owner: Connection, num_workers: int) -> None:
-    global _parameters  # noqa: PLW0603 - what is called from afar is a function of the module
+    global _parameters  # noqa: PLW0603 - remote calls name functions of the module
     _parameters = Parameters()
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    # The others are waited for in here, so the address has to leave before.
+    # `_join` waits for the workers, which need the address before.
     owner.send(str(port))
     _join("server", 0, num_workers, port)
     await_end(owner)
@@ -41,5 +41,5 @@ def _apply(gradients: list[Tensor]) -> list[Tensor]:
     assert _parameters is not None
     with _parameters.lock, torch.no_grad():
         _parameters.apply(gradients)
-        # It is serialized after this returns, when the next push may be under way.
+        # The result is serialized after this returns, perhaps during the next push.
         return [value.clone() for value in _parameters.values]

@@ -1,8 +1,8 @@
-"""Tasks of bench/accuracy.py, for one process and for several, and their scores.
+"""Tasks of bench/accuracy.py, for one process and for several workers, and their scores.
 
-`digits`: scikit-learn's handwritten digits, by a perceptron; every second image is held out.
+`digits`: scikit-learn's handwritten digits, a perceptron; every second image is held out.
 
-`clicks`: a factorisation machine on made-up clicks with 10 million ids, see clicks.py.
+`clicks`: a factorisation machine on generated clicks with 10 million ids, see clicks.py.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ class Task:
 
     data: Callable[[], Data]
     new_model: Callable[[bool], nn.Module]
-    """Given whether its embeddings lie on parameter servers."""
+    """Called with True if its embeddings are on parameter servers."""
     lr: float
-    """Of the parameters at first; it falls in a straight line to 0 at the last step. That of the
-    rows of embeddings stays: Adagrad lowers it by itself."""
+    """Initial learning rate of the parameters; it falls linearly to 0 at the last step. That of
+    rows of embeddings is constant, and Adagrad scales it."""
     momentum: float
-    """0 in both: gradients that come late work like momentum by themselves, and with 0.9 on top
-    even four workers train `digits` three points worse."""
+    """0 for both tasks: late gradients act like momentum, and with 0.9 added even four workers
+    score three points less on `digits`."""
     batch_size: int
-    """Samples of one step, that is of one push."""
+    """Samples of one step, and so of one push."""
     epochs: int
     num_seeds: int
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -98,7 +98,7 @@ class Score:
     accuracy: float
     """Percent."""
     loss: float
-    """The mean; in nats."""
+    """Mean loss, in nats."""
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 
 NUM_TRAINED = 1437
-"""Of 1,797 digits; the others tell what was learned."""
+"""Training samples of the 1,797 digits; the others are held out."""
 EPOCHS = 10
 BATCH = 32
 

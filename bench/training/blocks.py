@@ -1,6 +1,6 @@
-"""Blocks of steps, timed, each of which waits for its turn: what `turns.py` starts and reads.
+"""Timed blocks of steps, each of which waits for its turn; `turns.py` starts and reads them.
 
-Knows nothing of any system.
+This module imports none of the measured systems.
 """
 
 import json
@@ -11,17 +11,17 @@ from itertools import pairwise
 
 
 class Blocks:
-    """The steps of one rank, in blocks of as many. A block begins with a line on standard input and
-    ends with one that is written into the descriptor: the seconds between its steps."""
+    """Steps of one rank in blocks of equal length. A block begins with a line on standard input and
+    ends with a line to the descriptor: the seconds between its steps, and the CPU time of one."""
 
     def __init__(self, descriptor: int, num_blocks: int, num_skipped: int, num_timed: int) -> None:
         """`num_skipped`: steps at the beginning of each block that are not timed."""
         self._descriptor = descriptor
         self._num_skipped = num_skipped
         self._num_steps = num_skipped + num_timed + 1
-        """One more: between n steps there are n - 1 times."""
+        """One more than `num_timed`: there are n - 1 intervals between n steps."""
         self.num_steps = num_blocks * self._num_steps
-        """Steps of all blocks together."""
+        """Steps of all blocks."""
         self._ended_s: list[float] = []
         self._cpu_s = 0.0
 
@@ -31,12 +31,12 @@ class Blocks:
         return bool(self._ended_s)
 
     def before_step(self) -> None:
-        """A step is about to begin: return when it may."""
+        """Called before each step: return when its block may begin."""
         if not self.is_open and not sys.stdin.buffer.readline():
-            raise SystemExit("nobody measures any more")
+            raise SystemExit("the measurement has ended")
 
     def after_step(self) -> None:
-        """The step has ended."""
+        """Called after each step."""
         self._ended_s.append(time.perf_counter())
         if len(self._ended_s) == self._num_skipped + 1:
             self._cpu_s = time.process_time()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SETTLED_S = 15.0
-"""A machine counts as settled this long after its start, when its worker surely trains: the last
-settled machine is never lost. No system keeps its state if every machine with a copy goes."""
+"""Time after its start at which a machine is settled: its worker then trains. The last settled
+machine is never lost, since no system keeps its state if all machines with a copy are lost."""
 REPLACED_AFTER_MIN = 5.0
 
 
@@ -29,14 +29,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Number of machines from a moment on."""
+    """Number of machines from a time on."""
 
     at_s: float
     machines: int
 
 
 def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
-    """Numbers of machines over time, from lines `milliseconds,add|remove,node`, at that speed."""
+    """Read the number of machines over time from lines `milliseconds,add|remove,node`; times are
+    divided by `speed`."""
     present: set[str] = set()
     levels = []
     rows = sorted(
@@ -53,7 +54,7 @@ def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
 
 
 def scaled(levels: Sequence[Level], most: int) -> list[Level]:
-    """The same course with 1 to `most` machines: each of these numbers for an equal share of time.
+    """Map the levels to 1 to `most` machines, each of these numbers for an equal share of the time.
 
     A number of machines is mapped by its quantile, the share of the trace's time with that many or
     fewer. The time before the first machine and the instant of the last change do not count.
@@ -71,7 +72,7 @@ def scaled(levels: Sequence[Level], most: int) -> list[Level]:
 
     found: list[Level] = []
     for level in levels:
-        # The margin is for sums that round up past a whole number.
+        # The margin allows for sums that are rounded up above a whole number.
         machines = max(1, math.ceil(most * quantile(level.machines) - 1e-9))
         if level.machines and (not found or found[-1].machines != machines):
             found.append(Level(at_s=level.at_s, machines=machines))
@@ -80,7 +81,7 @@ def scaled(levels: Sequence[Level], most: int) -> list[Level]:
 
 
 def changes_of(levels: Sequence[Level], seed: int) -> list[Change]:
-    """Machines that join and are lost, by name; the seed draws which machine is lost.
+    """Return joins and losses of named machines; the seed draws which machine is lost.
 
     A loss for which no machine can be spared is left out, and so is the join that would follow it.
     """
@@ -107,7 +108,7 @@ def changes_of(levels: Sequence[Level], seed: int) -> list[Change]:
 def poisson(
     *, seed: int, mtbf_s: float, replaced_after_s: float, num_machines: int, length_s: float
 ) -> list[Change]:
-    """Losses as a Poisson process of the whole job; each lost machine is replaced by a new one.
+    """Draw losses as a Poisson process of the whole job; a new machine replaces each lost one.
 
     The replacement joins after an exponentially distributed time of mean `replaced_after_s`. A loss
     for which no machine can be spared is left out.
@@ -143,8 +144,8 @@ def poisson(
 
 
 def expendable(since: dict[str, float], at_s: float) -> list[str]:
-    """Machines that may be lost, by the time since which each is there: at least one settled
-    machine stays."""
+    """Return the machines that may be lost: at least one settled machine stays. `since`: start of
+    each machine."""
     settled = [name for name, start_s in since.items() if at_s - start_s >= SETTLED_S]
     if len(settled) > 1:
         return sorted(since)
@@ -152,35 +153,35 @@ def expendable(since: dict[str, float], at_s: float) -> list[str]:
 
 
 def starting(changes: Sequence[Change]) -> tuple[list[str], list[Change]]:
-    """The machines that are there at the start, and the changes after it."""
+    """Split changes into the machines of the start and later changes."""
     first = [each.machine for each in changes if each.at_s == 0.0 and each.joins]
     return first, [each for each in changes if each.at_s > 0.0]
 
 
 def interruption_s(changes: Sequence[Change], length_s: float) -> float:
-    """Mean time between the changes after the start: each one restarts a job of torchrun."""
+    """Return the mean time between changes after the start: each restarts a job of torchrun."""
     later = [each for each in changes if 0.0 < each.at_s < length_s]
     return length_s / max(1, len({each.at_s for each in later}))
 
 
 KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
-"""Keys of a measured entry: another run with the same ones replaces it."""
+"""Keys of a measured entry; a later run with the same values of them replaces it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that say which changes are replayed."""
+    """Add the options that select the changes to replay."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node")
     source.add_argument("--mtbf", type=float, help="minutes between two losses, on average")
     parser.add_argument("--speed", type=float, default=60.0, help="trace time over real time")
     parser.add_argument("--max", type=int, default=4, help="machines at once, at most")
-    parser.add_argument("--seconds", type=float, help="end after so long (600 without a trace)")
+    parser.add_argument("--seconds", type=float, help="length of the run (600 without a trace)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--notice", type=float, default=0.0, help="seconds before each loss")
 
 
 def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
-    """The changes, and for how long they are replayed."""
+    """Return the changes, and the length of the replay in seconds."""
     if asked.trace:
         with Path(asked.trace).open() as lines:
             levels = read_trace(lines, asked.speed)
@@ -198,7 +199,7 @@ def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
 
 
 def described(asked: argparse.Namespace) -> dict[str, Any]:
-    """The options, as an entry of the results names them."""
+    """Return the options under the names that entries of the results use."""
     return {
         "trace": Path(asked.trace).stem if asked.trace else "poisson",
         "mtbf_min": None if asked.trace else asked.mtbf,

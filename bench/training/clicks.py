@@ -1,9 +1,8 @@
-"""Made-up clicks, and a factorisation machine (Rendle 2010) that learns to foretell them.
+"""Generated clicks, and a factorisation machine (Rendle 2010) that learns to predict them.
 
-Each of eight fields has a few values that are seen often and very many that are hardly ever seen;
-field and value are hashed to one of 10 million ids. Whether there is a click is what another
-factorisation machine says, whose weights are a function of the ids, but for one click in twenty,
-which is turned round.
+Each of eight fields has a few frequent values and very many rare ones; field and value are hashed
+to one of 10 million ids. Another factorisation machine, whose weights are a function of the ids,
+decides whether there is a click; one result in twenty is inverted.
 """
 
 import torch
@@ -19,13 +18,13 @@ TURNED_ROUND = 0.05
 ROW_LR = 0.1
 SPREAD = 0.05
 NUM_SHARDS = 4
-"""Of the table: few, since a step has few rows for each."""
+"""Shards of the table: few, since a step has few rows for each."""
 
 Samples = tuple[Tensor, Tensor]
 
 
 class FactorisationMachine(nn.Module):
-    """Ids (B samples, F fields) to logits (B): the rows hold a weight and a vector each."""
+    """Maps ids (B samples, F fields) to logits (B); each row holds a weight and a vector."""
 
     def __init__(self, rows: nn.Module) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class FactorisationMachine(nn.Module):
 
 
 class RowsInHand(nn.Module):
-    """Rows in this process, of the ids that occur only: the others of 10 million are never used."""
+    """Rows in this process, only of the ids that occur in the samples."""
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class RowsInHand(nn.Module):
 
 
 def rows_on_servers() -> nn.Module:
-    """A row is made by the first push of its id."""
+    """Return a table on parameter servers; the first push of an id creates its row."""
     return shoal.EmbeddingTable(
         1 + RANK,
         num_embeddings=NUM_IDS,
@@ -61,14 +60,14 @@ def rows_on_servers() -> nn.Module:
 
 
 def interactions(rows: Tensor) -> Tensor:
-    """Rows (B, F, 1 + R): the sum of the weights, and of the products of each pair of vectors."""
+    """Return the sum of weights and of products of all pairs of vectors; rows: (B, F, 1 + R)."""
     weights, vectors = rows[..., 0], rows[..., 1:]
     squared_sum = vectors.sum(1).square()
     return weights.sum(1) + 0.5 * (squared_sum - vectors.square().sum(1)).sum(1)
 
 
 def clicks(num_training: int, num_held_out: int) -> tuple[Samples, Samples]:
-    """(ids, whether clicked) to train on, and those held out; always the same."""
+    """Return samples (ids, clicked or not) to train on, and held-out ones; always the same."""
     generator = torch.Generator().manual_seed(11)
     number = num_training + num_held_out
     drawn = torch.rand((number, NUM_FIELDS), generator=generator, dtype=torch.float64)
@@ -84,14 +83,14 @@ def clicks(num_training: int, num_held_out: int) -> tuple[Samples, Samples]:
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """An id for each number, the same in every process; several numbers may have the same."""
-    mixed = (numbers + 1) * 0x2545F4914F6CDD1D  # Wraps round, as meant.
+    """Return an id for each number, the same in every process; numbers may share an id."""
+    mixed = (numbers + 1) * 0x2545F4914F6CDD1D  # The overflow is intended.
     mixed = (mixed ^ (mixed >> 32)) * 0x369DEA0F31A53F85
     return (mixed ^ (mixed >> 29)).remainder(NUM_IDS)
 
 
 def _true_rows(ids: Tensor) -> Tensor:
-    """Numbers that look drawn at random, but follow from id and place alone."""
+    """Return pseudo-random numbers that depend on id and column only."""
     places = torch.arange(1, 2 + RANK, dtype=torch.float64)
     mixed = torch.sin(ids.double().unsqueeze(-1) * 12.9898 + places * 78.233) * 43758.5453
     scale = torch.tensor([1.0, *[0.25] * RANK], dtype=torch.float64)

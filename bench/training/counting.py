@@ -1,7 +1,7 @@
-"""Traffic and memory of one of four ranks in a real step, compared with what `shoal.plan` predicts.
+"""Traffic and memory of one of four ranks in a real step, beside the predictions of `shoal.plan`.
 
-The ranks are threads of this process, over the backend that counts. Local SGD needs a session; a
-round of it is counted, and its bytes are shared out over the round's steps.
+The ranks are threads of this process, over a backend that counts bytes. Local SGD needs a session;
+a round of it is counted, and its bytes are divided by the steps of the round.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ Sizes = dict[StorageWeakRef, int]
 
 
 def counted(strategy: str, place: Path) -> list[Row]:
-    """`bytes_per_step` and `bytes_per_rank`: of rank 0, and what the plan says of it."""
+    """Return `bytes_per_step` and `bytes_per_rank` of rank 0, with the predictions of the plan."""
     if strategy in ROUNDS:
         moved, held = count_round(strategy, place)
     else:
@@ -66,17 +66,19 @@ def strategy_of(name: str) -> Any:
 
 
 def models() -> Iterator[nn.Module]:
-    """The same for each rank; made before them, as the ranks share a random generator."""
+    """Return equal models, one for each rank; they are made before the ranks start, which share a
+    random generator."""
     return iter([new_model() for _ in range(NUM_RANKS)])
 
 
 def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
-    """Bytes that a rank hands to collectives in a step, and what it holds when that is applied."""
+    """Return the bytes that a rank passes to collectives in a step, and the bytes that it holds
+    when the step is applied."""
     model = next(made)
     optimizer: torch.optim.Optimizer = new_optimizer(model)
     model, optimizer = shoal.distribute(model, optimizer, strategy_of(strategy))
     dist.barrier()
-    # DDP finds its buckets in the first steps, and tells the others once.
+    # DDP determines its buckets in the first steps, and then sends them to the others once.
     for _ in range(3):
         step(model, optimizer)
         optimizer.zero_grad()
@@ -86,7 +88,7 @@ def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
-    """Returns what gradients lie in before those of others are dropped."""
+    """Take a step; return the memory of gradients before those of other ranks are dropped."""
     inputs, targets = samples()
     own = slice(*share(0, GLOBAL_BATCH, *shoal.data_share(model)))
     shoal.forward_backward(model, inputs[own], targets[own], mse_loss)
@@ -96,7 +98,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
 
 
 def count_round(strategy: str, place: Path) -> tuple[float, int]:
-    """The same of a member's second round, for each of its steps."""
+    """Return the same of a member's second round, divided by its steps."""
     config = LocalClusterConfig(directory=place / strategy, num_parameter_servers=0)
     with LocalCluster(config) as cluster, ThreadPoolExecutor(NUM_RANKS) as threads:
         found = [
@@ -135,9 +137,9 @@ def held(
     gradients: Sizes,
     more: Iterable[Tensor] = (),
 ) -> int:
-    """Bytes of parameters, gradients and optimizer state on this rank, each memory once.
+    """Count bytes of parameters, gradients and optimizer state on this rank, each storage once.
 
-    A gradient's memory counts for as long as it is there, whoever points to it: DDP's buckets.
+    Memory of gradients counts while it exists, also if only DDP's buckets refer to it.
     """
     state = [t for own in optimizer.state.values() for t in own.values() if torch.is_tensor(t)]
     found = storages([*model.parameters(), *state, *more])
@@ -146,7 +148,7 @@ def held(
 
 
 def storages(tensors: Iterable[Any]) -> Sizes:
-    """The memory that tensors lie in, which is not held by this."""
+    """Return the storages of tensors and their sizes, without keeping the storages alive."""
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     places = (tensor.untyped_storage() for tensor in local)
     return {StorageWeakRef(place): place.nbytes() for place in places}

@@ -1,9 +1,9 @@
-"""Figures of a run from the steps that its workers committed: pure.
+"""Figures of a run from the steps that its workers committed; pure functions.
 
-*Useful* is a step that the training at the end of the run still has: a step that a restart took
-back counts once, when it was trained again. The step time is the system's own, the median of what
-lies between two useful steps, so that the figures compare what changes cost and not how fast a
-step is; `steps_per_s` compares the latter.
+A step is *useful* if the training at the end of the run still has it; a step that was undone by a
+restart and trained again counts once. The step time is that of the system itself, the median time
+between two useful steps: the figures compare the cost of changes rather than the speed of a step;
+`steps_per_s` compares the latter.
 """
 
 import math
@@ -28,19 +28,19 @@ class Effective:
     steps_per_s: float
     """Useful steps over the wall time."""
     steps_twice: int
-    """Steps that were trained again, as a restart had taken them back."""
+    """Steps that were trained again, since a restart had undone them."""
     steps_lost: int
-    """Steps of the order of samples that no worker ever committed, though later ones were."""
+    """Steps that no worker ever committed, although later ones were committed."""
     longest_pause_s: float
     paused_s: float
-    """Wall time that is not useful, in which nothing was trained or the same was trained again."""
+    """Wall time without a useful step: nothing was trained, or steps were trained again."""
 
     def paused_per_change_s(self, num_changes: int) -> float:
         return self.paused_s / max(1, num_changes)
 
 
 def effective(steps: Iterable[Step], start_s: float, end_s: float) -> Effective:
-    """Figures of the time from `start_s` to `end_s`, of all workers' steps."""
+    """Return the figures of all workers' steps from `start_s` to `end_s`."""
     ordered = sorted(
         (step for step in steps if step.at_s <= end_s), key=lambda step: (step.at_s, step.step)
     )
@@ -85,13 +85,13 @@ def _nothing(wall_s: float) -> Effective:
 
 
 def _last_reached(ordered: Sequence[Step]) -> int:
-    """The last step of the workers that train at the end; a job that lost all began anew."""
+    """Return the last step of the newest formation; a job that lost all its workers starts over."""
     formation = ordered[-1].formation
     return max(step.step for step in ordered if step.formation == formation)
 
 
 def _front(ordered: Sequence[Step], start_s: float) -> list[float]:
-    """Times from the start at which a step further than any before was first committed."""
+    """Return the times from `start_s` on at which a step later than all before was committed."""
     times, furthest = [], -1
     for step in ordered:
         if step.step > furthest:
@@ -102,7 +102,7 @@ def _front(ordered: Sequence[Step], start_s: float) -> list[float]:
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Training time between two checkpoints that loses least (Young 1974; Daly 2006, equation 37).
+    """Return the time between checkpoints that loses least (Young 1974; Daly 2006, equation 37).
 
     `cost_s`: time of a checkpoint in which nothing is trained. `mtbf_s`: mean time between
     interruptions of the job.
@@ -114,5 +114,5 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_every(cost_s: float, mtbf_s: float, step_s: float) -> int:
-    """The same in whole steps, at least one."""
+    """Return the same interval in whole steps, at least one."""
     return max(1, round(daly_interval_s(cost_s, mtbf_s) / step_s))

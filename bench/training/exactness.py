@@ -1,4 +1,4 @@
-"""The training whose result must not depend on who took part in it."""
+"""The training whose result must not depend on the workers that took part in it."""
 
 import os
 import tempfile
@@ -54,7 +54,7 @@ def new_schedule(optimizer: torch.optim.Optimizer) -> CosineAnnealingLR:
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """Tokens, and the ones that follow them."""
+    """Return tokens, and the tokens that follow them."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(1, 4, (NUM_SAMPLES, NUM_TOKENS + 1), generator=generator)
     drawn = steps.cumsum(1) % VOCABULARY
@@ -66,18 +66,18 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def new_loader() -> Loader:
-    """The batches of each step, in an order that depends on the step alone."""
+    """Return a loader whose batches depend on the number of the step only."""
     order = Order(num_samples=NUM_SAMPLES, global_batch_size=GLOBAL_BATCH, num_epochs=1_000_000)
     return Loader(samples(), order)
 
 
 def one_process(num_steps: int) -> dict[str, Tensor]:
-    """The model after so many steps, without any distribution."""
+    """Return the model after this many steps in one process."""
     return one_process_at([num_steps])[num_steps]
 
 
 def one_process_at(numbers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """The model after each of these numbers of steps."""
+    """Return the model after each of these numbers of steps in one process."""
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
@@ -105,14 +105,14 @@ def train_step(
 
 
 def save_checkpoint(directory: Path, parts: Mapping[str, Any], step: int) -> None:
-    """Write the state of each part, behind so many steps, for a start that goes on from it."""
+    """Write the state of each part after `step` steps, to be loaded after a restart."""
     state = {name: part.state_dict() for name, part in parts.items()}
     torch.save({"step": step, **state}, directory / "checkpoint.new")
     (directory / "checkpoint.new").rename(directory / "checkpoint.pt")
 
 
 def load_checkpoint(directory: Path, parts: Mapping[str, Any]) -> int:
-    """Load the newest state into the parts, if there is one; the steps behind it."""
+    """Load the newest state into the parts, if there is one; return its number of steps."""
     path = directory / "checkpoint.pt"
     if not path.exists():
         return 0
@@ -123,7 +123,7 @@ def load_checkpoint(directory: Path, parts: Mapping[str, Any]) -> int:
 
 
 def checkpoint_and_step_s(num_checkpoints: int = 9, num_steps: int = 30) -> tuple[float, float]:
-    """Seconds that a checkpoint takes, and a step without its pause."""
+    """Return the seconds of a checkpoint, and of a step without its pause."""
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
@@ -147,13 +147,13 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def stops_at(directory: Path) -> int | None:
-    """The step before which to stop, once the bench has written it to the file `stop`."""
+    """Return the step before which to stop, once the bench has written it to the file `stop`."""
     stop = directory / "stop"
     return int(stop.read_text()) if stop.exists() else None
 
 
 def leave_weights(directory: Path, step: int, weights: dict[str, Any]) -> None:
-    """Write the result for the bench to compare; `step`: the number of steps behind it."""
+    """Write the result for the bench to compare; `step`: the number of steps in it."""
     draft = directory / f"draft-{os.getpid()}"
     torch.save({"step": step, "weights": weights}, draft)
     draft.rename(directory / "weights.pt")

@@ -1,7 +1,7 @@
 """Starts the same training on Shoal and on its peers, four workers each.
 
-A killed worker is started again at once: by `shoal run`, by torchrun's agent, or, for torchft
-(which leaves restarts to its user), by this module.
+A killed worker is restarted at once: by `shoal run`, by torchrun's agent, or by this module for
+torchft, which leaves restarts to its user.
 """
 
 import os
@@ -23,7 +23,7 @@ START_S = 120.0
 HERE = Path(__file__).parent
 TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
 """Settings of torchrun's rendezvous. With its defaults (30 s, 5 s and 3) losses and joins take
-longer. With 2 attempts, torchrun took a busy machine for a lost one, and the job split in two."""
+longer. With 2 attempts, torchrun treated a busy machine as lost, and the job split in two."""
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -45,9 +45,9 @@ class ShoalJob:
         min_members: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`script`: the script's name and its arguments after the directory. `restarts`: a killed
-        worker is started again at once; else the caller launches a new one. `variables`:
-        environment variables of the workers."""
+        """`script`: name of the script, and its arguments after the directory. `restarts`: the
+        launcher restarts a killed worker at once; else the caller launches a new one.
+        `variables`: environment variables of the workers."""
         self._restarts, self._variables = restarts, variables
         self._num_workers, self._min_members = num_workers, min_members
         self._cluster = cluster
@@ -58,7 +58,7 @@ class ShoalJob:
         self.name = directory.name
         self.steps = Steps(directory)
         self.launched: list[Process] = []
-        """Every launcher, in the order of their starts."""
+        """All launchers, in the order of their starts."""
 
     def __enter__(self) -> "ShoalJob":
         self._directory.mkdir()
@@ -96,7 +96,7 @@ class ShoalJob:
         return process
 
     def num_standbys(self) -> int:
-        """Members that stand by, as the coordinator knows them."""
+        """Return the number of standby members according to the coordinator."""
         url = f"{self._cluster.http_url}/api/v1/jobs/{self.name}/members"
         members = httpx.get(url, trust_env=False).raise_for_status().json()
         return sum(member["member"]["state"] == "standby" for member in members)
@@ -115,7 +115,7 @@ def shoal_launcher(
     script: Sequence[str],
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ChildCommand:
-    """A `shoal run`; `script`: its name in this folder, and its arguments."""
+    """Return the command of a `shoal run`; `script`: its name in this folder, and its arguments."""
     return ChildCommand(
         name=name,
         arguments=(
@@ -132,7 +132,7 @@ def shoal_launcher(
 def python_script(
     python: str, directory: Path, name: str, script: str, *arguments: str
 ) -> ChildCommand:
-    """A script of this folder, by that interpreter."""
+    """Return the command that runs a script of this folder with that interpreter."""
     return ChildCommand(
         name=name,
         arguments=(python, str(HERE / script), *arguments),
@@ -143,7 +143,7 @@ def python_script(
 
 @contextmanager
 def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
-    """Four replica groups of one worker each, and a lighthouse."""
+    """Run four replica groups of one worker each, and a lighthouse."""
     directory.mkdir()
 
     def start(name: str, *arguments: str) -> Process:
@@ -171,7 +171,7 @@ def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
 
 @contextmanager
 def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> Iterator[Steps]:
-    """Four nodes of one worker each that meet at the first one's store."""
+    """Run four nodes of one worker each; the first hosts the store of their rendezvous."""
     directory.mkdir()
     with Supervisor(grace_s=2.0) as supervisor:
         for number in range(NUM_WORKERS):
@@ -194,7 +194,8 @@ def torchrun_node(directory: Path, port: int, number: int, script: str) -> Child
 def torchrun_agent(
     directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
 ) -> ChildCommand:
-    """A node of one worker; `conf`: options of the rendezvous, whose store is at `port`."""
+    """Return the command of a node with one worker; `conf`: options of the rendezvous, whose store
+    is at `port`."""
     return ChildCommand(
         name=name,
         arguments=(
@@ -204,7 +205,7 @@ def torchrun_agent(
             *(f"--rdzv-conf={conf}", "--max-restarts=1000"),
             *(str(HERE / script[0]), *script[1:]),
         ),
-        # A store of its own for every restart: without it workers read stale addresses.
+        # A new store for every restart: otherwise restarted workers read stale addresses.
         environment=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         log_path=directory / f"{name}.log",
     )
@@ -219,6 +220,6 @@ def await_file(path: Path) -> None:
 
 
 def logs_in(directory: Path) -> str:
-    """The end of every log in the directory."""
+    """Return the end of every log in the directory."""
     texts: Sequence[Path] = sorted(directory.glob("*.log"))
     return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in texts)

@@ -1,4 +1,4 @@
-"""Model of benches in which the state's size counts: 100 MB of parameters and AdamW's moments."""
+"""Model of benches that need a large state: 100 MB of parameters and AdamW's moments."""
 
 import torch
 from torch import Tensor, nn

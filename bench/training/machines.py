@@ -1,8 +1,8 @@
-"""Machines of a job on one host, for every system that is compared: they join and are lost.
+"""Machines of a job on one host, for every compared system: they join and are lost.
 
 A machine is what a host of a cluster would run: Shoal's launcher with its worker, torchrun's agent
-with its worker, a replica group of torchft. What all machines meet at (coordinator and etcd, the
-rendezvous' store, the lighthouse) is a process apart and is never lost.
+with its worker, or a replica group of torchft. The services that all machines share (coordinator
+and etcd, the store of the rendezvous, the lighthouse) are separate processes and are never lost.
 """
 
 import os
@@ -33,12 +33,12 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 RELAUNCH_S = 1.0
-"""A launcher that ends while its machine is there is started again after so long, as a scheduler
-of pods does."""
+"""Delay after which a launcher that ended is restarted while its machine is present, as by a
+scheduler of pods."""
 START_S = 300.0
-"""Limit of the start of all machines, each of which loads torch on the same cores."""
+"""Limit of the start of all machines, which import torch on the same cores."""
 STEPS_BEFORE = 30
-"""Steps that all first machines train together before the clock starts."""
+"""Steps that all first machines take together before the clock starts."""
 TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
 
 
@@ -52,19 +52,19 @@ class Plan:
     """Part of each step in which the worker waits, as for a device."""
     max_machines: int
     checkpoint_every: int
-    """Steps between two checkpoints of a system that goes on from one after each change."""
+    """Steps between checkpoints of a system that loads one after each change."""
     max_restarts: int = 3
-    """Restarts of a worker whose launcher is not lost."""
+    """Most restarts of a worker by its launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A system, ready for machines."""
+    """A system whose shared services run, ready for machines."""
 
     command: Callable[[str], ChildCommand]
-    """The command of the machine of that name."""
+    """Returns the command of the machine with this name."""
     services: Mapping[str, int] = field(default_factory=dict)
-    """Process ids of what the machines meet at, by name."""
+    """Process ids of the shared services, by name."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def shoal_ddp(plan: Plan) -> Iterator[Running]:
 
 @contextmanager
 def shoal_fsdp(plan: Plan) -> Iterator[Running]:
-    """Two copies of each part: a second loss can come before the first has been made good."""
+    """Two copies of each part: a second loss may follow before copies are complete again."""
     script = ("on_exactness.py", str(plan.directory), "fsdp", str(plan.pause_s), "2")
     with _shoal(plan, script) as running:
         yield running
@@ -84,7 +84,7 @@ def shoal_fsdp(plan: Plan) -> Iterator[Running]:
 
 @contextmanager
 def shoal_async_sgd(plan: Plan) -> Iterator[Running]:
-    """The training whose updates can be counted; bench/async_trace.py."""
+    """The training of bench/async_trace.py, whose updates can be counted."""
     script = ("on_counted_samples.py", str(plan.directory), str(plan.pause_s))
     with _shoal(plan, script, num_servers=2) as running:
         yield running
@@ -165,7 +165,7 @@ ONE_PROCESS = "one-process"
 
 
 class NotTraining(RuntimeError):
-    """The machines do not train within the time that is given."""
+    """The machines do not train within the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +173,14 @@ class Replayed:
     """A run that followed the changes of a trace."""
 
     start_s: float
-    """Time by `time.monotonic` when the first machines trained."""
+    """Time by `time.monotonic` at which the first machines trained."""
     num_changes: int
     steps: list[Step]
     """Steps of all workers, in no order."""
 
 
 class Machines:
-    """The machines that are there now; all are stopped at the end of the `with` block."""
+    """The present machines of a job; all are stopped at the end of the `with` block."""
 
     def __init__(self, plan: Plan, running: Running) -> None:
         self._command = running.command
@@ -205,13 +205,13 @@ class Machines:
         with self._lock:
             self._closing = True
             present, self._present = list(self._present.values()), {}
-        # Workers of torchrun lead sessions of their own: their agent's end does not end them.
+        # Workers of torchrun lead sessions of their own: they outlive their agent.
         left = [pid for process in present for pid in descendants(process.pid)]
         self._supervisor.close()
         kill([*left, *filter(self._is_worker, self.steps.by_pid)])
 
     def _is_worker(self, pid: int) -> bool:
-        """True if the process still runs this job's script; a number may be used again."""
+        """True if the process still runs this job's script: process ids are reused."""
         try:
             return str(self._directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         except FileNotFoundError:
@@ -224,7 +224,7 @@ class Machines:
             return process
 
     def lose(self, name: str, notice_s: float = 0.0) -> None:
-        """SIGKILL all processes of a machine; with a notice, a SIGTERM so long before."""
+        """SIGKILL all processes of a machine, with a SIGTERM `notice_s` before."""
         with self._lock:
             process = self._present.pop(name)
         if notice_s:
@@ -251,7 +251,7 @@ class Machines:
     def _follow(
         self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
     ) -> int:
-        """Make the changes at their times, return once the length has passed: the number made."""
+        """Make the changes at their times; return their number after `length_s`."""
         number = 0
         for change in changes:
             if change.at_s >= length_s:
@@ -267,7 +267,7 @@ class Machines:
         return number
 
     def await_training(self, num_machines: int, num_steps: int, within_s: float) -> None:
-        """Return once all of so many machines have trained so many steps together."""
+        """Return once the machines have taken `num_steps` steps together. Raises NotTraining."""
         if not self.steps.await_true(
             lambda: bool(self.steps.training(num_machines, num_steps)), within_s
         ):
@@ -297,7 +297,7 @@ class Machines:
 
 
 def kill_machine(process: Process) -> None:
-    """SIGKILL a machine's launcher and all that it started, unless it has ended."""
+    """SIGKILL a machine's launcher and its descendants, unless it has ended."""
     if process.exit_code is not None:
         return
     family = descendants(process.pid)
@@ -306,7 +306,7 @@ def kill_machine(process: Process) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all children of a process, and of theirs."""
+    """Return the ids of all descendants of a process."""
     found = []
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

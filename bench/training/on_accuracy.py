@@ -31,7 +31,7 @@ MEETING_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A run with `num_workers` workers; with the single process if the mode is `alone`."""
+    """A run with `num_workers` workers, or in a single process if the mode is `alone`."""
 
     task: str
     mode: str
@@ -48,7 +48,7 @@ class Part:
     """Results of one worker."""
 
     score: Score | None
-    """Score of the model after the last update of all; one worker reports it."""
+    """Score of the model after all updates; one worker reports it."""
     stalenesses: tuple[float, ...] = ()
     """Staleness of its pushes of parameters, in updates."""
 
@@ -57,7 +57,7 @@ _meetings: Mapping[int, Barrier] = {}
 
 
 def prepare(meetings: Mapping[int, Barrier]) -> None:
-    """Get this process ready to train; `meetings` are where so many workers meet at the end."""
+    """Prepare this process to train; `meetings`: barriers at the end, by number of workers."""
     global _meetings  # noqa: PLW0603 - set once, as a process starts.
     _meetings = meetings
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def train(training: Training, coordinator: str) -> Part:
 
 
 def alone(task: Task, seed: int) -> Score:
-    """Plain torch, with the same samples in the same order."""
+    """Train in plain torch, with the same samples in the same order."""
     model = task.new_model(False)
     order = order_of(task, seed)
     optimizer = dense_optimizer(task, model)
@@ -99,7 +99,7 @@ def alone(task: Task, seed: int) -> Score:
 
 
 def together(task: Task, training: Training, coordinator: str, meeting: Barrier) -> Part:
-    """Train with the others until all samples are done."""
+    """Train with the other workers until all samples are done."""
     number = training.num_workers
     stalenesses = []
     with shoal.join(
@@ -118,8 +118,8 @@ def together(task: Task, training: Training, coordinator: str, meeting: Barrier)
             with session.step():
                 session.backward(task.loss(model(batch.inputs), batch.targets))
             stalenesses.append(session.strategy.metrics()["staleness"])
-        # Once batches end every sample is done, and the model has all updates. Nobody leaves
-        # before it is measured: a job is over, rows and all, when its members have left.
+        # Once batches end, every sample is done and the model has all updates. No worker leaves
+        # before it is measured: a job is removed, with its rows, when all members have left.
         is_first = meeting.wait(MEETING_S) == 0
         found = score(task, model) if is_first else None
         meeting.wait(MEETING_S)
@@ -137,7 +137,7 @@ def order_of(task: Task, seed: int) -> Order:
 
 
 def falling(optimizer: Optimizer, order: Order) -> LinearLR:
-    """A rate that is 0 after the last step of all."""
+    """Return a schedule whose rate is 0 after the last step."""
     return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=order.num_steps)
 
 
@@ -153,7 +153,7 @@ def dense_optimizer(task: Task, model: nn.Module) -> SGD:
 
 
 def joined(parts: list[Part]) -> tuple[Score, float]:
-    """The score, and the mean staleness of a push, of all workers of a training."""
+    """Return the score of a training, and the mean staleness of the pushes of all workers."""
     (found,) = (part.score for part in parts if part.score is not None)
     return found, mean([s for part in parts for s in part.stalenesses] or [0.0])
 

@@ -1,8 +1,8 @@
 """An async-sgd worker whose updates can be counted: on_counted_samples.py DIRECTORY PAUSE_S.
 
-Each sample adds 1 to a weight of its own, so that the weights say how often each was trained on.
-The worker writes down the samples of each push that was acknowledged (`samples-PID`), trains until
-there is a file `stop`, and leaves the weights in `weights-PID.pt`.
+Each sample adds 1 to a weight of its own, so that the weights show how often each sample was used.
+The worker records the samples of each acknowledged push (`samples-PID`), trains until a file `stop`
+exists, and leaves the weights in `weights-PID.pt`.
 """
 
 import json
@@ -39,7 +39,7 @@ def main() -> None:
     samples = torch.arange(NUM_SAMPLES)
     own = directory / f"samples-{os.getpid()}"
     with own.open("w", buffering=1) as log, shoal.join() as session:
-        # No rate is lowered for a stale push: each sample adds exactly 1.
+        # The rate is not lowered for a stale push: each sample adds exactly 1.
         strategy = shoal.AsyncSGD(staleness="none")
         model, optimizer = session.distribute(model, optimizer, strategy)
         batches = session.batches(

@@ -1,9 +1,9 @@
-"""Steps with loading by other processes, in timed blocks:
+"""Timed blocks of steps, with samples loaded by other processes:
 
     on_data.py shoal|plain LOAD_MS PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
-With `shoal` a member of a session and `session.batches`, with `plain` torch's DataLoader; both with
-two processes that load. See `Blocks`.
+`shoal`: a member of a session with `session.batches`; `plain`: torch's DataLoader. Both have two
+processes that load. See `Blocks`.
 """
 
 import sys
@@ -23,7 +23,7 @@ NUM_WORKERS, BATCH, WIDTH = 2, 16, 256
 
 
 class Loaded(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset whose samples take a while to load, as from storage, and are changed at random."""
+    """A dataset whose samples take time to load, as from storage, and are augmented at random."""
 
     def __init__(self, load_s: float, num_samples: int) -> None:
         self._load_s, self._num_samples = load_s, num_samples
@@ -79,7 +79,7 @@ def main() -> None:
     run = on_shoal if system == "shoal" else on_torch
     torch.set_num_threads(1)
     blocks = Blocks(*map(int, numbers))
-    # One epoch: at its end a DataLoader has nothing on the way.
+    # One epoch: at the end of an epoch, a DataLoader has no batch prefetched.
     run(Loaded(float(load_ms) / 1000, blocks.num_steps * BATCH), float(pause_ms) / 1000, blocks)
 
 

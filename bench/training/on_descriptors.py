@@ -1,7 +1,7 @@
 """A member whose descriptors are counted: on_descriptors.py DIRECTORY STRATEGY [VISITS].
 
-Trains until the file `stop` is there; with VISITS it joins and leaves so many times instead, each
-of which makes two generations of the others.
+Trains until the file `stop` exists; with VISITS, it joins and leaves this many times instead. Each
+visit causes two generations.
 """
 
 import sys
@@ -24,7 +24,7 @@ STEPS_OF_A_VISIT = 5
 
 
 def member(directory: Path, strategy: str, num_steps: int | None) -> None:
-    """Train in the job until `stop` is there, or for so many steps."""
+    """Train in the job until `stop` exists, or for `num_steps` steps."""
     log, stop, taken = StepLog(directory), directory / "stop", 0
     model = new_model()
     chosen = type(find_strategy(strategy))(**OPTIONS.get(strategy, {}))

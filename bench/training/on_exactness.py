@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, int]] = {
     "hsdp": {"shard": 2},
 }
 PAUSE_S = 0.01
-"""Pause after each step, as for a device: otherwise thousands would be taken between two faults."""
+"""Pause after each step, as for a device: limits the number of steps between two faults."""
 
 
 def main() -> None:

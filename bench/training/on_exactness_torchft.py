@@ -1,9 +1,9 @@
 """The compared training for torchft: on_exactness_torchft.py DIRECTORY PAUSE_S NAME.
 
 One replica group of one worker on Gloo. torchft's documentation gives every group samples of its
-own (`torchft.data.DistributedSampler`), of which those of an absent group are never trained. Here
-the groups of each quorum divide the global batch instead, with losses weighted by samples: what an
-author does who wants the result of one process. DIRECTORY/lighthouse has the lighthouse's address.
+own (`torchft.data.DistributedSampler`); those of an absent group are never used. To get the result
+of one process, the groups of each quorum divide the global batch here, with losses weighted by
+samples. DIRECTORY/lighthouse has the lighthouse's address.
 """
 
 import os
@@ -62,7 +62,7 @@ def main() -> None:
     model, optimizer = DistributedDataParallel(manager, base), Optimizer(manager, sgd)
     loader = new_loader()
     while stops_at(directory) != manager.current_step():
-        optimizer.zero_grad()  # begins the quorum
+        optimizer.zero_grad()  # starts the quorum
         world_size = manager.num_participants()
         step = manager.current_step()
         # A group that is healing takes part with zeros.

@@ -1,8 +1,8 @@
 """The compared training for torchrun: on_exactness_torchrun.py DIRECTORY PAUSE_S EVERY_STEPS.
 
-DistributedDataParallel, as a careful author writes it: rank 0 saves a checkpoint every so many
-steps, restarted workers go on from the newest, and the global batch is divided among any number of
-ranks with losses weighted by samples, so that the result does not depend on that number.
+DistributedDataParallel: rank 0 saves a checkpoint every EVERY_STEPS steps, restarted workers load
+the newest one, and the global batch is divided among any number of ranks with losses weighted by
+samples, so that the result does not depend on that number.
 """
 
 import sys
@@ -38,7 +38,7 @@ def main() -> None:
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     step = load_checkpoint(directory, parts)
     ddp = DistributedDataParallel(model)
-    # Agents count restarts each for itself: rank 0 names the formation.
+    # Each agent counts its own restarts: the formation is named by rank 0.
     formation = torch.tensor([time.monotonic_ns()])
     dist.broadcast(formation, 0)
     loader = new_loader()

@@ -1,4 +1,4 @@
-"""A DDP worker for bench/failover.py: on_failover.py DIRECTORY. Writes down each step's number."""
+"""A DDP worker for bench/failover.py: on_failover.py DIRECTORY. Records the number of each step."""
 
 import json
 import os

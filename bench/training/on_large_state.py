@@ -1,7 +1,7 @@
 """A member with a large state and small gradients: on_large_state.py DIRECTORY MEGABYTES.
 
-Most of the parameters are frozen, as where a large model is tuned in few places: a step exchanges
-some KiB, while whoever joins is sent all.
+Most parameters are frozen, as in a large model of which small parts are tuned: a step exchanges
+some KiB, but a joining member receives the whole state.
 """
 
 import sys
@@ -19,7 +19,7 @@ TABLE_MB = WIDTH * ROWS_OF_TABLE * 4 / 1e6
 
 
 class Tuned(nn.Module):
-    """Frozen tables of 52 MB each, and a small head behind them."""
+    """Frozen tables of 52 MB each, and a small trained head."""
 
     def __init__(self, megabytes: float) -> None:
         super().__init__()

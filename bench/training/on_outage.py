@@ -1,4 +1,4 @@
-"""A worker for bench/outage.py: on_outage.py DIRECTORY STRATEGY. Writes down what each step was."""
+"""A worker for bench/outage.py: on_outage.py DIRECTORY STRATEGY. Records each step."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import shoal
 
 NUM_SAMPLES, NUM_FEATURES, BATCH = 200_000, 16, 16
 PAUSE_S = 0.02
-"""Each step computes for a moment and then waits, as for a device: the cores are not the limit."""
+"""Pause of each step after its short computation, as for a device: the cores are not the limit."""
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     with path.open("w", buffering=1) as log, shoal.join() as session:
         model, _ = session.distribute(base, sgd, strategy=strategy)
         data = TensorDataset(inputs, torch.ones(NUM_SAMPLES, 1))
-        # In order, so that the first index of a batch says which it is.
+        # In order, so that the first index of a batch identifies it.
         batches = session.batches(data, global_batch_size=BATCH, epochs=10_000, shuffle=False)
         for batch in batches:
             with session.step() as step:

@@ -1,4 +1,4 @@
-"""A worker that is told to end: on_preemption.py DIRECTORY STRATEGY. Checkpoints are rare."""
+"""A worker that is preempted: on_preemption.py DIRECTORY STRATEGY. Checkpoints are rare."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Script for a rank of bench/compression.py: trains digits with each compression in turn.
+"""Script of a rank of bench/compression.py: trains digits with each compression in turn.
 
     on_shaped_link.py '{"rank": 0, ...}'      # the fields of `Part`
 
@@ -41,7 +41,7 @@ class Part:
     """A file that all ranks share."""
     data: str
     trainings: list[tuple[str, int]]
-    """Compression and seed of each."""
+    """Compression and seed of each training."""
     num_steps: int
 
 
@@ -54,9 +54,9 @@ class Training:
     losses: list[float]
     """Mean over this rank's samples, by step."""
     ended_s: list[float]
-    """When each step ended, counted from the start."""
+    """Time from the start to the end of each step."""
     accuracy: float
-    """On the held-out images, in percent."""
+    """Accuracy on the held-out images, in percent."""
     counted_bytes: int
     wire_bytes: int
     """Bytes that the kernel counted on the interface, with headers and acknowledgements."""
@@ -76,7 +76,7 @@ def new_model(seed: int) -> nn.Module:
 
 
 def order_of(seed: int, num_samples: int, num_steps: int) -> Tensor:
-    """The samples of each step, in epochs that are shuffled anew."""
+    """Return the samples of each step; every epoch is shuffled again."""
     generator = torch.Generator().manual_seed(seed)
     num_epochs = -(-num_steps * GLOBAL_BATCH // num_samples)
     epochs = [torch.randperm(num_samples, generator=generator) for _ in range(num_epochs)]
@@ -122,12 +122,12 @@ def train(part: Part, name: str, seed: int, data: digits.Digits) -> Training:
 
 
 def sent_bytes() -> int:
-    """Bytes that left through this namespace's interface."""
+    """Return the bytes sent by this namespace's interface."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":
             return int(counters.split()[8])
-    raise RuntimeError("no eth0 here: run by bench/compression.py, in a namespace of its own")
+    raise RuntimeError("no eth0: bench/compression.py runs this script in a network namespace")
 
 
 def main() -> None:

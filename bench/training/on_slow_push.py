@@ -18,7 +18,7 @@ HIDDEN = 1024
 
 
 def wire_bytes() -> int:
-    """Sent over the loopback since the namespace is there."""
+    """Return the bytes sent over loopback since the namespace was created."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     (lo,) = (line for line in lines if line.strip().startswith("lo:"))
     return int(lo.split(":")[1].split()[8])

@@ -1,7 +1,7 @@
 """A worker with a pause in each step, for bench/stragglers.py:
 on_straggler.py DIRECTORY MODE BOUND PAUSE_MS NUM_WORKERS.
 
-Each step it writes down; it trains until it is killed.
+It records each step and trains until it is killed.
 """
 
 import sys

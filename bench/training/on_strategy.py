@@ -1,8 +1,8 @@
-"""Steps under one strategy, in timed blocks:
+"""Timed blocks of steps under one strategy:
 
     on_strategy.py shoal|plain STRATEGY PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
-With `shoal` a member of a session, with `plain` a rank of torch.distributed; see `Blocks`.
+`shoal`: a member of a session; `plain`: a rank of torch.distributed. See `Blocks`.
 """
 
 import sys
@@ -33,7 +33,7 @@ def on_shoal(strategy: str, pause_s: float, blocks: Blocks) -> None:
                 time.sleep(pause_s)
             blocks.after_step()
             if batch.step + 1 == blocks.num_steps:
-                session.stop("all is measured")
+                session.stop("all blocks are measured")
                 break
 
 

@@ -1,7 +1,7 @@
 """torchft's part: `on_torchft.py lighthouse DIRECTORY`, `on_torchft.py worker DIRECTORY NUMBER`.
 
-One replica group is one worker on Gloo. Written after torchft's own train_ddp.py: its DDP, its
-optimizer wrapper, and the process group that it reconfigures when the quorum changes.
+One replica group is one worker on Gloo. It follows torchft's own train_ddp.py: with its DDP, its
+optimizer wrapper, and a process group that it reconfigures when the quorum changes.
 """
 
 import os
@@ -23,7 +23,7 @@ NUM_WORKERS = 4
 
 
 def lighthouse(directory: Path) -> None:
-    """Serve until killed; the address stands in DIRECTORY/lighthouse."""
+    """Serve until killed; write the address to DIRECTORY/lighthouse."""
     server = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=1,

@@ -1,6 +1,6 @@
 """A DDP worker for torchrun: on_torchrun.py DIRECTORY. It starts over when torchrun restarts it.
 
-A real script would read a checkpoint then; this one is spared that time.
+A real script would load a checkpoint then; this one does not spend that time.
 """
 
 import sys
@@ -23,7 +23,7 @@ def main() -> None:
     world_size = dist.get_world_size()
     share = GLOBAL_BATCH // world_size
     start = dist.get_rank() * share
-    # Agents count restarts each for itself: rank 0 names the formation.
+    # Each agent counts its own restarts: the formation is named by rank 0.
     formation = torch.tensor([time.monotonic_ns()])
     dist.broadcast(formation, 0)
     while True:

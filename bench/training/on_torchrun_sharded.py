@@ -1,7 +1,7 @@
 """fully_shard under torchrun, with a checkpoint on disk: on_torchrun_sharded.py DIRECTORY.
 
-Every ten steps it writes one, and a restarted worker goes on from the newest: what a torchrun user
-does who wants to lose as little as Shoal does.
+It writes one every ten steps, and a restarted worker loads the newest: as few steps are lost as
+with Shoal.
 """
 
 import sys
@@ -58,7 +58,7 @@ def save(
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The newest checkpoint's step; 0 if there is none."""
+    """Load the newest checkpoint and return its step; return 0 if there is none."""
     found = sorted(directory.glob("step-????????"))
     if not found:
         return 0

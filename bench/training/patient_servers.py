@@ -1,7 +1,7 @@
-"""A coordinator and parameter servers that bear with a crowded machine.
+"""A coordinator and parameter servers with time limits for a crowded machine.
 
-With the limits as they are by default, of eight workers and two servers on two cores one is now
-and then declared lost for being slow; bench/accuracy.py asks how well a model does, not how soon.
+With default limits, one of eight workers and two servers on two cores is sometimes declared lost
+because it is slow. bench/accuracy.py measures the quality of a model, not the time.
 """
 
 import json
@@ -19,7 +19,7 @@ NUM_SERVERS = 2
 
 @contextmanager
 def patient_servers(directory: Path) -> Iterator[str]:
-    """The coordinator's host:port; logs and etcd's data lie in the directory."""
+    """Yield the coordinator's host:port; logs and etcd's data are in the directory."""
     with Supervisor(grace_s=5.0) as supervisor:
         (etcd,) = start_etcd(supervisor.spawn, directory / "etcd")
 

@@ -1,8 +1,8 @@
-"""Hosts of their own for processes of one machine: network namespaces joined by slow links.
+"""Separate hosts for processes of one machine: network namespaces joined by slow links.
 
-Each namespace has one interface, whose far end is on a bridge; both ends send no faster than the
-link's rate. The bridge is in a namespace too, so that nothing of the machine's own network changes,
-and all is gone with the namespaces.
+Each namespace has one interface, whose other end is on a bridge; both ends send no faster than the
+rate of the link. The bridge is in a namespace too: the network of the machine itself is not
+changed, and removing the namespaces removes all interfaces.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import Self
 
 BURST = "32kb"
 QUEUE = "200ms"
-"""So much may wait before an interface; TCP fills that, and loses little."""
-NOT_ROOT = """Shaping links needs root: network namespaces and traffic control are the kernel's.
+"""Longest wait of data before an interface; TCP fills this queue, and loses few packets."""
+NOT_ROOT = """Shaped links need root, for network namespaces and traffic control.
     sudo .venv/bin/python bench/compression.py"""
 
 

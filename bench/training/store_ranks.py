@@ -1,4 +1,4 @@
-"""The rank processes of bench/rendezvous.py: they bring groups up, over one store or another."""
+"""Rank processes of bench/rendezvous.py, which bring groups up over each kind of store."""
 
 import os
 import socket
@@ -24,9 +24,9 @@ from shoal_client.membership.member_session import MemberSession
 
 HOST = "127.0.0.1"
 COORDINATOR, TCP, TCP_PLAIN = "coordinator", "TCPStore", "TCPStore-plain"
-"""Plain: straight under torch's own init_process_group, so that nobody can cut the bring-up."""
+"""Plain: with torch's own init_process_group, whose bring-up cannot be interrupted."""
 BRING_UP_S, COLLECTIVE_S = 30.0, 60.0
-"""As by default."""
+"""The defaults of a session."""
 HOSTS_S = 3600.0
 
 
@@ -39,11 +39,11 @@ class World:
     size: int
     barrier: Barrier
     port: "Synchronized[int]"
-    """Port of rank 0 in this round: announced with the roster, so it costs no time."""
+    """Port of rank 0 in this round; in a job it is part of the roster, so it is not timed."""
 
 
 class Rank:
-    """A member of a running generation, with the connection that a strategy would have."""
+    """A member of a running generation, with a connection like that of a strategy."""
 
     def __init__(
         self, world: World, on_break: Callable[[int, str], None] = lambda generation, reason: None
@@ -68,7 +68,7 @@ class Rank:
         self._bound: socket.socket | None = None
 
     def announce(self) -> None:
-        """Bind rank 0's socket, which the roster names, before the measurement."""
+        """Bind rank 0's socket before the measurement, and share its port."""
         if self.number == 0:
             self._bound = socket.create_server((HOST, 0), backlog=128)
             self.world.port.value = self._bound.getsockname()[1]
@@ -103,7 +103,7 @@ class Rank:
 
 
 def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) -> None:
-    """Sends (kind, round, start, end) of every bring-up with its first all-reduce."""
+    """Send (kind, round, start, end) of every bring-up with its first all-reduce."""
     rank = Rank(world)
     rank.membership.ready(rank.record)
     for attempt in range(num_rounds):
@@ -111,7 +111,7 @@ def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) 
             rank.announce()
             started_s = time.monotonic()
             inner = rank.store(kind, attempt)
-            # Held here: torch keeps only its own half of a store that is written in Python.
+            # Referenced here: torch does not keep the Python part of a store alive.
             store = dist.PrefixStore(f"{kind}/{attempt}", inner)
             if kind == TCP_PLAIN:
                 dist.init_process_group(
@@ -136,9 +136,9 @@ def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) 
 
 
 def lose_host(pipe: Connection, world: World, kind: str) -> None:
-    """Rank 0 holds the store and never opens the group; the others tell when they gave up on it.
+    """As rank 0, host the store and never open the group; as another, send the time of the error.
 
-    A break that the coordinator tells of cuts the group, as in training.
+    A break that the coordinator reports interrupts the group, as in training.
     """
     groups: list[GlooGroup] = []
     rank = Rank(world, lambda generation, reason: [group.cut(reason) for group in groups])
@@ -153,5 +153,5 @@ def lose_host(pipe: Connection, world: World, kind: str) -> None:
     pipe.send(("opens", rank.token.member_id, os.getpid()))
     try:
         group.open()
-    except Exception as error:  # noqa: BLE001 - what ends it is what is asked for
+    except Exception as error:  # noqa: BLE001 - any error ends the bring-up
         pipe.send(("raised", type(error).__name__, time.monotonic()))

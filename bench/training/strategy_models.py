@@ -1,4 +1,4 @@
-"""Models of bench/strategies.py, and the same in plain torch, strategy by strategy."""
+"""Model of bench/strategies.py, and each strategy in plain torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def shares(strategy: str) -> int:
 
 
 def plain(strategy: str) -> Step:
-    """The strategy as a user of torch alone writes it down."""
+    """Return a step of the strategy, written with torch alone."""
     return {
         "ddp": _ddp,
         "zero1": _zero1,

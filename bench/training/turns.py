@@ -1,8 +1,8 @@
-"""Two systems that take the same steps by turns, each in processes of its own that live throughout.
+"""Two systems that take the same steps in turns, each in processes that run all the time.
 
-What else goes on on the machine slows a system down for seconds or minutes. So both are there all
-the time, a block of steps of one follows a block of the other, within a second or two, and what
-counts is the ratio of the two. The median of many ratios does not see a disturbance of a few.
+Other load on the machine slows a system down for seconds or minutes. Therefore a block of steps of
+one system follows a block of the other within a second or two, and the result is the ratio of the
+two. The median of many ratios is not affected if a few of them are disturbed.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Self
 from rows import Row
 
 START_S = 180.0
-"""So long a block may take, the first one with the start of the processes."""
+"""Limit of a block; the first one includes the start of the processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class Block:
     """Times of one system's ranks for some steps."""
 
     gaps_s: Sequence[float]
-    """Seconds between one step and the next, of all ranks."""
+    """Seconds between consecutive steps, of all ranks."""
     cpu_s: float
-    """Seconds of CPU that a rank takes for a step, without the processes that load for it."""
+    """CPU seconds of a rank for a step, without its loading processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class BlockPlan:
     @property
     def arguments(self) -> list[str]:
         """Arguments of the script after the descriptor: see `Blocks`. The first and the last block
-        are not counted: a rank that is done exits, which takes CPU time."""
+        are not counted: at the end a rank exits, which takes CPU time."""
         return [str(self.pairs + 2), str(self.skipped), str(self.timed)]
 
 
@@ -59,8 +59,8 @@ class Ranks:
         plan: BlockPlan,
         surroundings: Sequence[Mapping[str, str]],
     ) -> None:
-        """`surroundings`: each rank's environment, beside this process' own. The script is called
-        with the arguments, a descriptor, and the plan's arguments."""
+        """`surroundings`: environment variables of each rank, added to those of this process. The
+        script is called with the arguments, a descriptor, and the plan's arguments."""
         self._name = name
         self._command = [sys.executable, str(script), *arguments]
         self._plan = plan
@@ -116,14 +116,14 @@ class Ranks:
             ready, _, _ = select.select([reads], [], [], START_S)
             piece = os.read(reads, 1 << 16) if ready else b""
             if not piece:
-                raise SystemExit(f"{self._name}: a rank did not come to the end of a block")
+                raise SystemExit(f"{self._name}: a rank did not finish a block")
             line += piece
         return line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of a comparison: blocks of ours and the other's, in pairs."""
+    """Result of a comparison: pairs of a block of ours and one of the other system."""
 
     pairs: Sequence[tuple[Block, Block]]
     figure: Callable[[Sequence[float]], float]
@@ -135,7 +135,7 @@ class Comparison:
         return [self.figure(own.gaps_s) / self.figure(other.gaps_s) for own, other in self.pairs]
 
     def rows(self, overhead: str, step: str, cpu: str, peer: str) -> list[Row]:
-        """Rows with these names; they are told in one line too."""
+        """Return rows with these names; also print them in one line."""
         ratios, runs = self.overheads, len(self.pairs)
         times = [median(self.figure(each.gaps_s) for each in blocks) for blocks in self._sides()]
         used = [median(each.cpu_s for each in blocks) for blocks in self._sides()]

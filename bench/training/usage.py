@@ -1,4 +1,4 @@
-"""Resources that processes hold, by /proc."""
+"""Resources of processes, read from /proc."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ class Usage:
     """Resources of one process."""
 
     memory_kib: int
-    """Resident memory that is its own (anonymous): pages of files come and go."""
+    """Anonymous resident memory; pages of files are loaded and dropped at any time."""
     threads: int
     files: int
 
@@ -27,7 +27,7 @@ def usage_of(pid: int) -> Usage:
 
 
 def shared_memory() -> tuple[int, int]:
-    """Files in /dev/shm, and their bytes."""
+    """Return the number of files in /dev/shm, and their bytes."""
     files = [path for path in Path("/dev/shm").rglob("*") if path.is_file()]
     return len(files), sum(path.stat().st_size for path in files)
 
@@ -35,7 +35,7 @@ def shared_memory() -> tuple[int, int]:
 def growth_per_kill(
     samples: Sequence[Mapping[str, Usage]], kills_between: int
 ) -> dict[str, dict[str, float]]:
-    """Growth of each process from the sample after a tenth of all kills to the last, per kill."""
+    """Return the growth of each process per kill, without the first tenth of the samples."""
     begin = len(samples) // 10
     num_kills = (len(samples) - 1 - begin) * kills_between
     if num_kills <= 0:

@@ -1,6 +1,6 @@
 """Workload of every system in bench/recovery.py, and the record of a worker's steps.
 
-Knows nothing of any system, so that each peer's interpreter can import it.
+It imports none of the systems, so that each peer's interpreter can import it.
 """
 
 import json
@@ -15,7 +15,7 @@ NUM_FEATURES, NUM_CLASSES = 256, 10
 NUM_SAMPLES = 4096
 GLOBAL_BATCH = 64
 PAUSE_S = 0.01
-"""Each step computes for a moment and then waits, as for a device: the cores are not the limit."""
+"""Pause of each step after its short computation, as for a device: the cores are not the limit."""
 
 
 def new_model() -> nn.Module:
@@ -42,7 +42,7 @@ class StepLog:
         self._descriptor = os.open(directory / f"steps-{self._pid}", flags, 0o644)
 
     def committed(self, *, formation: int, world_size: int, step: int = 0) -> None:
-        """Write a step down. `formation` changes whenever the workers that train do."""
+        """Record a step. `formation` changes with each change of the training workers."""
         line = {
             "at_s": time.monotonic(),  # one clock for all processes of this machine
             "pid": self._pid,
@@ -51,5 +51,5 @@ class StepLog:
             "world_size": world_size,
             "step": step,
         }
-        # One write: a SIGKILL leaves no half of a line.
+        # A single write: a SIGKILL cannot leave part of a line.
         os.write(self._descriptor, (json.dumps(line) + "\n").encode())

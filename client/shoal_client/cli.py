@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> Any:
-    """The command's config; None for arguments that ask for a page of help, which is printed."""
+    """The command's config; None if the arguments ask for help or the version, which is printed."""
     app = build_app(commands)
     name, tokens = _name_of(arguments), list(arguments)
     if name in commands:
@@ -111,7 +111,7 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: that of the command, such as 0 for done; 1 for a
-    ShoalError, 2 for bad arguments, 130 after Ctrl-C."""
+    ShoalError or a closed stdout, 2 for bad arguments, 130 after Ctrl-C."""
     # gRPC's C core prints texts for its developers; Shoal's own errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from

@@ -4,7 +4,7 @@
 #   node.sh cluster                     etcd, a coordinator and parameter servers, until SIGTERM
 #   node.sh worker SCRIPT [ARGUMENT...] a launcher with a worker for each GPU, until the job is over
 #
-# All parts use mutual TLS, with the certificates in SHOAL_TLS. etcd is reachable only on its own node.
+# All parts but etcd use mutual TLS, with the certificates in SHOAL_TLS. etcd is reachable only on its node.
 # `shoal` and `etcd` must be on PATH.
 set -euo pipefail
 : "${SHOAL_TLS:?the folder of the certificates}" "${SHOAL_HEAD:?the name of the node of the cluster}"

@@ -31,7 +31,7 @@ LEVEL = 1
 SKIP = 65535
 """Stands for this many elements of a longer gap, which continues in the next number."""
 FAR = -128
-"""Marks a distance of more than 8 bits, which is in the stream of 16-bit distances instead."""
+"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances instead."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 """Possible sizes of an element in bytes."""

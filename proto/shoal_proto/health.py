@@ -16,7 +16,7 @@ MAX_LOGGED = 32
 """Maximum number of names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 MAX_COMMAND = 4000
-"""Most characters of a command line in a report."""
+"""Maximum number of characters of a command line in a report."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Rules for names of jobs, members and servers, which become keys, paths and URL segments, and for
-URLs of storage."""
+"""Rules for names of jobs, members, servers and series, which become keys, paths and URL segments,
+for the prefix of a cluster's keys, and for URLs of storage."""
 
 import re
 
@@ -8,7 +8,7 @@ from shoal_proto.errors import InvalidSpec
 MAX_NAME_LENGTH = 128
 NAME_RULE = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', not starting with '.' or '-'"
 
-SERIES_RULE = "JOB/NAME, each of letters, digits, '.', '_' and '-'"
+SERIES_RULE = f"JOB/NAME, each of {NAME_RULE}"
 
 MAX_PREFIX_LENGTH = 200
 PREFIX_RULE = (

@@ -1,4 +1,4 @@
-"""nanoGPT's loop: a GPT with tied weights, micro-batches, autocast and a rate by the step."""
+"""nanoGPT's loop: a GPT with tied weights, micro-batches, autocast and a rate for each step."""
 
 import math
 import sys

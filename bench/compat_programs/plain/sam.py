@@ -12,7 +12,7 @@ NUM_SAMPLES, BATCH, EPOCHS, RHO = 1600, 32, 8, 0.05
 
 @torch.no_grad()
 def climb(model):
-    """Move the weights to where the loss is worst nearby; returns by how much."""
+    """Move the weights to the worst loss nearby, and return the moves."""
     gradients = [p.grad for p in model.parameters()]
     scale = RHO / torch.stack([each.norm() for each in gradients]).norm()
     moved = [each * scale for each in gradients]

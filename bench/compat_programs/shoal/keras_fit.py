@@ -1,4 +1,4 @@
-"""Keras: fit of a model with regularisers, by an optimizer of its own with a schedule."""
+"""Keras: fit of a model with regularisers, with its own optimizer and a schedule."""
 
 import os
 import sys

@@ -14,7 +14,7 @@ NUM_SAMPLES, WIDTH, RANK, BATCH, EPOCHS = 1600, 48, 4, 32, 10
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of weights in 8 bits that are not trained, and an adapter that is."""
+    """A linear layer with frozen weights in 8 bits, and a trained adapter."""
 
     def __init__(self, linear):
         super().__init__()

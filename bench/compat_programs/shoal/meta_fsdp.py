@@ -1,4 +1,4 @@
-"""A transformer that is made on the meta device, as what does not fit into one host's memory is."""
+"""A transformer made on the meta device, as if it did not fit into one host's memory."""
 
 import sys
 

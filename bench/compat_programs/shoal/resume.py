@@ -1,4 +1,4 @@
-"""A run that goes on from the checkpoint that an earlier one wrote at the end of an epoch."""
+"""A run that continues from the checkpoint that an earlier one wrote after an epoch."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Two heads on one trunk, each with a loss, and a pass forward and backward, of its own."""
+"""Two heads on one trunk, each with its own loss, forward pass and backward pass."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Times the phases of a parameter server that a benchmark starts, and of nothing else."""
+"""Measures the phases of a parameter server that a benchmark starts; no effect elsewhere."""
 
 import atexit
 import os

@@ -55,8 +55,8 @@ class CertificateFolder:
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of
-        the coordinator. Raises InvalidSpec if there is an authority already, or other users may
-        read the folder.
+        the coordinator. Raises InvalidSpec if there is an authority already, if the folder cannot
+        be made, or if other users have access to it.
         """
         if self.is_made:
             raise InvalidSpec(
@@ -82,7 +82,7 @@ class CertificateFolder:
             self._keep_new(authority, holder)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec if the name is taken."""
+        """Issue one more certificate; return its file. Raises InvalidSpec, as for a taken name."""
         self._check_private()
         return self._keep_new(self._authority(), holder)
 

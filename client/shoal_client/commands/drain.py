@@ -51,7 +51,7 @@ class DrainConfig:
 
 
 def drain(config: DrainConfig) -> int:
-    """Make the member leave, and wait until it has left. Raises DeadlineExceeded."""
+    """Make the member leave, wait until it has left. Raises UnknownMember or DeadlineExceeded."""
     member_id = config.member
     urls = config.address.urls()
     coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))

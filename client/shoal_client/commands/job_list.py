@@ -29,7 +29,7 @@ _STYLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobListConfig:
-    """Lists the jobs that are running and those that ended in the last 24 hours."""
+    """Lists the jobs that have not ended, and those that ended in the last 24 hours."""
 
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
     """Show all jobs that the cluster still has a record of."""

@@ -129,7 +129,7 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job. Returns 0 once its members are gone, 1 if some are left when the time is up."""
+    """Stop the job. Returns 1 if members are left after `wait_s`, unless that is 0; else 0."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -158,7 +158,7 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end, also while no coordinator is there. Raises UnknownJob."""
+    """Wait for the job's end. Raises UnknownJob, Unavailable if no coordinator answers at first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s

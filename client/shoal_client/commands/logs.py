@@ -79,7 +79,7 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there are none."""
+    """Print the lines. Raises UnknownMember if there are none, InvalidSpec to follow several."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:

@@ -82,8 +82,8 @@ class WhyConfig:
 
 
 def _whole(url: str) -> str:
-    """Add the scheme to HOST:PORT. With a certificate it is https, except for the page of a cluster
-    that this user has started on this machine."""
+    """Return HOST:PORT or an http URL with the scheme to use: https with a certificate, except for
+    the page of a cluster that this user has started on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -198,7 +198,7 @@ class StatusClient:
     def events(
         self, job: str, after: int, *, details: bool = True, newest: int | None = None
     ) -> Json:
-        """Up to 1000 events of the job with ids above `after`, oldest first; or the newest."""
+        """Up to 1000 events with ids above `after`, oldest first, or the last `newest` of them."""
         query = f"after={after}&details={str(details).lower()}&limit=1000"
         answer = self._get(f"/api/v1/jobs/{quote(job, safe='')}/events?{query}")
         if newest is not None:
@@ -257,7 +257,7 @@ def grpc_address_of(urls: str) -> Sequence[str]:
 
 
 def status(config: StatusConfig) -> int:
-    """Print every job, or one."""
+    """Print the jobs that have not ended, every job, or one."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()

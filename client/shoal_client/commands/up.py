@@ -56,7 +56,7 @@ class UpConfig:
     """Allow snapshots at and below this URL as well. May be repeated. By default they are allowed
     only in `snapshots` in --dir."""
     num_coordinators: Annotated[int, Parameter(name="--coordinators", metavar="N")] = 1
-    """Number of coordinators. One leads; if it dies, another takes over at once."""
+    """Number of coordinators. One leads; if it dies, another takes over within seconds."""
     etcd: Annotated[str, Parameter(metavar="HOST:PORT,...")] = ""
     """Addresses of an existing etcd. By default one is started."""
     prefix: Annotated[str, Parameter(metavar="/NAME")] = ""

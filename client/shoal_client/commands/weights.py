@@ -96,7 +96,7 @@ _USAGE = {
 
 
 def weights(config: WeightsConfig) -> int:
-    """Carry out the action, and print its result."""
+    """Carry out the action, print its result. Returns 1 if `list` shows a reader of wrong bytes."""
     options = config.call
     check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":

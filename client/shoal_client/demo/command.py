@@ -123,7 +123,7 @@ def _await_data(writer: Process, directory: Path) -> None:
 
 @contextmanager
 def _run_directory(chosen: Path | None) -> Iterator[Path]:
-    """The directory of the run; a temporary one is removed if all goes well."""
+    """The directory of the run; a temporary one is removed, except after an error."""
     if chosen is not None:
         if chosen.exists() and any(chosen.iterdir()):
             raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")

@@ -182,7 +182,7 @@ class HostReporter:
 
     @property
     def goes_on(self) -> bool:
-        """True if the job was neither finished nor over in the newest answer."""
+        """True if the job was neither finished nor over in the newest answer; False before one."""
         return self._phase not in ("", FINISHED) and not self.over
 
     @property
@@ -195,7 +195,7 @@ class HostReporter:
         self._phase = phase
 
     def report(self, request: Report) -> None:
-        """Send a report once the earlier ones are sent. Safe from any thread; returns at once."""
+        """Send a report after earlier ones; drop it if MAX_REPORTS wait. Safe from any thread."""
         if self._reports.qsize() < MAX_REPORTS:
             self._reports.put(request)
         else:

@@ -107,7 +107,7 @@ class Lifeline:
 
 class ExitWatch:
     """Calls `on_exit` with the exit code, on its own thread, as soon as a process begins to exit
-    while it holds its lifeline."""
+    while it holds its lifeline; not if `exit_code_of` gives no code, as for code 0."""
 
     def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
         self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit

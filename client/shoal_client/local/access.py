@@ -30,8 +30,8 @@ clock, which runs on while the machine sleeps."""
 @dataclass(frozen=True, kw_only=True)
 class LocalTls:
     """Mutual TLS between all parts, etcd included, with certificates that are made in `certs` in
-    the cluster's directory, and renewed. The status page is HTTP, for this user alone. Commands and
-    scripts of this user on this machine find the certificates by the coordinators' addresses."""
+    the cluster's directory, and renewed. The status page is HTTP, for this user and root. Commands
+    and scripts of this user find the certificates by the coordinators' addresses."""
 
     http_tokens: Path | None = None
     """File of tokens with which other users access the status page; None: they have no access."""
@@ -74,7 +74,7 @@ class LocalAccess:
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
         """Let this user's commands find the cluster, and its certificates by these addresses.
-        Raises InvalidSpec."""
+        Raises InvalidSpec or OSError."""
         if self._made is not None:
             record = LocalClusterRecord(
                 addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made

@@ -43,7 +43,7 @@ class LocalClusterConfig:
     """Settings of a cluster on this machine."""
 
     directory: Path
-    """Directory for logs, etcd's data and ready files, made if it does not exist."""
+    """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
     parameters: bool = True
     """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
@@ -64,11 +64,11 @@ class LocalClusterConfig:
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
     `snapshots` in the directory."""
     start_timeout_s: float = 60.0
-    """Maximum time for a part to come up if it makes no progress; with progress, ten minutes."""
+    """Limit for a coordinator or server to come up; with progress, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment of every part; variables for TLS are removed."""
+    """The environment of coordinators and servers; its variables for TLS are removed."""
     tls: LocalTls | None = None
     """None: plain text, on loopback."""
     certificates: Path | None = None
@@ -115,8 +115,8 @@ class CoordinatorAddress:
 
 class LocalCluster:
     """A local cluster, which is up inside its `with` block. `on_exit` is called with each process
-    that ends early, `say` with lines for people about a part that is started again. Both run on
-    threads of the cluster.
+    that ends, also at the end of the block; `say` with lines for people about a part that is
+    started again. Both run on threads of the cluster.
     """
 
     etcd: str
@@ -244,8 +244,8 @@ class LocalCluster:
         return list(self._servers.values())
 
     def start_parameter_server(self) -> str:
-        """Start one more server; return its name once it serves. Shards are moved to it
-        gradually."""
+        """Start one more server; return its name once it serves. Raises Unavailable if it does not
+        come up. Shards are moved to it gradually."""
         name, process = self._spawn_server()
         self._servers[name] = self._await_ready(process)["grpc"]
         self._keep(process, partial(self._restart_server, name))
@@ -468,7 +468,7 @@ class LocalCluster:
 
 
 def _interface(advertise: str) -> str:
-    """Return all of this machine's addresses, of IPv4 or of both; empty if nothing is
+    """Return the wildcard address to listen on, of IPv4 or of both versions; empty if nothing is
     advertised."""
     if not advertise:
         return ""

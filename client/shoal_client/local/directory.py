@@ -47,7 +47,7 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
 
 
 def remove_left_over(parent: Path, now_s: float) -> None:
-    """Remove this user's directories whose commands have ended."""
+    """Remove this user's directories whose commands have ended; kept logs after KEPT_S."""
     for directory in (found for prefix in PREFIXES for found in parent.glob(f"{prefix}*")):
         with suppress(OSError):
             status = directory.lstat()

@@ -35,7 +35,7 @@ _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 @dataclass(frozen=True, kw_only=True)
 class EtcdTls:
     """Certificate files of an etcd that accepts only clients and peers with a certificate of its
-    authority. It reads the files again for each connection."""
+    authority. etcd reads the files again for each connection."""
 
     ca: Path
     cert: Path

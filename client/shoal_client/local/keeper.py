@@ -20,7 +20,7 @@ class RestartPolicy:
     """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """Number of ends in a row, each within `settled_s`, after which the cluster is given up."""
+    """Ends and failed restarts in a row, each within `settled_s`, that give the cluster up."""
     settled_s: float = 20.0
     """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1

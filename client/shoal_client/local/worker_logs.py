@@ -28,8 +28,8 @@ def older(path: Path) -> Path:
 
 
 class WorkerLog:
-    """Appends lines of one worker, across its restarts. An error of the disk loses lines but never
-    stops the run: `problem` is the first one."""
+    """Appends lines of one worker, across its restarts. An error of the disk loses all later lines
+    but never stops the run: `problem` is the error; empty: none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

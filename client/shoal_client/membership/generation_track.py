@@ -32,7 +32,7 @@ class PlannedChange:
 
 class GenerationTrack:
     """The generations of one member, as far as the member knows them. Methods return requests to
-    send to the coordinator. Each request may be sent twice.
+    send to the coordinator. Each request may be sent more than once.
     """
 
     def __init__(self, identity: Identity) -> None:

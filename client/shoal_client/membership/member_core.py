@@ -510,7 +510,7 @@ class MemberCore:
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
         """The next committed record with a number above `above` that includes this member. By
-        default the wait is limited by the join limit and ADMISSION_S, on the clock of `HeldClock`.
+        default the wait is limited to the join limit plus ADMISSION_S, on the `HeldClock`.
         """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)

@@ -195,7 +195,7 @@ def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
 
 
 class Persistence(enum.Enum):
-    """Handling of an unanswered call. A refused call is never repeated."""
+    """Handling of an unanswered call. Refused ones are not repeated, except for a certificate."""
 
     UNTIL_ANSWERED = enum.auto()
     """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""

@@ -526,7 +526,7 @@ class MemberSession:
         return self._coordinators.call(calls.get_roster, request, timeout_s=timeout_s).roster
 
     def _beat(self) -> None:
-        """Send a heartbeat every `heartbeat_s`, until one is refused."""
+        """Send a heartbeat every `heartbeat_s` unless the launcher did, until one is refused."""
         slot = self._slot
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:

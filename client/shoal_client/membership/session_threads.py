@@ -45,7 +45,7 @@ class HeldStream:
         handle: Callable[[pb.Notice], None],
     ) -> ShoalError | None:
         """Hold the stream until it ends or `handle` raises a ShoalError. Returns the error that
-        ended it."""
+        ended it; None without one."""
         address = self.address = coordinators.current
         try:
             with self._joining.within(), tracing.span("Attend"):

@@ -41,7 +41,7 @@ class BulkOffers:
         self._local_name, self._port = "", 0
 
     def listening(self, local_name: str, port: int) -> None:
-        """Set the addresses at which connections are accepted from now on; port 0: none is."""
+        """Set the addresses at which connections are accepted; port 0: none are accepted."""
         self._local_name, self._port = local_name, port
 
     def make(

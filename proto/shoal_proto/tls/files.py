@@ -56,9 +56,9 @@ class TlsMaterial:
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
-    Changed files are read within a second, and used for all later connections. While a file cannot
-    be read, or the key is not the certificate's, for example because one of the two is not written
-    yet, the earlier files stay in use.
+    Changed files are read when `material` is next used, at most a second late, and serve all later
+    connections. While a file cannot be read, or the key is not the certificate's, for example
+    because one of the two is not written yet, the earlier files stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:

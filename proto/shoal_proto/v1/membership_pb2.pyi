@@ -258,7 +258,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """What all members of a generation must have in common, as ordered (field, value) text pairs:
+    """What all members of a generation must have in common, values as text by field:
     strategy, synchronous, schema digest, optimizer, backend, torch, global_batch, dataset, seed.
     """
 

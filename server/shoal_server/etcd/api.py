@@ -220,7 +220,7 @@ class Renewal(Protocol):
 
 
 class KeyValueStore(Keyspace, Protocol):
-    """A linearizable store with leases and watches. `put` and `delete` may be sent twice, if an
+    """A linearizable store with leases and watches. `put` and `delete` are sent again if an
     answer was lost: another client's write of the same key in between is then overwritten or
     deleted."""
 

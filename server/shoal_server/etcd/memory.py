@@ -42,10 +42,10 @@ class NoRenewal:
     confirmed = None
 
     def lives(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)

@@ -303,7 +303,7 @@ class StatusBoard:
 
     def begin_anew(self, job: str) -> None:
         """Drop what members of the job reported: the next run of its name has no steps and no loss
-        yet. Events stay, and so do the counts of events and reports."""
+        yet. Events, the counts of events and reports, and the newest snapshot's time stay."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
@@ -339,7 +339,7 @@ class StatusBoard:
         return board.total_steps if board else 0
 
     def last_loss(self, job: str) -> float | None:
-        """The loss that a member of the job reported last."""
+        """The loss that a member of the job reported last; None if none has reported one."""
         board = self._jobs.get(job)
         return board.last_loss if board else None
 

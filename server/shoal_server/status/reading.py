@@ -361,7 +361,8 @@ class StatusQueries:
         )
 
     async def why(self, name: str, member_id: str) -> WaitView:
-        """Reason for which the member waits. Raises UnknownJob, UnknownMember, NotLeader."""
+        """Reason for which the member waits. Raises UnknownJob, UnknownMember, NotLeader, and
+        InternalError if records of the job's shards do not parse."""
         job, member = self.job(name), self.member(name, member_id)
         lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)

@@ -66,7 +66,8 @@ class ShardReader:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def read(self, job: str) -> ShardsView | None:
-        """The job's shards, or None if it has none. Raises Unavailable without etcd."""
+        """The job's shards, or None if it has none. Raises Unavailable without etcd, and
+        InternalError for records that do not parse."""
         async with self._locks.setdefault(job, asyncio.Lock()):
             read_at_s, view = self._answers.get(job, (float("-inf"), None))
             if time.monotonic() - read_at_s > MAX_AGE_S:
@@ -85,7 +86,7 @@ class ShardReader:
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
         """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
-        without values, are missing. Raises Unavailable without etcd."""
+        without values, are missing. Raises as `read` does."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {

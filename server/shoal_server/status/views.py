@@ -270,9 +270,11 @@ class ServerView(View):
     partial_pushes: int = 0
     """Pushes that some shards of the server applied and others refused, to be sent again."""
     held_bytes: int = 0
-    """Values and optimizer state, including copies, and unfinished data, of all jobs."""
+    """Memory held for all jobs: shards and copies with what they remember, published weights,
+    memory shared with clients, reservations and unfinished data."""
     memory_limit_bytes: int = 0
-    """Limit of held_bytes: beyond it no shard is created, no copy accepted and no table grows."""
+    """Limit of held_bytes: beyond it no shard is created, no copy accepted, no table grows and no
+    weights are published."""
     torch_version: str = ""
     """torch version of the server; empty if it states none or is not registered."""
     loop_lag: LoopLagView = field(default_factory=LoopLagView)

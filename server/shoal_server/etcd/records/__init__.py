@@ -1,1 +1,1 @@
-"""Records that several processes read: servers, shard assignments, shard maps, snapshot roots."""
+"""Records that several processes read, such as those of servers, shards, series and snapshots."""

@@ -137,7 +137,7 @@ async def read_current(store: Keyspace, job: str) -> ShardMap | None:
     """The layout with each shard's primary, epoch and address; as written if the shards are not
     placed; None if there is no layout. While a server is not registered, its address is the one
     written, or empty if the shard had another primary then. Raises InternalError if a record is
-    missing or does not parse."""
+    missing or does not parse, and what the store raises."""
     found = await read(store, job)
     return None if found is None else await fill(store, found)
 

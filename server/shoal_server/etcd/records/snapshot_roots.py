@@ -1,7 +1,7 @@
 """Roots below which the leading coordinator's operator allows snapshots, for parameter servers.
 
-Servers open URLs that a caller gives. Roots sent along by the caller would prove nothing, since
-anybody may call a server; keys in etcd are written by coordinators only.
+Servers open URLs that a caller gives. Roots that the caller sends along would prove nothing; this
+key is written by leading coordinators only.
 """
 
 import json

@@ -129,7 +129,8 @@ class Connections:
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
 
-        Raises etcd's refusal, Unavailable after `timeout_s`, and RefusedError once closed.
+        Raises etcd's refusal, Unavailable after `timeout_s`, RefusedError once closed, and
+        InvalidSpec if the TLS files were never readable.
         """
         with tracing.part("etcd"):
             return await self._repeated(attempt)

@@ -94,8 +94,8 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to unknown callers, 403 to other sites' pages and roles that may not act, and 503
-    to all if the tokens cannot be read."""
+    """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
+    not act, and 503 to requests with a token or session if the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -120,7 +120,7 @@ class AccessControl:
             refusal = self._refusal(scope, holder, acts=acts)
         except InvalidSpec as error:
             log.error("http_tokens_not_read", reason=str(error))
-            refusal = AccessDenied("no request is admitted", seen="tokens that cannot be read"), 503
+            refusal = AccessDenied("no token is accepted", seen="tokens that cannot be read"), 503
         if refusal is None:
             scope[HOLDER] = holder
             await self._app(scope, receive, sending)

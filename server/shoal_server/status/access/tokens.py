@@ -85,7 +85,7 @@ def add(path: Path, name: str, role: HttpRole) -> str:
 
 def read(path: Path) -> Sequence[TokenHolder]:
     """Read the holders of tokens. Raises InvalidSpec if the file cannot be read, if its group may
-    write it or others may read or write it, or if a line is invalid."""
+    do more than read it, if others have any access to it, or if a line is invalid."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -139,7 +139,7 @@ class Tokens:
         return self.of_digest(digest_of(token))
 
     def of_digest(self, digest: str) -> TokenHolder | None:
-        """Holder of the token with this hash. Raises as `holder` does."""
+        """Holder of the token with this hash; None if unknown. Raises as `holder` does."""
         self._refresh()
         found = None
         # Compared with all hashes, so that the time does not reveal a match.

@@ -1,5 +1,5 @@
-// Charts of a job's figures, from /api/v1/jobs/JOB/history, which is fetched every few seconds: which
-// charts there are and which values they have. plot.js draws them.
+// Charts of a job's figures, from /api/v1/jobs/JOB/history, which is fetched every few seconds. This
+// file selects the charts and their values; plot.js draws them.
 "use strict";
 
 const HISTORY_EACH_MS = 5000;
@@ -10,7 +10,7 @@ const LOSS = /(^|[^a-z])loss/i;
 const OUTLIER = 2;
 
 const histories = new Map();
-// Choices of the reader. Of linear scales, the titles: the scale of a loss is logarithmic by default.
+// Choices of the reader. `linear`: titles of charts with a linear scale instead of a logarithmic one.
 const chosen = { range_s: 0, other: "", linear: new Set() };
 
 // The job's newest known history; fetches it again when that is due, or if another part of it is
@@ -163,7 +163,7 @@ function stepsOf(series) {
   };
 }
 
-// What the charts of a job are made from: as long as it is the same, so are they.
+// The data of a job's charts: the charts are made again only if these have changed.
 const sourcesOf = (job) => [job, chosen.other, historyOf(job), chosen.other && historyOf(chosen.other), chosen.range_s, [...chosen.linear].join("\n")];
 const made = { sources: [], charts: null };
 

@@ -4,8 +4,8 @@
 const MARGIN = 12;
 const LINE_HEIGHT = 18;
 
-// A cell of a CSV file. A spreadsheet takes a text that begins like a formula for one, which a name
-// that a script logged may do.
+// A cell of a CSV file. A text that begins like a formula, as a logged name may, gets an apostrophe,
+// so that no spreadsheet runs it.
 function csvCell(value) {
   if (value === null || value === undefined) return "";
   if (isNumber(value)) return String(value);

@@ -1,4 +1,4 @@
-// Output of all shown members in one dialog, each line behind its member's name, fetched while the
+// Output of all shown members in one dialog, each line after its member's name, fetched while the
 // dialog is open. Lines have no times: they are in the order in which they arrived.
 "use strict";
 

@@ -44,7 +44,7 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return;
   }
-  // The element's own script changes what is in it.
+  // Another script fills this element.
   const keeps = old.dataset && old.dataset.keeps;
   if (keeps !== (fresh.dataset && fresh.dataset.keeps)) {
     old.replaceWith(fresh);
@@ -172,7 +172,7 @@ function figures(job, state) {
     summary.num_samples !== null && figure("Samples trained", count(summary.num_samples)));
 }
 
-// How far the job has come, and when it will be done.
+// Progress of the job, and the time left.
 function progress({ course }) {
   if (!isNumber(course.progress)) return null;
   const percent = `${(100 * course.progress).toFixed(course.progress < 1 ? 1 : 0)}%`;
@@ -202,7 +202,7 @@ function saved({ summary, course, synchronous }, now_s) {
     kept.length > 0 && listed(kept));
 }
 
-// What the job runs: command line and commit of its script.
+// Command line and commit of the job's script.
 function origin({ run }) {
   if (!run) return null;
   const commit = run.commit && [" commit ", h("code", { title: run.commit }, run.commit.slice(0, 12)), run.is_modified && ", modified"];
@@ -448,7 +448,7 @@ function shards(state) {
     lost_in_words.map((loss) => h("p", { class: "empty error", role: "alert" }, `Lost: ${loss}`)),
     accepted_losses.map((s) => h("p", { class: "empty" },
       `Loss of shard ${s.shard_id} (${s.version ? `at least version ${count(s.version)}` : "no version known"})`
-        + ` accepted by ${s.by}; samples ${s.samples_anew ? "began anew" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
+        + ` accepted by ${s.by}; samples ${s.samples_anew ? "started over" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 

@@ -9,7 +9,7 @@ const STEPS = Array.from({ length: 14 }, (_, power) => [1, 2, 5].map((n) => n * 
 const KEYS = { ArrowLeft: (i) => i - 1, ArrowRight: (i) => i + 1, Home: () => 0, End: (_, last) => last,
   PageUp: (i) => i - 10, PageDown: (i) => i + 10 };
 
-// What is drawn in each figure.
+// The plot in each figure.
 const plots = new Map();
 const library = { state: "" };
 

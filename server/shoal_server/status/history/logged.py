@@ -40,7 +40,7 @@ class LoggedSeries:
             self._curve.at(step).join(_Point(number=step, total=value, count=1))
 
     def view(self, name: str, after_step: int = 0) -> LoggedView:
-        """View of the intervals that end after that step; later steps have shorter ones."""
+        """View of the intervals that end after that step: the later it is, the shorter they are."""
         level, points = self._curve.view(after_step or None)
         return LoggedView(
             name=name,
@@ -83,6 +83,7 @@ class LoggedValues:
         return tuple(each.view(name, after_step) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored; values added until now are kept."""
+        """Continue the series that an earlier leader stored. Of the values added until now, the
+        newest of each name is kept."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

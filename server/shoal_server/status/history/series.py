@@ -1,5 +1,5 @@
 """Figures of a job over time, in a bounded number of intervals: a job of a minute has values for
-seconds and a job of a month for hours, and the last minutes of both have values for seconds.
+seconds and a job of a month for hours, and the last minute of both has values for seconds.
 """
 
 import math

@@ -13,8 +13,8 @@ from typing import Generic, Protocol, Self, TypeVar
 LEVEL_POINTS = 64
 """Number of points of a level. The coarsest one may have twice as many."""
 MAX_POINTS = 4 * LEVEL_POINTS
-"""Most points of a view. It has those of the coarsest level, and about half as many in which all
-others are joined to intervals of that length."""
+"""Maximum number of points in a view. It has those of the coarsest level, and about half as many in
+which all others are joined to intervals of that length."""
 
 
 class CurvePoint(Protocol):
