@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from support.processes.load import unhurried
 
+from shoal.membership import rendezvous_store
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.local.cluster import LocalCluster
@@ -133,6 +134,15 @@ def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousSt
     with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
         real.wait(["never"], timedelta(seconds=0.2))
     assert time.monotonic() - started_s < unhurried(2.0)
+
+
+def test_a_wait_of_several_calls_names_its_whole_limit(
+    real: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator limits each call; the error shows the limit that the caller gave."""
+    monkeypatch.setattr(rendezvous_store, "CALL_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"wait timeout after 0\.5 s for never"):
+        real.wait(["never"], timedelta(seconds=0.5))
 
 
 def test_an_abort_ends_what_waits_and_what_comes_after(
