@@ -97,6 +97,7 @@ OF_TRACE = ("trace", "mtbf_min", "speed", "system")
 def trace_table(entries: Entries) -> str:
     rows = []
     for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
+        changed = [entry for entry in own if entry["changes"]]
         low, high = (of(entry["effective"] for entry in own) for of in (min, max))
         spread = f" ({100 * low:.1f} to {100 * high:.1f})" if len(own) > 1 else ""
         rows.append(
@@ -108,7 +109,7 @@ def trace_table(entries: Entries) -> str:
                 middle(own, "steps_per_s"),
                 1e3 * middle(own, "step_s"),
                 round(middle(own, "changes")),
-                middle(own, "paused_per_change_s"),
+                middle(changed, "paused_per_change_s") if changed else None,
                 max(entry["longest_pause_s"] for entry in own),
                 round(middle(own, "steps_twice")),
                 max(entry["steps_lost"] for entry in own),

@@ -35,8 +35,9 @@ class Effective:
     paused_s: float
     """Wall time without a useful step: nothing was trained, or steps were trained again."""
 
-    def paused_per_change_s(self, num_changes: int) -> float:
-        return self.paused_s / max(1, num_changes)
+    def paused_per_change_s(self, num_changes: int) -> float | None:
+        """None without changes."""
+        return self.paused_s / num_changes if num_changes else None
 
 
 def effective(steps: Iterable[Step], start_s: float, end_s: float) -> Effective:

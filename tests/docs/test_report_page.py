@@ -79,6 +79,12 @@ def test_a_run_in_which_nothing_trained_at_the_end_is_counted(peer_report: Any) 
     assert alone.endswith("| (1 had stopped) |")
 
 
+def test_a_run_without_changes_has_no_pause_per_change(peer_report: Any) -> None:
+    entry = {**OF_TRACE, "system": "one-process", "effective": 0.9, "seed": 1}
+    (alone,) = peer_report.trace_table([{**entry, "changes": 0}]).splitlines()[-1:]
+    assert alone.endswith("| 36 | 0 |  | 0.9 | 3 | 0 | 1.5e-06 |")
+
+
 def test_systems_without_results_are_absent(peer_report: Any) -> None:
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
     assert peer_report.page_with(empty, {}) == empty

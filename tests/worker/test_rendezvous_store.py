@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from support.processes.load import unhurried
 
+from shoal.membership import rendezvous_store
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.local.cluster import LocalCluster
@@ -133,6 +134,15 @@ def test_a_wait_for_a_missing_key_times_out_with_its_name(real: RendezvousStore)
     with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
         real.wait(["never"], timedelta(seconds=0.2))
     assert time.monotonic() - started_s < unhurried(2.0)
+
+
+def test_a_wait_of_several_calls_names_its_whole_limit(
+    real: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator limits each call; the error shows the limit that the caller gave."""
+    monkeypatch.setattr(rendezvous_store, "CALL_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"wait timeout after 0\.5 s for never"):
+        real.wait(["never"], timedelta(seconds=0.5))
 
 
 def test_an_abort_ends_waits_and_refuses_later_calls(

@@ -6,8 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -62,15 +61,29 @@ def demo(config: DemoConfig) -> int:
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
+    directory, keeps = _run_directory(config.directory), True
+    try:
+        is_good = _run(config, directory)
+        keeps = not is_good
+    except KeyboardInterrupt:
+        keeps = False
+        raise
+    finally:
+        if config.directory is None and keeps:
+            print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
+        elif config.directory is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    return 0 if is_good else 1
+
+
+def _run(config: DemoConfig, directory: Path) -> bool:
+    """Train, end all processes and print the figures; return True if all of it is good."""
     console = Console()
     try:
-        with _run_directory(config.directory) as directory:
-            plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
-            outcomes = _train(plans, directory, console, None if config.insecure else LocalTls())
-            if config.json_file is not None:
-                config.json_file.write_text(
-                    json.dumps([asdict(each) for each in outcomes], indent=2)
-                )
+        plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
+        outcomes = _train(plans, directory, console, None if config.insecure else LocalTls())
+        if config.json_file is not None:
+            config.json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
     finally:
         # Also after a Ctrl-C. No further process is started from here on.
         _ignore_interrupts()
@@ -79,7 +92,7 @@ def demo(config: DemoConfig) -> int:
             print(f"shoal demo: process {pid} is still running: {command}", file=sys.stderr)
     console.print(table(outcomes))
     console.print(verdict(outcomes) if not left else "processes are still running")
-    return 0 if all(each.good for each in outcomes) and not left else 1
+    return all(each.good for each in outcomes) and not left
 
 
 def _train(
@@ -121,25 +134,14 @@ def _await_data(writer: Process, directory: Path) -> None:
         )
 
 
-@contextmanager
-def _run_directory(chosen: Path | None) -> Iterator[Path]:
-    """The directory of the run; a temporary one is removed, except after an error."""
-    if chosen is not None:
-        if chosen.exists() and any(chosen.iterdir()):
-            raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
-        chosen.mkdir(parents=True, exist_ok=True)
-        yield chosen
-        return
-    directory = Path(tempfile.mkdtemp(prefix="shoal-demo-"))
-    try:
-        yield directory
-    except KeyboardInterrupt:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    except BaseException:
-        print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
+def _run_directory(chosen: Path | None) -> Path:
+    """The directory of the run: the chosen one, which must be empty, or a temporary one."""
+    if chosen is None:
+        return Path(tempfile.mkdtemp(prefix="shoal-demo-"))
+    if chosen.exists() and any(chosen.iterdir()):
+        raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -90,7 +90,7 @@ class Keeper:
             if time.monotonic() - serves_since_s >= self._policy.settled_s:
                 failures = 0
             failures = max(1, failures + (code != os.EX_TEMPFAIL))
-            if failures >= self._policy.max_failures:
+            if code != os.EX_TEMPFAIL and failures >= self._policy.max_failures:
                 self._give_up(
                     name,
                     f"{name} cannot stay up: it {seen}, as the last of {failures} ends in a row",

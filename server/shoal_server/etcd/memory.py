@@ -86,9 +86,8 @@ class MemoryStore:
         return (await self.transact((), (Put(key, value, lease),))).revision
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        num_before = len(self._items)
-        await self.transact((), (Delete(key, prefix),))
-        return num_before - len(self._items)
+        deleted = await self.transact((), (Get(key, prefix), Delete(key, prefix)))
+        return len(deleted.reads[0])
 
     async def transact(
         self,

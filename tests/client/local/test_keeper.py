@@ -14,6 +14,7 @@ from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 DEADLINE_S = 30.0
+SLEEPS = "import signal; signal.pause()"
 AT_ONCE = RestartPolicy(max_failures=3, settled_s=3600.0, first_pause_s=0.001)
 SETTLED_AT_ONCE = RestartPolicy(max_failures=3, settled_s=0.0, first_pause_s=0.001)
 
@@ -25,9 +26,10 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 class Part:
-    """A process that sleeps, and records of what its keeper does."""
+    """A process that sleeps, and its keeper's reactions to its ends. `first`: the program of the
+    first process."""
 
-    def __init__(self, supervisor: Supervisor, policy: RestartPolicy) -> None:
+    def __init__(self, supervisor: Supervisor, policy: RestartPolicy, first: str = SLEEPS) -> None:
         self._supervisor = supervisor
         self.says: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.given_up: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -35,7 +37,7 @@ class Part:
         self.comes_up = True
         self.waits_for_etcd = 0
         """Number of starts that first end with EX_TEMPFAIL."""
-        self.process = self._spawn()
+        self.process = self._spawn(first)
         self.keeper = Keeper(
             self.process,
             self._start,
@@ -44,9 +46,9 @@ class Part:
             give_up=lambda name, reason: self.given_up.put((name, reason)),
         )
 
-    def _spawn(self) -> Process:
-        sleep = (sys.executable, "-c", "import signal; signal.pause()")
-        return self._supervisor.spawn(ChildCommand(name="part", arguments=sleep))
+    def _spawn(self, program: str = SLEEPS) -> Process:
+        arguments = (sys.executable, "-c", program)
+        return self._supervisor.spawn(ChildCommand(name="part", arguments=arguments))
 
     def _start(self, failures: int) -> Process:
         self.failures.append(failures)
@@ -124,6 +126,19 @@ def test_starts_that_fail_for_lack_of_etcd_are_repeated_without_limit(
     _, reason = part.given_up.get(timeout=DEADLINE_S)
     assert "did not come up again (a taken port), as the last of 3" in reason
     part.keeper.join()
+
+
+def test_an_end_for_want_of_etcd_gives_up_no_part_that_may_fail_only_once(
+    supervisor: Supervisor,
+) -> None:
+    """Neither such an end nor such starts after it count, even if the first failure would."""
+    policy = RestartPolicy(max_failures=1, settled_s=3600.0, first_pause_s=0.001)
+    part = Part(supervisor, policy, first=f"raise SystemExit({os.EX_TEMPFAIL})")
+    part.waits_for_etcd = 2
+    events = [part.says.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert events[-1] == "part serves again"
+    part.end()
+    assert part.given_up.empty()
 
 
 def test_a_released_part_is_not_started_again(supervisor: Supervisor) -> None:

@@ -292,6 +292,17 @@ async def test_close_ends_calls_and_watches_with_an_error(bench: Bench) -> None:
             await bench.store.get(bench.prefix + "a")
 
 
+async def test_the_double_does_not_count_expired_keys_as_deleted() -> None:
+    """A delete ends expired leases first, as any call does."""
+    now_s = 0.0
+    memory = MemoryStore(clock=lambda: now_s)
+    await memory.put("a", b"", await memory.grant(2))
+    await memory.put("b", b"")
+    now_s = 3.0
+    assert await memory.delete("a") == 0
+    assert await memory.delete("b") == 1
+
+
 async def test_the_store_in_memory_answers_like_etcd(etcd_endpoint: str) -> None:
     """Random calls get the same answers, and the same history, from both."""
     seed = random.randrange(1 << 30)

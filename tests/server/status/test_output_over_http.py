@@ -63,3 +63,15 @@ async def test_without_tokens_a_caller_is_unknown(world: World, http: httpx.Asyn
     world.printed["w1"] = ["line"]
     assert (await http.get(PATH)).status_code == 200
     assert world.askers == [CallerProof()]
+
+
+async def test_the_own_user_is_known_without_tokens(world: World) -> None:
+    """The user that runs the cluster reads the output of jobs with a secret too."""
+    world.printed["w1"] = ["line"]
+    app = build_app(world, world.board, guard=Guard(own_user=True))
+    async with (
+        StatusServer(app, "127.0.0.1", 0, clients="user") as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
+    ):
+        assert (await http.get(PATH)).json()["lines"] == ["line"]
+    assert world.askers == [CallerProof(is_known=True)]

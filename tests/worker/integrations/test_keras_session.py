@@ -11,10 +11,13 @@ import pytest
 import torch
 from support.members.held_members import replaced_in_step_6
 from support.training.keras_session_bodies import STEPS, Fit
+from torch import nn
 
 import shoal
+from shoal.integrations.keras import KerasModule
 from shoal.integrations.keras_session import IN_PLACE, SessionBatches
 from shoal.integrations.keras_steps import KerasSteps
+from shoal.layouts.synced_batchnorm import sync_batchnorm
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
@@ -165,6 +168,19 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Se
         session.distribute(model, model.optimizer, sync_batchnorm=True)
     with pytest.raises(InvalidSpec, match="in no session"):
         SessionBatches(model, bodies.data(), global_batch_size=12)
+
+
+def test_a_batch_normalization_that_torch_does_not_sync_is_refused_by_name() -> None:
+    """A torch optimizer changes nothing: the layers of the model stay Keras's. Frozen ones use no
+    statistics of the batch."""
+    seen = keras.layers.BatchNormalization(name="seen")
+    layers = [keras.Input((4,)), seen, keras.layers.BatchNormalization(trainable=False)]
+    model = nn.Sequential(KerasModule(keras.Sequential(layers)), nn.BatchNorm1d(4))
+    with pytest.raises(InvalidSpec, match=r"sync_batchnorm=True, and seen\b(?!,)"):
+        sync_batchnorm(model, every=True)
+    assert type(model[1]) is nn.BatchNorm1d
+    seen.trainable = False
+    assert sync_batchnorm(model, every=True) == 1
 
 
 def test_an_evaluation_during_fit_of_weights_held_in_parts_is_refused(

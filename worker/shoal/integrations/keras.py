@@ -82,13 +82,21 @@ class KerasModule(nn.Module):
         return self.get_submodule(".".join(path)), name
 
     def split_over(self, mesh: DeviceMesh) -> None:
-        """See `shoal.layouts.tensor.layout.SplitsItself`."""
+        """See `shoal.layouts.tensor.layout.SelfSplittingModule`."""
         for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
             owner, name = self._owner_of(variable)
             whole = parameter_table(owner)[name]
             assert whole is not None, "only trained weights are split"
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             parameter_table(owner)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+
+    def batchnorm_layers(self) -> list[str]:
+        """See `shoal.layouts.synced_batchnorm.ForeignModule`."""
+        return [
+            layer.name
+            for layer in self.keras_model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        ]
 
     def forget_weights(self) -> None:
         """Free the memory of the Keras model's own trainable weights, until `give_back`."""

@@ -45,10 +45,8 @@ from shoal.integrations.job_batches import JobBatches
 from shoal.integrations.lightning_batches import CollatedByScript, LightningBatches
 from shoal.integrations.trainer_limits import JobCounters, refuse_parts_of_epochs
 from shoal.session.session import Session
+from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
-
-FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
-"""Strategies under which a member evaluates its model without the others."""
 
 OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
 """Strategies under which members have no state in common between steps."""

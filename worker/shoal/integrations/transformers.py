@@ -32,11 +32,8 @@ from shoal.integrations.trainer_steps import (
     refused,
 )
 from shoal.session.session import Session
+from shoal.strategies import FORWARD_ALONE
 from shoal.strategies.base import Strategy
-
-FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
-"""Strategies under which a member evaluates its model without the others."""
-
 
 MAX_STEPS_BACK = 256
 """Number of steps whose losses are kept for a rollback."""

@@ -6,7 +6,8 @@ mean, which are combined as in Chan et al. 1979. In backward members exchange th
 gradients depend on, weighted by each member's share, as its loss is.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,24 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
+from shoal_proto.errors import InvalidSpec
+
+
+@runtime_checkable
+class ForeignModule(Protocol):
+    """A module that computes with layers of another framework, which cannot be synced."""
+
+    def batchnorm_layers(self) -> Sequence[str]:
+        """Names of its layers that normalise with the statistics of a batch."""
 
 
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
-    all members; returns their number. They stay the same objects, and evaluate as before."""
+    all members; returns their number. They stay the same objects, and evaluate as before.
+
+    Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
+    if every:
+        _refuse_foreign(model)
     num_synced = 0
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
@@ -41,6 +55,16 @@ def unsync_batchnorm(model: nn.Module) -> None:
 def has_sync_batchnorm(model: nn.Module) -> bool:
     """True if the script itself has converted layers of the model to SyncBatchNorm."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _refuse_foreign(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, ForeignModule) and (names := module.batchnorm_layers()):
+            raise InvalidSpec(
+                "BatchNorm layers that are not torch's do not normalise over members",
+                seen=f"sync_batchnorm=True, and {', '.join(names[:5])}",
+                expected="sync_batchnorm=False, or torch's BatchNorm modules",
+            )
 
 
 class _Normalise(torch.autograd.Function):

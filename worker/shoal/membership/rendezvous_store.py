@@ -186,22 +186,25 @@ class RendezvousStore(Store):
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # A coordinator limits the wait of one call: a longer one takes several calls.
-        rest_s = max(timeout_s - CALL_S, 0.0)
-        request = pb.StoreGetRequest(
-            token=self._token, keys=keys, timeout_s=timeout_s - rest_s, takes_packed=True
-        )
-        try:
-            return self._call(_get, request, timeout_s=timeout_s - rest_s)
-        except DeadlineExceeded as error:
-            if rest_s:
-                return self._fetch(keys, rest_s)
-            # Callers of torch's stores recognise this error by the word "timeout".
-            raise DeadlineExceeded(
-                f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
-                seen=error.seen,
-                expected="every member of the generation to set its keys",
-                details={"keys": ",".join(keys)},
-            ) from None
+        rest_s = timeout_s
+        while True:
+            call_s = min(rest_s, CALL_S)
+            rest_s -= call_s
+            request = pb.StoreGetRequest(
+                token=self._token, keys=keys, timeout_s=call_s, takes_packed=True
+            )
+            try:
+                return self._call(_get, request, timeout_s=call_s)
+            except DeadlineExceeded as error:
+                if rest_s:
+                    continue
+                # Callers of torch's stores recognise this error by the word "timeout".
+                raise DeadlineExceeded(
+                    f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
+                    seen=error.seen,
+                    expected="every member of the generation to set its keys",
+                    details={"keys": ",".join(keys)},
+                ) from None
 
     def _call(
         self,

@@ -26,6 +26,9 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
     "zero3": ("shoal.strategies.layout.fsdp", "Zero3"),
 }
 
+FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
+"""Strategies under which a member evaluates its model without the others."""
+
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
     """Return the strategy of that name with default options, or the given strategy object itself.

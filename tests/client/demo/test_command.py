@@ -1,0 +1,61 @@
+"""The directory of a demo that was not told where to write: kept only after a failure."""
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_client.demo import command
+from shoal_client.demo.command import DemoConfig, demo
+from shoal_client.demo.plan import MIN_ACCURACY, Outcome
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Restore the handlers that the demo replaces."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def outcome(accuracy: float) -> Outcome:
+    return Outcome(
+        strategy="ddp",
+        test_accuracy=accuracy,
+        steps=1,
+        samples_per_s=1.0,
+        recovery_s=0.0,
+        pause_s=0.0,
+        samples_lost=0,
+        samples_repeated=0,
+        replacement_steps=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "left"),
+    [
+        (MIN_ACCURACY, {}),
+        (MIN_ACCURACY - 0.01, {}),
+        (MIN_ACCURACY, {7: "shoal coordinator"}),
+    ],
+)
+def test_logs_are_kept_after_a_failure(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    accuracy: float,
+    left: dict[int, str],
+) -> None:
+    """A low accuracy and processes left behind are failures, although nothing raised."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(command, "sweep", lambda limit_s: left)
+    monkeypatch.setattr(command, "_train", lambda *given: [outcome(accuracy)])
+    has_failed = accuracy < MIN_ACCURACY or bool(left)
+    assert demo(DemoConfig()) == has_failed
+    assert len(list(tmp_path.iterdir())) == has_failed
+    assert ("the logs are in" in capsys.readouterr().err) == has_failed
