@@ -18,7 +18,7 @@ from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.model.module_proxy import proxy_of
 from shoal.state import transfer
 from shoal.state.replicated import ReplicatedState, State
-from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
+from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -201,3 +201,27 @@ def test_a_state_is_captured_into_the_memory_of_the_last() -> None:
     # New tensors get memory of their own, and tensors that are gone are left out.
     optimizer.state.clear()
     assert keeper.capture(3, second).tensors.keys() == keeper.collect(3).tensors.keys()
+
+
+def refused(tensors: object) -> str:
+    """Send a manifest that lists `tensors`; return the error with which the other rank refuses."""
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_rank() == 0:
+        manifest = json.dumps({"step": 1, "values": {}, "tensors": tensors}).encode()
+        for message in (torch.tensor([len(manifest)]), torch.tensor(list(manifest)).byte()):
+            transfer._Branch(0, [1], group).pass_on(message)
+        return ""
+    try:
+        transfer.receive(0, [1], group)
+    except MalformedMessage as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "tensors", [[["w", "no-dtype", [2]]], [["w", "float32"]], [["w", "float32", ["2"]]], 7]
+)
+def test_a_manifest_that_cannot_be_read_is_malformed(tensors: object) -> None:
+    [_, seen] = run_in_memory(refused, 2, tensors)
+    assert "rank 0 sent a manifest that cannot be read" in seen

@@ -107,8 +107,8 @@ class ShardServers(Generic[Stub]):
         todo = {shard.shard_id for shard in shard_map().shards}
         if shard_ids is not None:
             todo.intersection_update(shard_ids)
-            if not todo:
-                return 0
+        if not todo:
+            return 0
         retries = 0
         reason: ShoalError | None = None
         lost_by_s = time.monotonic() + self.lost_wait_s

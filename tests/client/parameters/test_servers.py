@@ -184,3 +184,12 @@ def test_a_forked_process_may_not_use_its_parents_connections(servers: ShardServ
             os._exit(exit_code)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
     assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 0
+
+
+def test_a_map_without_shards_is_done_without_a_call(servers: ShardServers[str]) -> None:
+    """A job may have only tables, and then no dense shard."""
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        raise AssertionError("there is no server to call")
+
+    assert servers.run(ShardMap, lambda: None, attempt, 0.0) == 0

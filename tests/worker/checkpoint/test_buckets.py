@@ -20,6 +20,7 @@ from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.bucket_paths import BucketPath, located
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
+from shoal.checkpoint.writing import write
 from shoal.state.shards import StateShard, everything
 from shoal.torch_private.checkpoint import FsspecReader
 from shoal_client.local.cluster import LocalCluster
@@ -295,3 +296,29 @@ def test_a_bucket_that_does_not_exist_is_refused_before_training(
         InvalidSpec, match=r"cannot be kept at s3://nowhere/runs.*the bucket exists"
     ):
         steps_taken(cluster, f"{s3.replace('shoal-test', 'nowhere')}/runs")
+
+
+def test_an_error_of_the_storage_during_a_read_is_an_os_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each kind of bucket has its own errors, which callers of `read` do not know."""
+
+    class Refused(Exception):
+        pass
+
+    def refuse(*_: object) -> bytes:
+        raise Refused("the token has expired")
+
+    path = located(f"memory://bucket/{secrets.token_hex(4)}")
+    write(path, at(1))
+    opened = MemoryFileSystem.open
+
+    def open_data(files: MemoryFileSystem, key: str, *args: Any, **options: Any) -> Any:
+        file = opened(files, key, *args, **options)
+        if key.endswith(".distcp"):
+            monkeypatch.setattr(file, "read", refuse)
+        return file
+
+    monkeypatch.setattr(MemoryFileSystem, "open", open_data)
+    with pytest.raises(OSError, match="Refused: the token has expired"):
+        read(path, everything)

@@ -1,5 +1,7 @@
 """Names in a checkpoint are those that plain torch gives the same state."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -7,9 +9,17 @@ from support.models.checkpoint_world import trained
 from support.oracles.plain_torch import OPTIMIZERS, make, save, train
 
 from shoal.checkpoint.index import read_index
-from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of, slots_of
+from shoal.checkpoint.names import (
+    OWN,
+    entries_of,
+    groups_of,
+    name_of_tensor,
+    own_state,
+    path_of,
+    slots_of,
+)
 from shoal.checkpoint.writing import write
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 # DCP gives this warning without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -90,3 +100,11 @@ def test_the_index_has_the_paths_that_were_written(tmp_path):
     assert ("optim", "state", "first.weight", "momentum_buffer") in index.tensors
     assert ("model", "again.weight") in index.tensors
     assert ("optim", "param_groups", 1, "params") in index.objects
+
+
+@pytest.mark.parametrize(
+    "damage", [{"step": "many"}, {"step": None}, {"values": 7}, {"step": float("inf")}]
+)
+def test_a_damaged_entry_of_shoals_own_is_malformed(damage):
+    with pytest.raises(MalformedMessage, match=r"shoal\.state cannot be read"):
+        own_state(json.dumps({"format": 1, "step": 3, "values": {}} | damage))

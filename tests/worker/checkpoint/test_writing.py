@@ -168,3 +168,13 @@ def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
     write(tmp_path / "one", StateShard(step=1, shards={"model.none": empty}))
     found = read(tmp_path / "one", everything).shards["model.none"]
     assert (found.shape, found.chunk) == ((0, 3), Chunk.whole((0, 3)))
+
+
+def test_values_that_cannot_be_written_fail_on_all_ranks_and_leave_nothing(tmp_path):
+    """Only the first rank writes them; the others do not wait for it."""
+    whole = trained("sgd")
+    odd = replace(whole, values={**whole.values, "odd": object()})
+    errors = write_on_all(tmp_path / "two", [odd, whole])
+    assert [type(error) for error in errors] == [CheckpointFailed] * 2
+    assert "not JSON serializable" in str(errors[1])
+    assert names_in(tmp_path) == []

@@ -56,6 +56,20 @@ def test_copies_are_on_other_hosts_if_that_is_possible(hosts: list[str], copies:
         assert apart == min(len(hosts), 2 * (len(hosts) - largest))
 
 
+@pytest.mark.parametrize(
+    ("hosts", "own_hosts", "repeated"),
+    [("AAABBCC", 0, 4), ("AAAABBCCDD", 0, 2), ("AABBCC", 0, 0), ("AABB", 2, 2)],
+)
+def test_second_copies_go_to_hosts_without_a_copy_if_possible(
+    hosts: str, own_hosts: int, repeated: int
+) -> None:
+    """Otherwise they go to other hosts than the rank's own, as far as one distance allows."""
+    found = targets_of(hosts, 2)
+    pairs = [(hosts[rank], [hosts[each] for each in targets]) for rank, targets in enumerate(found)]
+    assert sum(own in on for own, on in pairs) == own_hosts
+    assert sum(on[0] == on[1] for own, on in pairs) == repeated
+
+
 def test_on_hosts_of_eight_the_loss_of_one_leaves_a_copy_of_all() -> None:
     hosts = [f"host-{rank // 8}" for rank in range(32)]
     for rank, targets in enumerate(targets_of(hosts, 1)):

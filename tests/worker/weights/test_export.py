@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support.weights.memory_series import MemorySeries
 
 from shoal.weights import export as module
-from shoal.weights.export import export
+from shoal.weights.export import Format, export
 from shoal.weights.series import Publications, PublisherRank, SeriesOptions, held_state
 from shoal.weights.subscription import Weights
 from shoal_proto.errors import InvalidSpec
@@ -119,4 +119,14 @@ def test_an_export_that_fails_leaves_nothing(
     monkeypatch.setattr(module, "_DTYPES", {torch.float32: "F32"})
     with pytest.raises(InvalidSpec, match="embed cannot be exported"):
         export(weights, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["safetensors", "sglang"])
+def test_weights_without_tensors_are_refused(tmp_path: Path, format: Format) -> None:  # noqa: A002
+    """A fetch with `into` leaves no tensors: the export would look complete."""
+    [weights] = published()
+    with pytest.raises(InvalidSpec, match="hold no tensors") as refused:
+        export(Weights(weights.version, {}), tmp_path / "model", format=format)
+    assert "without `into`" in refused.value.fix
     assert list(tmp_path.iterdir()) == []

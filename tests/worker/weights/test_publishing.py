@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal.weights.series import Publications, PublisherRank, SeriesOptions, Ticket, held_state
+from shoal.weights.version import WeightVersion
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -22,6 +23,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     VersionGone,
 )
+from shoal_proto.v1.weights_pb2 import VersionRecord
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP
 
 ALONE = PublisherRank(number=1, rank=0, world_size=1)
@@ -171,6 +173,23 @@ def test_a_ticket_waits_no_longer_than_its_timeout(
         ticket.wait("committed", 0.05)
     with pytest.raises(InvalidSpec, match="no such level"):
         ticket.wait("written")  # type: ignore[arg-type]
+
+
+def test_a_ticket_looks_for_a_durable_version_no_longer_than_it_is_told() -> None:
+    """Without a coordinator, each look takes all the time that it gets."""
+    limits: list[float] = []
+    record = VersionRecord(number=3)
+
+    def look(number: int, timeout_s: float) -> WeightVersion:
+        limits.append(timeout_s)
+        return WeightVersion(record)
+
+    ticket = Ticket(1, 1, look)
+    ticket.committed(record)
+    with pytest.raises(DeadlineExceeded, match="not durable yet"):
+        ticket.wait("durable", 0.25)
+    assert limits
+    assert all(0.0 < each < 0.25 for each in limits)
 
 
 def test_publications_of_one_step_have_numbers_of_their_own(

@@ -159,8 +159,14 @@ class _Reader:
         file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
-        self._files[file].seek(offset)
-        data = io.BytesIO(self._files[file].read(length))
+        try:
+            self._files[file].seek(offset)
+            data = io.BytesIO(self._files[file].read(length))
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # each kind of bucket has its own errors
+            seen = f"{type(error).__name__}: {error}"
+            raise OSError(f"{self._path / file}: {seen}") from error
         with self._damage_in(file, offset):
             if self._checked:
                 # torch.load does not verify the checksums that torch.save writes.

@@ -74,6 +74,8 @@ class _Writer:
         self._peers = peers
         self._first = peers.rank == FIRST
         self._continues = True
+        self._opened: Sequence[Mapping[str, Any]] = ()
+        """The answers of all ranks in `open`, by rank."""
         self._values: Mapping[names.Path, object] = {}
         """Entries that are not shards, on the first rank."""
 
@@ -98,10 +100,7 @@ class _Writer:
         steps = sorted({answer["step"] for answer in opened})
         if len(steps) > 1:
             raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
-        if self._first:
-            slots = {SLOTS: merged(opened)}
-            values = {**self._state_shard.values, **slots}
-            self._values = names.entries_of(self._state_shard.step, values)
+        self._opened = opened
         return plan_writes(
             [from_json(answer["outlines"]) for answer in opened],
             known={name for answer in opened for name in answer["elsewhere"]},
@@ -116,6 +115,9 @@ class _Writer:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
                 # All ranks have reached this point, so none still writes an earlier checkpoint.
                 self._draft.sweep()
+                # Here, not in `open`: an error of this rank is raised on all ranks.
+                known = {**self._state_shard.values, SLOTS: merged(self._opened)}
+                self._values = names.entries_of(self._state_shard.step, known)
             elif not self._draft.is_seen():
                 raise InvalidSpec(
                     f"rank {self._peers.rank} does not see the draft of {self._path}",

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import structlog
+import torch
 from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
@@ -85,7 +86,11 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
                 pass
             return None
         tensors = {name: tensor.detach() for name, tensor in weights}
-        ticket = publish(
+        if torch.accelerator.is_available():
+            # The thread below copies on a stream of its own.
+            torch.accelerator.synchronize()
+        ticket = await asyncio.to_thread(
+            publish,
             self.series,
             tensors,
             coordinator=self.coordinator,

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
 from shoal.weights.version import WeightVersion
-from shoal_proto.errors import InvalidSpec, PublicationAbandoned, ShoalError
+from shoal_proto.errors import InvalidSpec, PublicationAbandoned
 
 log = structlog.get_logger(__name__)
 
@@ -125,12 +125,12 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self._followed().installed(staged)
 
     def _staged(self, number: int | None) -> Weights:
-        failure: ShoalError | None = None
+        failure: Exception | None = None
         try:
             found = self._followed().fetch("newest" if number is None else number)
             self._followed().check_newer(found.version)
             self._check_whole(found)
-        except ShoalError as error:
+        except Exception as error:  # noqa: BLE001 - raised below, once all workers know of it
             failure = error
         if not _all_true(failure is None):
             raise failure or PublicationAbandoned(

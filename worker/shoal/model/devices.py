@@ -15,12 +15,13 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def devices_of(model: nn.Module) -> dict[str, str]:
+def devices_of(model: nn.Module, backend: str) -> dict[str, str]:
     """Return the properties that collectives depend on: the kinds of the model's devices, and
-    NCCL's version if the model is on CUDA and torch has NCCL."""
+    NCCL's version if the model is on CUDA, torch has NCCL, and `backend` is "nccl" or not known
+    (""). Members that use another backend may have different versions."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}
-    if "cuda" in kinds and torch.distributed.is_nccl_available():
+    if "cuda" in kinds and backend in ("nccl", "") and torch.distributed.is_nccl_available():
         fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return fields

@@ -211,7 +211,7 @@ class Distribution:
             self.fields["sync_batchnorm"] = "true"
         if chosen.synchronous:
             # Asynchronous members may compute on different devices.
-            self.fields |= devices_of(model)
+            self.fields |= devices_of(model, self.fields.get("backend", ""))
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
         trained = self._parameters = TrainedParameters(distributed[0])

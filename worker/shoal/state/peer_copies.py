@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, groupby, islice
+from operator import contains
 from typing import Any
 
 import structlog
@@ -41,10 +43,12 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, first at
-    distances that are multiples of the number of ranks on the largest host. So the first copy goes
-    to another host, unless one host has more than half of the ranks. If no rank leaves, a rank
-    receives as many copies as it sends.
+    Ranks form a ring, sorted by host. Each copy goes a fixed distance ahead in the ring, the same
+    for all ranks. So if no rank leaves, a rank receives as many copies as it sends. Of all
+    distances, those are taken that send the fewest copies to the rank's own host, and of these
+    those that send the fewest to a host that has a copy already. The first copy goes to another
+    host, unless one host has more than half of the ranks. So do all copies, if the number of ranks
+    is at least twice that of the largest host, plus `copies` - 1.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -52,15 +56,40 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
-    largest = max(Counter(hosts).values())
-    ahead = [number * largest % world_size for number in range(1, world_size)]
-    distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d]
+    distances = _distances([hosts[rank] for rank in ring], copies)
     targets = []
     for rank in range(world_size):
         peers = (ring[(index_in_ring[rank] + distance) % world_size] for distance in distances)
-        staying = [peer for peer in peers if peer not in leaving]
-        targets.append(staying[: copies + (rank in leaving)])
+        staying = (peer for peer in peers if peer not in leaving)
+        targets.append(list(islice(staying, copies + (rank in leaving))))
     return targets
+
+
+def _distances(hosts: Sequence[str], copies: int) -> list[int]:
+    """Return all distances in a ring of these hosts, those of the copies first."""
+    world_size, sizes = len(hosts), Counter(hosts).values()
+    holders = [{host} for host in hosts]
+
+    def num_own(distance: int) -> int:
+        """Return the number of ranks with a rank of their own host at this distance."""
+        steps = distance, world_size - distance
+        return sum(max(size - step, 0) for size in sizes for step in steps)
+
+    def num_repeated(distance: int) -> int:
+        """Return the number of ranks with a host that has a copy already at this distance."""
+        return sum(map(contains, holders, chain(hosts[distance:], hosts[:distance])))
+
+    others = sorted(range(1, world_size), key=num_own)
+    found: list[int] = []
+    for _ in range(min(copies, world_size - 1)):
+        candidates = list(next(groupby(others, num_own))[1])
+        at_once = (each for each in candidates if not num_repeated(each))
+        best = next(at_once, None) or min(candidates, key=num_repeated)
+        found.append(best)
+        others.remove(best)
+        for held, host in zip(holders, chain(hosts[best:], hosts[:best]), strict=True):
+            held.add(host)
+    return found + others
 
 
 @dataclass(frozen=True)

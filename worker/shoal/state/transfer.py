@@ -57,7 +57,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
     """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
-    MalformedMessage for a manifest of impossible size."""
+    MalformedMessage for a manifest of impossible size or content."""
     length = torch.zeros(1, dtype=torch.int64)
     branch = _Branch(source, receivers, group)
     branch.pass_on(length)
@@ -70,17 +70,24 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
         )
     text = torch.zeros(num_bytes, dtype=torch.uint8)
     branch.pass_on(text)
-    manifest: Any = json.loads(text.numpy().tobytes())
-    entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
+    try:
+        manifest: Any = json.loads(text.numpy().tobytes())
+        step, values = int(manifest["step"]), dict(manifest["values"])
+        entries = [(name, DTYPES[dtype], torch.Size(s)) for name, dtype, s in manifest["tensors"]]
+        sizes_bytes = [_num_bytes(dtype, shape) for _, dtype, shape in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedMessage(
+            f"rank {source} sent a manifest that cannot be read", seen=repr(error)[:200]
+        ) from error
     tensors: dict[str, Tensor] = {}
-    for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
+    for bucket in _buckets(sizes_bytes):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
         branch.pass_on(packed)
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
             tensors[name] = packed[start:stop].view(dtype).reshape(shape)
-    return State(step=int(manifest["step"]), tensors=tensors, values=manifest["values"])
+    return State(step=step, tensors=tensors, values=values)
 
 
 class _Branch:

@@ -51,17 +51,25 @@ def export(
     """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
     directory's path.
 
-    `weights`: fetched without `into`, which leaves no tensors; rows of embedding tables are not
+    `weights`: fetched without `into`, which leaves no tensors. Rows of embedding tables are not
     written. A tied tensor is written under its first name only, as by Hugging Face. `base`: a
     directory of which all files except weights, but no folders, are copied too: config.json ...
 
     The directory appears as a whole or not at all, even if this process is killed; then a hidden
     folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
-    Raises InvalidSpec for an unknown format, for a dtype that cannot be written, and if the
-    directory exists without this version; OSError if files cannot be written."""
+    Raises InvalidSpec for an unknown format, for Weights without tensors, for a dtype that cannot
+    be written, and if the directory exists without this version; OSError if files cannot be
+    written."""
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
     number = weights.version.number
+    if not weights:
+        raise InvalidSpec(
+            f"version {number} cannot be exported: these Weights hold no tensors",
+            seen="no tensors, as after fetch(into=...) or at the end of a `with` block",
+            expected="the tensors of the version",
+            fix="Export the Weights of subscription.fetch(version), without `into`.",
+        )
     target = Path(directory) / f"weight_v{number:06d}" if format == "sglang" else Path(directory)
     if target.exists():
         _check_same(target, weights)

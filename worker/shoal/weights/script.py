@@ -4,11 +4,13 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shoal.weights.series import (
+    CLOSE_S,
     Contributor,
     Publications,
     PublisherRank,
@@ -99,9 +101,9 @@ def publish(
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
     Returns once the tensors are copied and sends them in the background: see `Ticket.wait`. First
-    waits for the previous publication, and for calls of other threads, also about other series.
-    From the coordinator's first answer this process holds the series, until `end_publishing`, its
-    own end or that of its lease. Meanwhile publications of others fail with SeriesHeld, and so does
+    waits for the previous publication of this series, and for calls of other threads about it. From
+    the coordinator's first answer this process holds the series, until `end_publishing`, its own
+    end or that of its lease. Meanwhile publications of others fail with SeriesHeld, and so does
     this one if another process holds the series. The next publisher continues the numbers. `step`
     is a number of the script's choice. The options are those of `session.series`; options of later
     calls are ignored. Raises InvalidSpec for wrong arguments, and Overloaded without memory for the
@@ -109,66 +111,99 @@ def publish(
     step = as_index("step", step)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
-    with _held.lock:
-        held = _held.series.get((addresses, series))
-        if held is None:
-            held = _held.series[addresses, series] = _PublishedSeries(addresses, series, options)
-        return held.publish(state, step, metadata)
+    return _held.of(addresses, series).publish(state, options, step, metadata)
 
 
 def end_publishing(series: str) -> None:
     """Release a series; do nothing if this process does not hold it. Waits up to 30 s for a
-    publication in progress, and abandons it then. Another process need not wait for the lease to
-    end, unless no coordinator answers within 1 s."""
-    with _held.lock:
-        for key in [key for key in _held.series if key[1] == series]:
-            _held.series.pop(key).publications.close()
+    publication in progress, and abandons it then. If another thread waits to publish, that has
+    another 30 s. Another process need not wait for the lease to end, unless no coordinator answers
+    within 1 s."""
+    for published in _held.named(series):
+        published.close()
 
 
 class _PublishedSeries:
-    """A series that this process publishes."""
+    """A series that this process publishes, or has published. Any thread; calls wait for each
+    other."""
 
-    def __init__(self, addresses: tuple[str, ...], series: str, options: SeriesOptions) -> None:
+    def __init__(self, addresses: tuple[str, ...], series: str) -> None:
         self._addresses, self._series = addresses, series
-        self._incarnation = new_incarnation()
+        self._lock = threading.Lock()
+        self._is_ending = threading.Event()
+        self._publications: Publications | None = None
+        """None unless this process holds the series."""
         self._count = 0
-        look = looking_at(addresses, series)
-        self.publications = Publications(series, self._connect, options, look)
 
     def publish(
         self,
         state: Mapping[str, Tensor] | nn.Module,
+        options: SeriesOptions,
         step: int,
         metadata: Mapping[str, object] | None,
     ) -> Ticket:
-        held = held_state(state, step=step, rank=0, world_size=1)
-        self._count += 1
-        return self.publications.publish(held, ALONE, metadata, number=self._count)
+        with self._lock:
+            held = held_state(state, step=step, rank=0, world_size=1)
+            if self._publications is None:
+                connect = partial(self._connect, options, new_incarnation())
+                look = looking_at(self._addresses, self._series)
+                self._publications = Publications(self._series, connect, options, look)
+                self._count = 0
+            self._count += 1
+            return self._publications.publish(
+                held, ALONE, metadata, number=self._count, is_over=self._is_ending.is_set
+            )
 
-    def _connect(self, publisher: PublisherRank) -> Contributor:
+    def _connect(
+        self, options: SeriesOptions, incarnation: str, publisher: PublisherRank
+    ) -> Contributor:
         return SeriesPublisher(
             self._addresses,
             self._series,
-            lambda: weights_pb2.Publisher(incarnation=self._incarnation),
+            lambda: weights_pb2.Publisher(incarnation=incarnation),
             rank=publisher.rank,
             world=publisher.world_size,
-            options=self.publications.options.to_message(),
+            options=options.to_message(),
         )
+
+    def close(self) -> None:
+        """Release the series, as `end_publishing`."""
+        if not self._lock.acquire(timeout=CLOSE_S):
+            # Another thread waits to publish: abandon its publication, and the one before it.
+            self._is_ending.set()
+            self._lock.acquire()
+        try:
+            if self._publications is not None:
+                self._publications.close()
+                self._publications = None
+            self._is_ending.clear()
+        finally:
+            self._lock.release()
 
 
 class _OpenSeries:
     """All series that this process publishes, released when the process ends."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
+        self._lock = threading.Lock()
+        self._series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
         atexit.register(self.close)
 
+    def of(self, addresses: tuple[str, ...], series: str) -> _PublishedSeries:
+        with self._lock:
+            key = addresses, series
+            if key not in self._series:
+                self._series[key] = _PublishedSeries(addresses, series)
+            return self._series[key]
+
+    def named(self, series: str | None = None) -> list[_PublishedSeries]:
+        """Return those of this name; without a name, all."""
+        with self._lock:
+            return [each for key, each in self._series.items() if series in (None, key[1])]
+
     def close(self) -> None:
-        with self.lock:
-            for published in self.series.values():
-                published.publications.close()
-            self.series.clear()
+        for published in self.named():
+            published.close()
 
 
 _held = _OpenSeries()

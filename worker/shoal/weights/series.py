@@ -118,9 +118,13 @@ class Ticket:
     """A publication, from its copy to its commit. Any thread."""
 
     def __init__(
-        self, publication: int, step: int, look: "Callable[[int], WeightVersion] | None" = None
+        self,
+        publication: int,
+        step: int,
+        look: "Callable[[int, float], WeightVersion] | None" = None,
     ) -> None:
-        """`look(number)` asks the coordinator for a version, with its present durability."""
+        """`look(number, timeout_s)` asks the coordinator for a version, with its present
+        durability."""
         self._look = look
         self.publication = publication
         self.step = step
@@ -140,8 +144,8 @@ class Ticket:
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
         all ranks are a version, which readers see. "durable": the servers also have it on their
         disks. Returns None if another member publishes for all. Raises InvalidSpec for another
-        level, DeadlineExceeded after `timeout` seconds ("durable": up to 10 minutes later without a
-        coordinator), VersionGone if the version is dropped before it is durable, or the error with
+        level, DeadlineExceeded after `timeout` seconds, or if no coordinator answers for 10 minutes
+        ("durable"), VersionGone if the version is dropped before it is durable, or the error with
         which the publication failed."""
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
@@ -159,10 +163,11 @@ class Ticket:
             return None
         version = WeightVersion(self._record)
         while level == "durable" and self._look is not None and not version.is_durable:
-            if time.monotonic() > ends_s:
+            time.sleep(max(min(LOOK_S, ends_s - time.monotonic()), 0.0))
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0.0:
                 raise self._late(level, timeout)
-            time.sleep(LOOK_S)
-            version = self._look(version.number)
+            version = self._look(version.number, left_s)
         return version
 
     def _late(self, level: Level, timeout: float | None) -> DeadlineExceeded:
@@ -288,7 +293,7 @@ class Publications:
         name: str,
         connect: Connect,
         options: SeriesOptions,
-        look: Callable[[int], WeightVersion] | None = None,
+        look: Callable[[int, float], WeightVersion] | None = None,
     ) -> None:
         """`look`: see `Ticket`."""
         self.name = name
@@ -364,8 +369,8 @@ class Publications:
         ticket = Ticket(0, step)
         ticket.failed(
             PublicationAbandoned(
-                f"the generation that was to publish step {step} is over",
-                seen="publications before it that lack the part of a lost rank",
+                f"step {step} is not published: the generation is over, or the series was released",
+                seen="publications before it that were not committed",
                 expected="the next publication to have the next number",
             )
         )

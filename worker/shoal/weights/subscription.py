@@ -29,7 +29,7 @@ from shoal.weights.reading import (
 )
 from shoal.weights.rows import PublishedRows, RowChanges
 from shoal.weights.version import WeightVersion
-from shoal_client.weights.reader import Base, SeriesReader
+from shoal_client.weights.reader import TIMEOUT_S, Base, SeriesReader
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -410,14 +410,14 @@ def memory_of(segment: Segment) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
-    """Return a function that asks the coordinator for a version. It raises VersionGone, or
-    DeadlineExceeded after 10 minutes without a coordinator."""
+def looking_at(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:
+    """Return a function that asks the coordinator for a version, within a time in seconds. It
+    raises VersionGone, or DeadlineExceeded after that time or 10 minutes without a coordinator."""
 
-    def look(number: int) -> WeightVersion:
+    def look(number: int, timeout_s: float) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())
         try:
-            return WeightVersion(reader.record(number))
+            return WeightVersion(reader.record(number, min(timeout_s, TIMEOUT_S)))
         finally:
             reader.close()
 

@@ -303,3 +303,17 @@ def test_a_module_of_which_nothing_would_be_carried_is_refused() -> None:
     with pytest.raises(InvalidSpec, match=r"'loss'.*Mean.*metric\.persistent\(True\)"):
         RegisteredState().add("loss", Mean(persistent=False))
     RegisteredState().add("loss", Mean(persistent=True))
+
+
+def test_an_object_whose_state_dict_fails_may_be_registered_again() -> None:
+    class Unready(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.state["seen"]}
+
+    registered, metric = RegisteredState(), Unready()
+    with pytest.raises(KeyError):
+        registered.add("metric", metric)
+    assert metric not in registered
+    metric.state["seen"] = 1
+    registered.add("metric", metric)
+    assert metric in registered

@@ -82,8 +82,8 @@ class RegisteredState:
 
     def add(self, name: str, registered: Stateful) -> None:
         """Register this object under this name. Raises InvalidSpec for an invalid or used name, for
-        an object whose state cannot be carried, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES; nothing
-        is changed then."""
+        an object whose state cannot be carried, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES, and
+        errors of `state_dict()` as they are; nothing is changed then."""
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "state cannot be registered under this name",
@@ -119,7 +119,7 @@ class RegisteredState:
         self._objects[name] = registered
         try:
             self._capture()
-        except InvalidSpec:
+        except BaseException:
             del self._objects[name]
             raise
 

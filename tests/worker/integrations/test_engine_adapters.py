@@ -1,0 +1,100 @@
+"""Adapters of engines, with stand-ins for the engines' packages: calls that must not stop a whole
+engine."""
+
+import asyncio
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+VLLM = {
+    "vllm": "",
+    "vllm.distributed": "",
+    "vllm.distributed.parallel_state": "get_world_group",
+    "vllm.distributed.weight_transfer": "WeightTransferEngineFactory WeightTransferTrainerFactory",
+    "vllm.distributed.weight_transfer.base": "TrainerInitInfo TrainerWeightTransferEngine"
+    " VLLMWeightSyncClient WeightSource WeightTransferEngine WeightTransferInitInfo"
+    " WeightTransferUpdateInfo",
+    "vllm.model_executor": "",
+    "vllm.model_executor.model_loader": "get_model_loader",
+    "vllm.model_executor.model_loader.reload": "layerwise",
+}
+VERL = {
+    "verl": "",
+    "verl.checkpoint_engine": "",
+    "verl.checkpoint_engine.base": "CheckpointEngineRegistry CheckpointEngineWithCache",
+}
+
+
+class StandIn:
+    """A class of an engine's package."""
+
+    @staticmethod
+    def register(name: str) -> Any:
+        return lambda kind: kind
+
+
+@pytest.fixture
+def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of `shoal.integrations`, imported with stand-ins for its engine."""
+    name, packages = request.param
+    for package, names in packages.items():
+        module = ModuleType(package)
+        for each in names.split():
+            setattr(module, each, type(each, (StandIn,), {}))
+        monkeypatch.setitem(sys.modules, package, module)
+    full = f"shoal.integrations.{name}"
+    monkeypatch.delitem(sys.modules, full, raising=False)
+    yield importlib.import_module(full)
+    sys.modules.pop(full, None)
+
+
+@pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError()])
+def test_a_worker_that_cannot_stage_a_version_tells_the_others(
+    adapter: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other workers wait for its vote, whatever the error is."""
+    votes: list[bool] = []
+
+    def vote(own: bool) -> bool:
+        votes.append(own)
+        return own
+
+    def fetch(version: object) -> None:
+        raise error
+
+    monkeypatch.setattr(adapter, "_all_true", vote)
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: SimpleNamespace(fetch=fetch))
+    engine = adapter.ShoalWeightTransferEngine()
+    engine.init_transfer_engine(adapter.ShoalInitInfo(series="rl/policy"))
+    with pytest.raises(type(error)):
+        engine.receive_weights(adapter.ShoalUpdateInfo())
+    assert votes == [False]
+
+
+@pytest.mark.parametrize("adapter", [("verl", VERL)], indirect=True, ids=["verl"])
+def test_an_actor_that_publishes_does_not_stop_its_event_loop(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publication waits for the previous one."""
+    goes_on = threading.Event()
+
+    def publish(*_: object, **__: object) -> Any:
+        assert goes_on.wait(5.0), "the event loop stands still"
+        return SimpleNamespace(wait=lambda level, timeout: 1)
+
+    async def act() -> None:
+        goes_on.set()
+
+    async def both() -> list[Any]:
+        engine = adapter.ShoalCheckpointEngine(is_master=True, series="rl/policy")
+        return await asyncio.gather(engine.send_weights([("w", torch.ones(2))], 3), act())
+
+    monkeypatch.setattr(adapter, "publish", publish)
+    assert asyncio.run(both()) == [1, None]

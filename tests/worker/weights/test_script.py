@@ -1,0 +1,70 @@
+"""Publications of a process that is no member: one series does not wait for another."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.weights.memory_series import MemoryContributor, MemorySeries
+
+from shoal.weights import script
+from shoal.weights import series as publishing
+from shoal.weights.series import PublisherRank, Ticket, held_state
+from shoal_proto.errors import PublicationAbandoned
+
+LIMIT_S = 10.0
+STATE = {"w": torch.ones(3)}
+
+
+@pytest.fixture
+def series(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, MemorySeries]]:
+    """Series in memory, by name."""
+    found: defaultdict[str, MemorySeries] = defaultdict(MemorySeries)
+
+    def connect(addresses: object, name: str, publisher: object, **_: Any) -> MemoryContributor:
+        return found[name].connect(PublisherRank(number=1, rank=0, world_size=1))
+
+    monkeypatch.setattr(script, "SeriesPublisher", connect)
+    monkeypatch.setattr(script, "_connected", lambda name, coordinator: (coordinator,))
+    yield found
+    for name, each in found.items():
+        each.holds.set()
+        script.end_publishing(name)
+
+
+def test_a_slow_publication_holds_up_neither_other_series_nor_the_end(
+    series: dict[str, MemorySeries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second publication waits for the first. Its series is released all the same, and then
+    published anew."""
+    waits = threading.Semaphore(0)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        waits.release()
+        return held_state(*args, **options)
+
+    with ThreadPoolExecutor(3) as pool:
+
+        def publish(name: str) -> Ticket:
+            return script.publish(name, STATE, coordinator="here:1")
+
+        series["job/slow"].holds.clear()
+        first = publish("job/slow")
+        monkeypatch.setattr(script, "held_state", noted)
+        second = pool.submit(publish, "job/slow")
+        try:
+            assert waits.acquire(timeout=LIMIT_S)
+            other = pool.submit(publish, "job/quick").result(LIMIT_S)
+            assert other.wait("committed", LIMIT_S) is not None
+            monkeypatch.setattr(script, "CLOSE_S", 0.05)
+            monkeypatch.setattr(publishing, "CLOSE_S", 0.05)
+            pool.submit(script.end_publishing, "job/slow").result(LIMIT_S)
+            with pytest.raises(PublicationAbandoned, match="the series was released"):
+                second.result(LIMIT_S).wait("committed", LIMIT_S)
+        finally:
+            series["job/slow"].holds.set()
+        assert first.step == 0
+        assert publish("job/slow").wait("committed", LIMIT_S) is not None
