@@ -1,10 +1,10 @@
 """Base class of the layouts: their common part, and the methods that each one overrides.
 
 A layout is made anew for each generation, from the same model and for the group of that
-generation; it knows nothing of membership. Its life, all on the trainer's thread:
+generation; it knows nothing of membership. Its life, on the trainer's thread except for `cut`:
 
-    lay_out(model on meta, world) -> its parameters are filled in
-      -> [begin -> forward and backward, once or more -> reduce -> clip -> optimizer -> stepped]
+    lay_out(model on meta, world) -> its parameters are filled in -> [open -> begin -> forward
+      and backward, once or more -> reduce -> clip -> check -> optimizer -> stepped] per step
 
 It is dropped together with its group. Errors of a collective are raised as the group raises them.
 """
@@ -193,12 +193,12 @@ class Layout(ABC):
     # --- a step ---
 
     def open(self) -> nn.Module:
-        """Begin to prepare a step: return `plain`, with its parameters back in this layout's own
-        memory. Values that the script has assigned to their `.data` meanwhile are copied there."""
+        """Return `plain` as a step begins. If parameters have to stay in this layout's own memory,
+        copies values there that the script has assigned to their `.data` meanwhile."""
         return self.plain
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
-        """Called at the beginning of a step, before there are gradients. May communicate."""
+        """Begin a step, at its first forward pass. May communicate."""
 
     reduces: bool = True
     """See `reduce_in_backward`."""
@@ -257,8 +257,8 @@ class Layout(ABC):
 
     def check(self) -> None:
         """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
-        ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate. By
-        default: see `NonFiniteCheck.check`. See also `ShardedLayout.check`."""
+        ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate. See
+        `NonFiniteCheck.check`, used by default, and `ShardedLayout.check`."""
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 
@@ -270,8 +270,8 @@ class Layout(ABC):
         """Called right after `optimizer.step()`. May communicate."""
 
     def finish_passes(self) -> None:
-        """Called after forward passes of all ranks outside of a step. Raises on all ranks if ranks
-        that split layers among themselves computed with different layers."""
+        """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if
+        ranks that split layers among themselves computed with different layers."""
         self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:

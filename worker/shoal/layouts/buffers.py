@@ -23,7 +23,7 @@ class BuffersBySamples:
     """Detector of buffers that members compute from their own samples, in one generation.
 
     Such buffers are replaced by the first member's, so the trained model depends on the number of
-    members. Logs a warning. BatchNorm's buffers are left out: see docs/strategies.md.
+    members. Logs one warning. BatchNorm's buffers are left out: see docs/strategies.md.
     """
 
     def __init__(self, model: nn.Module) -> None:

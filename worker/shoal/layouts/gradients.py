@@ -99,7 +99,8 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return this rank's part of each gradient that exists, in the gradient's own memory."""
+    """Return this rank's part of each gradient, in the gradient's own memory; empty parts are left
+    out. A replicated gradient of a sharded parameter is first replaced by this rank's part."""
     gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad

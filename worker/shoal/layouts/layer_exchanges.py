@@ -72,8 +72,8 @@ class ExchangeSite:
 
 
 class LayerExchanges:
-    """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
-    call `record` while the trainer waits."""
+    """Exchanges of one rank in one generation. Used by one thread at a time, the trainer's or
+    autograd's; another thread may call `record` while that one waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -238,7 +238,7 @@ def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     """Find the first known position at which members in the same step differ; return each
-    member's exchange there. A member that has not reached that position is left out.
+    member's exchange there, or None if none is found. Members before that position are left out.
     """
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}

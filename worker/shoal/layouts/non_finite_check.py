@@ -65,7 +65,7 @@ class NonFiniteCheck:
         self._own = name
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Return this rank's flags, one per rank, to be summed over all ranks."""
+        """Return a flag for each rank, to be summed over all ranks; this rank sets only its own."""
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
         self._found = self._found or self._own

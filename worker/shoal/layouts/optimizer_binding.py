@@ -52,10 +52,10 @@ from shoal_proto.errors import (
 class MetaModel:
     """A model without its weights, and the position of each parameter in the optimizer.
 
-    Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (its copies on the members would diverge), if a tensor of the model cannot be sent
-    to a member, if different parameters share memory, or if a module on the meta device cannot
-    initialise itself; UnsupportedOptimizer as `take_state`.
+    Raises InvalidSpec if there is nothing to train, or if a tensor of the model cannot be sent to a
+    member; if the optimizer holds a parameter that is not the model's (its copies on the members
+    would diverge); if different parameters share memory; and if a module on the meta device cannot
+    initialise itself. Raises UnsupportedOptimizer as `take_state`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -103,7 +103,8 @@ class MetaModel:
         """Keep the state that the optimizer has for the user's own parameters: the script loaded
         it before there was a layout.
 
-        Raises UnsupportedOptimizer for values that the state of a job cannot hold.
+        Does nothing after `forget_weights`. Raises UnsupportedOptimizer for values that the state
+        of a job cannot hold.
         """
         for parameter in self.model.parameters():
             name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
@@ -112,7 +113,8 @@ class MetaModel:
             self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
-        """Copy the model: parameters on the meta device, buffers real and not shared."""
+        """Copy the model: parameters on the meta device, buffers real and not shared. Raises
+        InvalidSpec if `copy.deepcopy` cannot copy it."""
         try:
             copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
@@ -127,11 +129,8 @@ class MetaModel:
 
     def initial(self) -> StateShard:
         """Return the state of step 0: the model's weights as the script made them, and the
-        optimizer's state for them.
-
-        A model made on the meta device is initialised by its modules, with the seed that the script
-        had given torch.
-        """
+        optimizer's state for them. A model made on the meta device is initialised by its modules,
+        with the seed that the script had given torch."""
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
@@ -148,10 +147,7 @@ class MetaModel:
 
     def forget_weights(self) -> None:
         """Free the memory of the user's own parameters and of the optimizer's state for them: from
-        now on a layout holds both.
-
-        Tied parameters stay tied, in this model and in each `copy`.
-        """
+        now on a layout holds both. Tied parameters stay tied, in this model and in each `copy`."""
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
             for part in self.model.modules():

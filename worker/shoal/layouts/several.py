@@ -137,7 +137,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def updated(self) -> None:
-        """Note an update of the active models within a step, in place of `stepped`."""
+        """Call `stepped` of the active models' layouts, after an update within a step."""
         for each in self._active:
             each.stepped()
 

@@ -39,7 +39,7 @@ def unsync_batchnorm(model: nn.Module) -> None:
 
 
 def has_sync_batchnorm(model: nn.Module) -> bool:
-    """True if the script itself has converted the model."""
+    """True if the script itself has converted layers of the model to SyncBatchNorm."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 

@@ -40,10 +40,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Memory of one rank, in bytes, and its collectives in a step.
-
-    Activations, and the buffers of collectives in progress, are not included.
-    """
+    """Memory of one rank, in bytes, and its collectives in a step. Activations, and the buffers of
+    collectives in progress, are not included."""
 
     parameters: int
     """Parameters between steps, with padding."""
@@ -99,7 +97,8 @@ class Plan:
 
     strategy: str
     groups: tuple[GroupFigures, ...]
-    """Groups in the order of the forward pass, as far as it is known."""
+    """Groups in the order of the forward pass, as far as it is known; DDP's buckets in the order in
+    which it fills them."""
     ranks: tuple[RankFigures, ...]
     arrangement: str = ""
     """Arrangement of the ranks in a mesh; empty if they are in one row."""
@@ -158,7 +157,7 @@ class PlanInput:
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
-    """Return a note that bytes are counted without compression; none if there is none."""
+    """Return a note that bytes are counted without compression; no note without compression."""
     if compression is None:
         return ()
     return (f"bytes are counted as without compression; {compression} sends fewer",)
@@ -314,10 +313,10 @@ class PlannableStrategy(Protocol):
     """Strategy that can compute its own figures."""
 
     def figures(self, subject: PlanInput) -> Plan:
-        """Compute the figures for this model, without communication or side effects.
-
-        Raises the error with which `distribute` would refuse the model or the optimizer.
-        """
+        """Compute the figures for this model, without communication or side effects. Raises the
+        errors of the strategy's own checks of model and optimizer, and InvalidSpec or
+        UnsupportedOptimizer for figures that cannot be computed beforehand. Not all that
+        `distribute` refuses is refused."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:

@@ -30,7 +30,7 @@ from shoal.planning.tensor import first_alike, non_finite_message, split_alone, 
 LOSS_BYTES = torch.float64.itemsize
 """Size of the loss, which the last stage sends to the others."""
 NO_INPUTS = "without inputs, messages between ranks in forward and backward are not counted"
-SHAPES = "the first step of each batch shape has one more pass, over zeros, that is not counted"
+SHAPES = "the first step of each batch shape has one or two more forward passes, not counted"
 
 
 @dataclass(frozen=True, kw_only=True)

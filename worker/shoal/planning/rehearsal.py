@@ -66,10 +66,8 @@ class SilentGroup(CollectiveGroup):
 
 
 class RehearsedPass:
-    """A forward and a backward pass on meta tensors, with the group's counts of each.
-
-    Raises InvalidSpec if the model cannot be run on the meta device, or not on these inputs.
-    """
+    """A forward and a backward pass on meta tensors, with the group's counts of each. Raises
+    InvalidSpec if the model cannot be run on the meta device, or not with these inputs."""
 
     def __init__(self, group: SilentGroup, run: Callable[[], Any]) -> None:
         group.taken()

@@ -1,4 +1,4 @@
-"""Figures of `Replicated` and `Zero1`, from shapes alone."""
+"""Figures of the strategies "ddp" and "zero1", from shapes alone."""
 
 from collections.abc import Sequence
 

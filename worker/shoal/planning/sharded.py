@@ -1,4 +1,4 @@
-"""Figures of `Sharded`, from shapes alone."""
+"""Figures of the strategies "fsdp", "hsdp", "zero2" and "zero3", from shapes alone."""
 
 import math
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ OFFLOADED = (
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the number of a parameter's rows on this rank: as on the first rank, or fewer."""
+    """Return the number of a parameter's rows on this rank; no rank has more than the first."""
     most = -(-num_rows // world_size)
     return max(0, min(num_rows - rank * most, most))
 

@@ -63,7 +63,7 @@ def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> froz
     """Reduce a module on the meta device to this rank's part of it.
 
     Works as `shoal.layouts.tensor.layout.parallelise`, but without peers, and makes plain tensors
-    of the rank's parts. Returns the ids of the new parameters, which are parts of whole ones.
+    of the rank's parts. Returns the ids of the new parameters, each a part of a whole one.
     """
     # Keyed by the id of the whole parameter, which the value keeps alive while its id is in use.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

@@ -1,7 +1,7 @@
 """The interface between the session and a strategy, with the promises of both.
 
-A strategy object lives as long as the session. The session calls it in this order (all on the
-trainer's thread, except `cut`, and others if their docstrings say so):
+A strategy object lives as long as the session. The session calls it in this order (on the trainer's
+thread, except for methods whose docstrings name another):
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
@@ -11,7 +11,7 @@ trainer's thread, except `cut`, and others if their docstrings say so):
     -> close
 
 A step is committed when `end_step` returns. After a failure before that and `abandon`, `step` and
-the state are those of the last committed step, or with rounds of local steps, of the last round.
+the state are those of the last committed step, or of the last round of local steps.
 """
 
 from abc import ABC, abstractmethod
@@ -80,9 +80,10 @@ class Strategy(ABC):
         only."""
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
-        """Write checkpoints, and start from one if no member has state. Called before all else.
+        """Write checkpoints, and start from one if no member has state. Called before `distribute`.
 
-        Raises InvalidSpec for a strategy whose state members do not hold.
+        Raises InvalidSpec for a strategy whose state members do not hold, and for a bucket that
+        cannot store checkpoints.
         """
         raise InvalidSpec(
             f"strategy {self.name} writes no checkpoints",
@@ -91,9 +92,8 @@ class Strategy(ABC):
 
     def carry(self, registered: RegisteredState) -> None:
         """Commit this state with each step, restore it if a step fails, and send it along with the
-        model's state. Called before `distribute`.
-
-        Raises InvalidSpec for a strategy whose `carries` is False.
+        model's state. Called before `distribute`, and with the same object for each registration
+        after it. Raises InvalidSpec for a strategy whose `carries` is False.
         """
         if not self.carries:
             raise InvalidSpec(
@@ -134,23 +134,25 @@ class Strategy(ABC):
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """Note that the script has finished the last step. Synchronous strategies: called by all
-        members at the same step. Raises as `end_step`."""
+        members at the same step. Raises as `end_step`, and RegisteredStateDiffers on all."""
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
         """Set what determines the order of samples: global batch, dataset, seed, shuffle.
 
         Called once, before the first generation; never if the script makes its own batches.
-        Checkpoints contain it, see `shoal.checkpoint.samples`.
+        Checkpoints contain it, see `shoal.checkpoint.samples`. May refuse hooks on gradients that
+        the script has added since `distribute`, with InvalidSpec.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
-        """Steps of the complete checkpoints that this member could start from, at most the newest
-        100. Called on the membership's thread if no member holds the job's state."""
+        """Return the steps of the newest complete checkpoints that this member sees, at most 100.
+        Called on the membership's thread if no member of a roster holds the job's state. Raises
+        InvalidSpec if the storage cannot be listed."""
         return ()
 
     @property
     def written_checkpoint(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that this member helped to write. Thread-safe."""
+        """The newest checkpoint that this member helped to write, if any. Thread-safe."""
         return None
 
     @property
@@ -181,14 +183,14 @@ class Strategy(ABC):
     def fields(self) -> Mapping[str, str]:
         """Values for the proposal that all members must have in common for this strategy.
 
-        At least "schema" and "optimizer" digests. The session adds strategy, synchronous, torch,
-        global_batch, dataset and seed.
+        At least "schema" and "optimizer" digests. The session adds fields of its own, such as
+        strategy, torch, device, dataset, global_batch and seed.
         """
 
     def refuses(self, world_size: int) -> str:
         """The reason why this number of members cannot train the model; empty if it can.
 
-        Called for every roster before any member acts on it, on the membership's thread: be quick.
+        Called on the membership's thread for every roster, and on the trainer's thread: be quick.
         """
         return ""
 
@@ -200,14 +202,13 @@ class Strategy(ABC):
     def enter(self, generation: Generation) -> None:
         """Bring the generation up; return once its first collective (if any) has completed.
 
-        Raises GenerationBroken if the generation breaks meanwhile; the session waits for the next.
+        Raises GenerationBroken, or an error for which `is_failure` is True, if the generation
+        breaks meanwhile; the session waits for the next.
         """
 
     def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
-        """Make every wait for a peer of the generation, also in `enter`, raise at once.
-
-        Runs on the membership's thread: be quick, raise nothing.
-        """
+        """Make every wait for a peer, in this and earlier generations and also in `enter`, raise
+        soon. Runs on any thread, such as the membership's: be quick, raise nothing."""
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
         """Copy state that only leaving members hold to members that stay. The generation stops here
@@ -236,7 +237,7 @@ class Strategy(ABC):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.
 
-        `weight`: weight of this member's batch. Weights average to one over the members, so the
+        `weight`: weight of this member's share. Weights average to one over the members, so the
         mean of the members' weighted gradients is the gradient of the mean over the global batch.
         May be called several times in a step; gradients add up.
         """
@@ -288,11 +289,12 @@ class Strategy(ABC):
     @abstractmethod
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the whole model by name, as of the last committed step or round of local steps.
-        Synchronous strategies: called by all members at the same step."""
+        If `state_is_spread`, all members call this at the same step."""
 
     def weights(self) -> HeldWeights:
-        """Return this member's part of the model after the last committed step, to be published;
-        not copied. Raises GenerationBroken outside a generation."""
+        """Return this member's part of the model after the last committed step or round of local
+        steps; not copied. Raises GenerationBroken outside a generation (only if synchronous), and
+        InvalidSpec if the strategy does not publish its weights."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish its weights",
             expected="one of Shoal's own strategies; or publish(model=...) of a module",
@@ -300,7 +302,7 @@ class Strategy(ABC):
 
     def own_weights(self) -> HeldWeights:
         """Return what `weights` returns, without the part that is on parameter servers. Called for
-        a series with tables."""
+        a series with tables. Raises InvalidSpec if the strategy publishes no tables."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",
@@ -311,8 +313,8 @@ class Strategy(ABC):
         """Raise TrainingFailed if training has no usable result. Called after the last sample."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
-        """Check forward passes between two steps; called by all members. Raises on all of them if
-        members that split layers computed with different layers."""
+        """Check forward passes between two steps; called by all members. Raises InvalidSpec on all
+        of them if members that split layers computed with different layers."""
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
         """Return the index of this member's share of each batch, and the number of shares.
@@ -325,8 +327,10 @@ class Strategy(ABC):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
-        Calls `acknowledged` once the step cannot be lost any more, never if it is rolled back: on
-        any thread, possibly after the return. Raises NonFiniteGradient with parameter and step.
+        Calls `acknowledged`, on any thread and possibly later, once the step is committed, or its
+        round of local steps has ended; never if it is rolled back before that. Raises
+        NonFiniteGradient with parameter and step, refusals of the step and, if a peer was lost,
+        GenerationBroken or an error for which `is_failure` is True.
         """
 
     @property
@@ -361,10 +365,8 @@ class Strategy(ABC):
         return False
 
     def is_failure(self, error: BaseException) -> bool:
-        """True if the error means that a peer failed; False for the script's own errors.
-
-        Called, in synchronous strategies, for a RuntimeError in a step or in `enter`.
-        """
+        """True if the error means that a peer failed; False for the script's own errors. Called for
+        a RuntimeError in a synchronous step, and for errors in `enter`."""
         return False
 
     def redoes(self, error: BaseException) -> bool:
@@ -373,11 +375,9 @@ class Strategy(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Wait until every member has committed the steps that this member has.
-
-        Called after the last step, so that others are still there if a member fails in it. Raises
-        as `end_step`.
-        """
+        """Wait until every member has committed the steps that this member has: until then a member
+        that fails needs the others. Asynchronous strategies get the final values instead. Called
+        after the last step, again if a member was lost meanwhile. Raises as `between_steps`."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""
@@ -390,13 +390,12 @@ class Strategy(ABC):
 
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
         """Note that this member has no samples for now: others need not wait for its next step.
-
-        Called repeatedly while that lasts.
-        """
+        Called repeatedly while that lasts."""
 
     def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
         """Wait until every step ended so far is acknowledged."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. May be called twice, and without any `enter`."""
+        """Release everything. May be called twice, and without `enter`. Raises CheckpointFailed if
+        the checkpoint in progress fails."""

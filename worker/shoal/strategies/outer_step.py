@@ -1,4 +1,4 @@
-"""The outer step at the end of a round: of all members together, or of each on the servers."""
+"""The outer step at the end of a round: taken by all members, or by the parameter servers."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shoal_proto.numbers_given import as_number
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """SGD step along the mean change of a round, which takes the role of a negative gradient."""
+    """SGD step along the change of a round, which takes the role of a negative gradient."""
 
     lr: float = 1.0
     """Outer learning rate; 1 without momentum gives the mean of all members' parameters."""
@@ -32,7 +32,8 @@ class OuterStep:
             )
 
     def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the change to apply and the new velocity. `mean`: the members' mean change."""
+        """Return the change to apply, and the new velocity (None without momentum). `mean`: the
+        members' mean change."""
         if not self.momentum:
             return mean * self.lr, None
         velocity = mean.clone() if velocity is None else velocity * self.momentum + mean

@@ -26,7 +26,7 @@ from shoal.model.tied_tensors import persistent_buffers
 from shoal.torch_private.dtensor import forget_groups
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""Approximate size of the messages in which gradients are averaged."""
+"""Limit of the messages in which gradients are averaged; a larger gradient has its own message."""
 AXES = ("pipeline", "data", "tensor")
 
 
@@ -252,7 +252,8 @@ def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters of one dtype, in order, in messages of one, or up to `BUCKET_BYTES`."""
+    """Yield the parameters of each message, in order: of one dtype, and at most `BUCKET_BYTES`
+    unless the message has only one."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -86,7 +86,8 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
     1. with `max_rank_bytes`: a mesh within that limit, with the most copies (the fewest bytes sent
        per step); if no mesh is within the limit, the mesh that exceeds it least;
     2. without it: the most even mesh (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
-    3. among equals: more copies, then more stages, as stages send less than split layers.
+    3. among equals: in case 1 the most even mesh, in case 2 the most copies; then the most stages,
+       as stages send less than split layers.
 
     A size that the user fixed is used even if it does not suit the model. If `data` is not fixed,
     every multiple of the fixed sizes has a mesh. Raises InvalidSpec if the fixed sizes do not fit

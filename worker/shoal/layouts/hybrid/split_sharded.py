@@ -34,10 +34,8 @@ from shoal.torch_private.fsdp import mesh_of_rows
 
 
 class SplitShardedLayout(ShardedLayout):
-    """Layout in which a rank holds some rows of its part of each parameter.
-
-    A parameter that is not split has the same rows on all ranks of a tensor group.
-    """
+    """Layout in which a rank holds some rows of its part of each parameter. A parameter that is not
+    split has the same rows on all ranks of a tensor group."""
 
     non_finite_check: NonFiniteCheck
 

@@ -43,7 +43,8 @@ class Neighbours:
             self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
-        """Receive what rank `source` sends; tensors of zeros in the same shapes unless `values`."""
+        """Receive what rank `source` sends; tensors of zeros in the same shapes unless `values`.
+        Raises MalformedMessage for a description whose size is out of bounds."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _text_buffer(length, source)
@@ -58,7 +59,7 @@ class Neighbours:
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
-        and dicts. Raises InvalidSpec on rank `source` for anything else."""
+        and dicts. Raises InvalidSpec on rank `source` for anything else; else as `receive`."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)

@@ -105,10 +105,7 @@ class PipelineRunner:
 
     def forward_backward(self, step_inputs: StepInputs, p2p: AbortableP2P | StageLanes) -> Tensor:
         """Add this stage's gradients, with messages over `p2p`. Returns the mean loss on the last
-        stage, 0 on the others.
-
-        Errors of the user's code or of the group are raised unwrapped.
-        """
+        stage, 0 on the others. Errors of the user's code or of the group are raised unwrapped."""
         self._step_inputs = step_inputs
         self._torch_stage.p2p = p2p
         self._losses.clear()

@@ -121,7 +121,8 @@ class _Lane:
         return _Awaited(self, (at, view), self._num_awaited, tensor)
 
     def fill(self, number: int, at: int, view: Tensor, tensor: Tensor) -> None:
-        """Wait for the message of this number, and copy it into the tensor."""
+        """Wait for the message of this number, and copy it into the tensor. Raises InternalError if
+        their sizes differ."""
         while self._num_arrived < number:
             self._lanes.memory.wait_for(self._semaphore)
             self._num_arrived += 1

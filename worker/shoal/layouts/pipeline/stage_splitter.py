@@ -59,7 +59,9 @@ class StageSplitter:
         self._closed: set[str] = set()
 
     def outline(self, model: nn.Module, num_stages: int) -> Outline:
-        """Return the coarsest outline with a part for each stage; InvalidSpec if there is none."""
+        """Return the coarsest outline with a part for each stage. Raises InvalidSpec if there is
+        none, if the model cannot be traced, or if `split_at` names a layer that it does not have.
+        """
         if not self._outlines:
             self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
         for outline in self._outlines:
@@ -89,7 +91,7 @@ class StageSplitter:
         return [stage_of_part[part] for part in part_of]
 
     def _starts(self, outline: Outline) -> list[int]:
-        """Return the indices of the segments that a stage may begin with."""
+        """Return the indices of the segments that a stage may begin with. Raises as `outline`."""
         names = [segment.name for segment in outline.segments]
         if self._split_at is None:
             return list(range(len(names)))

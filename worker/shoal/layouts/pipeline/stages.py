@@ -85,10 +85,8 @@ class Stage:
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind the arguments of a call of the model to names, as `run` takes them.
-
-        Raises InvalidSpec if an input that the trace has fixed to its default gets another value.
-        """
+        """Bind the arguments of a call of the model to names, as `run` takes them. Raises
+        InvalidSpec if an input that the trace has fixed to its default gets another value."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():

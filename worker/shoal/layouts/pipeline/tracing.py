@@ -108,11 +108,8 @@ def _is_assertion(code: Any, offset: int) -> bool:
 
 def signature(model: nn.Module) -> dict[str, Any]:
     """Return the model's inputs by name, each with the value that the trace fixes it to, or
-    `inspect.Parameter.empty`.
-
-    Every input but the first is fixed to its default, if it has one: a trace follows only one
-    branch of `if mask is not None`.
-    """
+    `inspect.Parameter.empty`. Every input but the first is fixed to its default, if it has one: a
+    trace follows only one branch of `if mask is not None`."""
     inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -28,7 +28,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo, raises if another rank's forward passes go on."""
+        """End the forward passes. Over Gloo, raises InvalidSpec on all ranks if another rank begins
+        a further layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

@@ -15,8 +15,8 @@ from shoal_proto.errors import InvalidSpec
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
 """Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model, up to `LARGE_BYTES`. The last group under a parent may have half that size: until then, at
-worst there are 48 groups and the rest."""
+model, up to `LARGE_BYTES`. The last group under a parent may have half that size. So below that
+limit there are at most 48 groups and the rest."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: groups of this size are worth a collective, however many there are."""
 

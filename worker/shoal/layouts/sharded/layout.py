@@ -88,7 +88,7 @@ class ShardedOptions:
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
     """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
-    at least `shard`, so that no rank holds more than 1/shard of the model; fewer ranks: all."""
+    at least `shard`, so that no rank holds more than 1/shard of the model; else all ranks."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -172,7 +172,7 @@ class ShardedLayout(Layout):
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
         """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
-        or on a device. Collective."""
+        or on a device. Returns the slots in shared memory, or None. Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()

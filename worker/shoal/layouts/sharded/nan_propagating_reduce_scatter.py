@@ -19,14 +19,10 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN.
-
-    Each rank gets only its own rows of the sum: a rank whose rows are finite would train on while
-    another stops. Spreading NaN costs one pass over the gradients, and no message.
-
-    With `copies` the result is averaged over these ranks too: they hold the same rows, and used
-    other samples.
-    """
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN. Each
+    rank gets only its own rows of the sum: a rank whose rows are finite would train on while
+    another stops. Spreading NaN costs one pass over the gradients, and no message. With `copies`
+    the result is averaged over these ranks too: they hold the same rows, and used other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
@@ -38,7 +34,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.number = 0
         """Index of the group of parameters in the model."""
         self.orders: list[LayerOrder | NotedOrder] = []
-        """Order checks among the ranks of the sum."""
+        """Order checks: among the ranks of the sum, and over Gloo among `copies`."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this rank; None if no other rank does."""
         self.losses = UnseenLosses()
@@ -49,7 +45,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for whole gradients; at the next call, for this rank's part of the sum."""
+        """Return memory: in one call for whole gradients, in the next for this rank's part of their
+        sum. Raises InvalidSpec for a backward pass that is not the session's."""
         if self.ours is not None and not self.ours():
             raise bare_backward()
         whole = self._filled() if self._filled is not None else None

@@ -105,8 +105,9 @@ class SharedSlots:
         return data
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
-        """Return the work to wait for before other ranks' parts are read. None, on all ranks, if
-        `output` is not from `to_gather`. `number`: index of the parameter group."""
+        """Return the work to wait for before other ranks' parts are read. None, on all ranks and
+        after a barrier that raises as `meet`, if `output` is not from `to_gather`. `number`: index
+        of the parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._note(to_gather(number), slot)
@@ -125,7 +126,8 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large. `number`: see `gather`."""
+        order of ranks. False, on all ranks, if `whole` is too large. Raises as `meet`. `number`:
+        see `gather`."""
         self._note(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:

@@ -106,7 +106,7 @@ class SplitAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
     ) -> Tensor | None:
-        """Combine the masks that are added to the scores of this rank's heads."""
+        """Combine the masks that are added to the scores of this rank's heads; None without any."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, query.dtype)

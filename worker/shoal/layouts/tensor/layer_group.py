@@ -33,8 +33,9 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """A rank's tensor group. All ranks call the same methods in the same order, on one thread
-    except `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
+    """A rank's tensor group. All ranks call the same methods in the same order, on one thread at a
+    time but for `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`.
+    """
 
     def __init__(
         self,

@@ -98,10 +98,8 @@ class _Split(ParallelStyle):
 
 
 def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
-    """Make the module compute this rank's part; its parameters are still whole.
-
-    Returns the dimension along which each parameter is to be cut, by name.
-    """
+    """Make the module compute this rank's part; its parameters are still whole. Returns the
+    dimension along which each parameter is to be cut, by name."""
     # KeyedDropout is a subclass of Dropout.
     base = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = base, entry.style

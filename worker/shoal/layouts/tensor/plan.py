@@ -119,7 +119,8 @@ class TensorPlan:
 
     degree: int
     entries: tuple[PlanEntry, ...]
-    """Every module with parameters of its own, and every dropout within a pair."""
+    """Modules with parameters of their own, and dropouts within pairs. Attention that is split by
+    heads contains its `out_proj`."""
     sequence: tuple[SequenceEntry, ...] = ()
     """Modules of blocks in which each rank computes only its positions; each block comes first."""
 

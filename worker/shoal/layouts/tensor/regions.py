@@ -2,8 +2,8 @@
 
 A region is a set of linear modules whose outputs reach the input of one further linear module, and
 nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
-It is found by running a module's forward with symbols for values. If that fails, or if training and
-evaluation differ, there is no region.
+It is found by running a module's forward with symbols for values. If that fails there is no region.
+Only regions that training and evaluation have in common count.
 """
 
 import inspect
@@ -154,6 +154,7 @@ def _recorders(
 
 def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """Trace forward with symbols: in training and evaluation, with and without optional arguments.
+    Yields nothing for a forward with `*args` or `**kwargs`; may raise any error of the forward.
 
     torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
     threads would notice. Replaced children need no patch.

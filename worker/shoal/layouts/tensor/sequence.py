@@ -35,7 +35,8 @@ class Positions:
         self._length = 0
 
     def begin(self, whole: Tensor) -> None:
-        """Begin a pass with a whole value, which sets the length of the sequence."""
+        """Begin a pass with a whole value, which sets the length of the sequence. Raises
+        InvalidSpec for a value of fewer than two dimensions."""
         if whole.ndim < 2:
             raise InvalidSpec(
                 "a block with spread positions got a value without positions",

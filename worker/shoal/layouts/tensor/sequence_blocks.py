@@ -138,7 +138,7 @@ class _Block:
 
     def _of_torch(self) -> list[SequenceEntry] | None:
         """Return the entries of one of torch's transformer layers, which branch on their inputs and
-        so cannot be traced."""
+        so cannot be traced; None if its linear modules are not a pair."""
         if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
             return None
         takes = _TORCH[type(self._module)]

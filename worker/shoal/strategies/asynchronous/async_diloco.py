@@ -6,8 +6,8 @@ et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401
 continues from the values right after its own push, which include other members' pushes.
 
 - Each member steps its own optimizer, any of torch's, and keeps its state.
-- A round's samples count once its push is acknowledged. If a member is lost, its work since its
-  last push is lost too, and other members train on the samples again.
+- A round's samples count once its push is acknowledged. If a member is lost, or leaves within
+  a round, its work since its last push is lost too: other members train on the samples again.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,6 +30,8 @@ KINDS = ("damp", "none", "scale")
 
 
 class AsyncDiLoCo(AsyncSGD):
+    """Strategy "async-diloco", see the head of this module."""
+
     name: ClassVar[str] = "async-diloco"
     pushes_rows: ClassVar[bool] = False
 
@@ -43,13 +45,13 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, fewer if samples run out: members share each epoch of the
-        data evenly, and no round is longer than two such shares. The servers take one outer
-        step for each member's push.
+        """A round is `every_steps` steps, or fewer if there are no further samples for this member:
+        the coordinator shares them out evenly, and a member without any ends its round. The
+        servers take one outer step for each member's push.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number, momentum first, so that the settings of "diloco" suit
-        several members; "scale" divides the rate by their number; "none" ignores them, so
+        outer step down by their number, by a lower momentum first, so that the settings of "diloco"
+        suit several members; "scale" divides the rate by their number; "none" ignores them, so
         `outer_lr` and `outer_momentum` have to be chosen for the number of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.

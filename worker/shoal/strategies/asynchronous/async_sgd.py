@@ -3,7 +3,7 @@
 A step computes gradients on the member's present values, pushes them, and receives the values right
 after the push, in one exchange with every server. The optimizer runs on the servers, once for all
 members. The script's model has its parameters overwritten in place; the learning rates of its
-optimizer object are sent with every push, unless a schedule was given to the strategy.
+optimizer object are sent with every push, unless the servers step a schedule themselves.
 
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
@@ -94,7 +94,7 @@ class SharedModel:
     compressor: PushCompressor | None = None
     """Compressor of the member's gradients; None: they are pushed uncompressed."""
     followed: FollowedSchedule | None = None
-    """The schedule that this member steps; its rates are sent with each push."""
+    """The schedule that this member steps, and whose rates are sent with each push, if any."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
@@ -110,8 +110,8 @@ class PushOptions:
     policy: StalenessPolicy
     """The treatment of stale gradients."""
     schedule: LRScheduler | None
-    """The schedule of learning rates, by the job's updates; None: the optimizer's rates are sent
-    with each push."""
+    """The schedule of learning rates, by the job's updates; None: the rates that the optimizer has
+    are sent with each push."""
     acknowledgement: Acknowledgement.ValueType
     """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
@@ -184,7 +184,7 @@ class StepRefusals:
             self._snapshot.commit()
 
     def raise_refusal(self, step: int, refusal: StalePush) -> NoReturn:
-        """Raise the refusal, or an error if there were too many."""
+        """Raise the refusal; after too many, a StalePush that says how many there were."""
         if self.may_redo:
             raise refusal
         raise StalePush(
@@ -196,6 +196,8 @@ class StepRefusals:
 
 
 class AsyncSGD(LeasingStrategy):
+    """Strategy "async-sgd", see the head of this module."""
+
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
@@ -231,7 +233,8 @@ class AsyncSGD(LeasingStrategy):
         so that the push may be lost with its server.
 
         `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
-        compression leaves out is added to later gradients. See docs/compression.md.
+        compression leaves out is added to later gradients. Not with "compensate". See
+        docs/compression.md.
 
         `lost_wait_s`: if every server of a shard is gone, the time that a step waits for a server
         to come back with its journal. It includes the time until the shard is declared lost, which
@@ -355,7 +358,8 @@ class AsyncSGD(LeasingStrategy):
         return 1
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in this member's first generation; do nothing in later ones."""
+        """Get the values in this member's first generation; do nothing in later ones. Raises as
+        `await_servers` and `first_values`."""
         if self._has_state:
             return
         client = self._connected()
@@ -414,6 +418,8 @@ class AsyncSGD(LeasingStrategy):
         return self._shared.model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
+        """Push the gradients; see the base class. Raises StalePush if the step has to be repeated
+        (see `redoes`) or was refused too often, and as `ParameterClient.push`."""
         refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()

@@ -13,15 +13,15 @@ class SSP(AsyncSGD):
     name: ClassVar[str] = "ssp"
 
     def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
-        """Takes the options of `async-sgd` as `options`. Raises InvalidSpec."""
+        """`options`: those of `AsyncSGD`, except `consistency`. Raises as `AsyncSGD`."""
         super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
 
 
 class BSP(AsyncSGD):
-    """Bulk synchronous parallel: all pushes of a round are applied before any next pull."""
+    """Bulk synchronous parallel: all pushes of a round are applied before any pull of the next."""
 
     name: ClassVar[str] = "bsp"
 
     def __init__(self, **options: Any) -> None:
-        """Takes the options of `async-sgd` as `options`. Raises InvalidSpec."""
+        """`options`: those of `AsyncSGD`, except `consistency`. Raises as `AsyncSGD`."""
         super().__init__(consistency="bsp", **options)

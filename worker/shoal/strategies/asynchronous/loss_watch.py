@@ -27,7 +27,8 @@ BLOW_UP = 4.0
 """Ratio of the first window's mean to its first loss. Above it the loss rose within the window, and
 later losses are compared with the first loss."""
 PATIENCE_UPDATES = 200
-"""Number of updates of all members before which a finite loss is not reported."""
+"""Number of updates of all members before which a finite loss is not reported. Under async-diloco
+"updates" are this member's own steps, here and below."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",
@@ -44,7 +45,7 @@ class Stagnation:
     recent: float
     """Mean of the member's last steps."""
     num_updates: int
-    """Number of updates of all members since this member's first window."""
+    """Number of updates since this member's first window."""
 
     @property
     def event(self) -> str:
@@ -119,7 +120,7 @@ class LossMonitor:
         return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss. `look` reads it, as reading waits for the GPU."""
+        """Add a loss. Only `look` reads it, as reading waits for the GPU."""
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:

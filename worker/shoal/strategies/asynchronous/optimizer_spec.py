@@ -41,8 +41,9 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, or if it
-    has stepped, and InvalidSpec for a schedule that they cannot follow from the beginning."""
+    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, if it
+    has stepped, or if its groups decay weights in different ways; InvalidSpec for a schedule that
+    cannot be followed from the beginning."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -114,7 +115,7 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
     """Raise InvalidSpec if a hyper-parameter differs from that on the servers. Learning rates may
-    differ: they are sent with pushes. Raises UnsupportedOptimizer if the optimizer has stepped."""
+    differ: pushes or a schedule set them. Raises UnsupportedOptimizer if it has stepped."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -147,7 +148,8 @@ class FollowedSchedule:
         return any(type(part) not in _PHASES for part in parts)
 
     def to(self, num_updates: int) -> None:
-        """Set the optimizer's rates to those after this many updates of all members together."""
+        """Step the schedule, which sets the optimizer's rates, forward to this number of updates of
+        all members together; never back."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond
         # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
@@ -190,10 +192,8 @@ def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def to_schedule(schedule: LRScheduler) -> Schedule:
-    """Describe the schedule for the servers, which count every member's updates.
-
-    Raises InvalidSpec for settings that the servers lack.
-    """
+    """Describe the schedule for the servers, which count every member's updates. Raises InvalidSpec
+    for settings that the servers lack."""
     if type(schedule) is not SequentialLR:
         return Schedule(phases=[_phase(schedule)])
     milestones = [_whole("milestone", milestone) for milestone in milestones_of(schedule)]

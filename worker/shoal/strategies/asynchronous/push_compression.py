@@ -41,7 +41,8 @@ class _InFlight:
 
 
 class PushCompressor:
-    """Compressor of one member's gradients. Used by one thread at a time."""
+    """Compressor of one member's gradients. For one thread at a time, except that the threads of a
+    push report the shards that have applied it."""
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()

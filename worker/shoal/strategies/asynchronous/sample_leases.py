@@ -31,8 +31,8 @@ class Leases:
     """Iterator over ranges to train on, until the members have trained on all samples of all
     epochs.
 
-    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While no
-    range is left or no coordinator answers, it yields None, at least each `LOOK_UP_EACH_S`.
+    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While
+    there is no range, or no coordinator answers, it yields None every `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -97,8 +97,8 @@ class Leases:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report completed ranges and give back the others. Logs a warning if no coordinator
-        answers in time."""
+        """Report completed ranges and give back the others. Waits up to twice `REPORT_WITHIN_S`,
+        and logs a warning if no coordinator answers in time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -71,13 +71,15 @@ class SampleReserve:
 
     @property
     def wanted(self) -> int:
-        """Number of samples to hold ahead, in whole steps."""
+        """Number of samples to hold ahead: those of `AHEAD_S`, in whole steps, but at most all of
+        the job, and at least two rounds."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """Number of samples to request, in whole steps; 0 if there are enough, or `MAX_RANGES`."""
+        """Number of samples to request, in whole steps; 0 if there are enough of them, or already
+        `MAX_RANGES` ranges."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0
@@ -104,9 +106,9 @@ class SampleReserve:
         self._ready = deque(without(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
-        """Remove and return the newest ranges, which are to be given back. `share`: the number of
-        samples that this member may hold, so that others have their shares; 0 if unknown.
-        `num_held`: the number that it holds, begun ones included."""
+        """Remove and return the newest samples, as far as they are to be given back. `share`: the
+        number of samples that this member may hold, so that others have their shares; 0 if unknown,
+        and then none are removed. `num_held`: the number that it holds, begun ones included."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []

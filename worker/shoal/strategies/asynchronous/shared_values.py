@@ -87,7 +87,8 @@ class SharedValues:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
-    """Return the optimizer's parameters by their names in the model, each with its group index."""
+    """Return the optimizer's parameters by their names in the model, each with its group index.
+    Raises InvalidSpec for a parameter that is not the model's, and DtypeMismatch."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained: dict[str, tuple[nn.Parameter, int]] = {}
     for index, group in enumerate(optimizer.param_groups):

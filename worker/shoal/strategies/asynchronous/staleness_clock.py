@@ -29,7 +29,8 @@ class StalenessClock:
     """Clock that decides when one member's steps may begin. Used on the trainer's thread."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
-        """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 by default."""
+        """`bound`: in rounds, for `ssp` only; 4 by default. Raises InvalidSpec for an unknown
+        consistency, and for a bound that is out of range or not for `ssp`."""
         if consistency not in CONSISTENCIES:
             raise InvalidSpec(
                 "there is no such consistency",
@@ -61,7 +62,7 @@ class StalenessClock:
             return
         self._coordinators = Coordinators(context.coordinators)
         limit_s = context.limits.collective_s or 60.0
-        # A member that blocks the others for this long is expelled; then they continue.
+        # Longer than `limit_s`, after which a member that blocks the others is expelled.
         self._clock = Clock(
             self._coordinators,
             context.token,
@@ -77,12 +78,12 @@ class StalenessClock:
 
     def begin(self) -> bool:
         """Wait until a step may begin; True if newer values must be pulled for it. Raises Drained
-        if the membership ends during the wait."""
+        if this member was asked to leave, and otherwise as `Clock.begin`."""
         with drained(), waiting:
             return self._clock.begin() if self._clock is not None else False
 
     def before_push(self) -> None:
-        """Wait until a push of this step may be applied. Raises Drained as `begin`."""
+        """Wait until a push of this step may be applied. Raises as `begin`."""
         if self._clock is not None and self._consistency == "bsp":
             with drained(), waiting:
                 self._clock.await_pulled()

@@ -142,15 +142,15 @@ class HSDP(FSDP):
 
     Layers are gathered within a group, whose members have consecutive ranks: members of one host if
     `shard` is the number of members on a host. Each member sends only its part of the gradients to
-    other groups. If `shard` does not divide the number of members, groups are larger, so that of
-    `shard` or more members none holds over 1/shard of the model: with shard=4, 8 members form two
-    groups of 4, 10 members two of 5, and 7 members one of 7. Options as for `FSDP`.
+    other groups. If `shard` does not divide the number of members, groups are larger, so that no
+    member holds more than 1/shard of the model: with shard=4, 8 members form two groups of 4, 10
+    members two of 5, and 7 members one of 7. Fewer than `shard` form one. Options as for `FSDP`.
     """
 
     name = "hsdp"
 
     def __init__(self, *, shard: int = 8, **options: Any) -> None:
-        """`options`: see `FSDP`."""
+        """`options`: see `FSDP`. Raises InvalidSpec if `shard` is below 2."""
         shard = as_index("shard", shard)
         if shard < 2:
             raise InvalidSpec(

@@ -42,7 +42,7 @@ class FSDPTensor(FSDP):
         sequence: bool = False,
         **options: Any,
     ) -> None:
-        """`options`: see `FSDP`."""
+        """`options`: see `FSDP`. Raises InvalidSpec for options out of range or not supported."""
         tensor = as_index("tensor", tensor)
         min_split_bytes = as_index("min_split_bytes", min_split_bytes)
         for name, value, least in (("tensor", tensor, 2), ("min_split_bytes", min_split_bytes, 0)):
@@ -70,7 +70,8 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """Return the split of layers for a world size; it can be printed before anything runs."""
+        """Return the split of layers for a world size; it can be printed before anything runs.
+        Raises as `derive`."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,
@@ -91,7 +92,7 @@ class FSDPTensor(FSDP):
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`."""
+        """Raise InvalidSpec: this strategy has no figures yet."""
         raise InvalidSpec(
             "the costs of strategy 'fsdp-tensor' cannot be computed beforehand",
             seen="shoal.plan(..., 'fsdp-tensor')",

@@ -70,7 +70,7 @@ class StageSplit:
 
 
 def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
-    """Check a schedule. Raises InvalidSpec if it is unknown or has less than one micro-batch."""
+    """Return the schedule. Raises InvalidSpec if it is unknown or has less than one micro-batch."""
     if schedule not in SCHEDULES:
         raise InvalidSpec(
             "schedule is unknown",

@@ -49,9 +49,10 @@ class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
     The state of a lost member comes from copies that its peers keep in host memory. They are made
-    every `copy_every_steps` steps, each on `copies` other members, while training goes on. After a
-    loss all members roll back by at most twice that number of steps, and train on the same samples
-    again. Without copies (0) training survives a loss for certain only with a checkpoint.
+    after the first step of each generation, and every `copy_every_steps` steps, each on `copies`
+    other members, while training continues. After a loss all members roll back by at most twice
+    that number of steps, and train on the same samples again. Without copies (0) training survives
+    a loss for certain only with a checkpoint.
     """
 
     state_is_spread = True
@@ -73,8 +74,8 @@ class LayoutStrategy(SynchronousStrategy):
         """Lay the model out for a new generation. See `shoal.layouts.base.LayOut`."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error if the strategy cannot train this model with this optimizer. Called once,
-        after the base's own checks of layers, optimizer and parameters' hooks."""
+        """Raise an error if the strategy cannot train this model with this optimizer. Called after
+        the base's own checks of layers, optimizer and hooks, and by itself for a plan."""
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
@@ -114,6 +115,8 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
+        """Lay the model out for a fixed world, without a session. Raises as `distribute`; but state
+        that only a session would have to send to members is not refused."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, meta_model.model)
         refuse_parameter_hooks(meta_model.model)
@@ -178,7 +181,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        """Lay out the model or models; from now on `cut` reaches the layout."""
+        """Lay out the model or models. Once this has returned, `cut` reaches the layout."""
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
             layout: Layout = SeveralLayouts(model, layouts, world)
@@ -197,9 +200,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """Return, within a step, the state of `_collect` without the script's changes in the step.
-
-        Raises GenerationBroken as `StepSnapshot.as_begun`.
-        """
+        Raises GenerationBroken as `StepSnapshot.as_begun`."""
         with self._transaction.snapshot.as_begun(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())
@@ -369,7 +370,8 @@ class LayoutStrategy(SynchronousStrategy):
             layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """Reduce and check the gradients that these optimizers use; return the layouts."""
+        """Reduce and check the gradients that these optimizers use; return the layouts. Raises
+        InvalidSpec if some gradients are not reduced, and as `Layout.check`."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()

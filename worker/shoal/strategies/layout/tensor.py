@@ -27,8 +27,9 @@ class TensorParallel(LayoutStrategy):
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
     to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules, and pairs taken
-    together, with smaller weights stay whole unless `plan` names them. `sequence=True`: between
-    split layers of a block each member computes only its positions of the sequence.
+    together, with smaller weights stay whole, unless `plan` names them or they are tied to a larger
+    module. `sequence=True`: between split layers of a block each member computes only its positions
+    of the sequence.
     `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
     element of a parameter separately.
     """
@@ -60,7 +61,7 @@ class TensorParallel(LayoutStrategy):
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
         """Return the split of the model over `degree` members; it can be printed before anything
-        runs."""
+        runs. Raises as `derive`."""
         return derive(
             model,
             degree,
@@ -70,7 +71,7 @@ class TensorParallel(LayoutStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`."""
+        """See `shoal.planning.figures.PlannableStrategy`. Refuses a `SelfSplittingModule`."""
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model splits its layers itself, so their costs cannot be computed beforehand",

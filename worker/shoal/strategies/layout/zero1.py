@@ -19,7 +19,7 @@ from shoal.torch_private.replicated_module import bucket_size
 
 
 class Zero1(LayoutStrategy):
-    """Strategy "zero1": as "ddp", with 1/n of the optimizer's state on each of n members.
+    """Strategy "zero1": as "ddp", with about 1/n of the optimizer's state on each of n members.
 
     Parameters stay whole, for optimizers that need a whole parameter at a time; see
     `shoal.layouts.replicated.Zero1Layout`.

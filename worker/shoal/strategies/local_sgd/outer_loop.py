@@ -59,8 +59,8 @@ class OuterLoop:
 
     @property
     def agreed(self) -> State:
-        """The last state agreed on. Its model is the same on all members, its optimizer state each
-        member's own."""
+        """The last state agreed on; InternalError if there is none. Its model is the same on all
+        members, its optimizer state each member's own."""
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed
@@ -94,8 +94,7 @@ class OuterLoop:
             self._compressor.regroup()
 
     def outgoing(self) -> State:
-        """Return the state for a member that has none; not copied, valid until the next round
-        ends."""
+        """Return the state for members that lack it, not copied; valid until a round ends."""
         agreed = self.agreed
         velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
         tensors = {**agreed.tensors, **velocity}
@@ -104,11 +103,8 @@ class OuterLoop:
         return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
-        """Restore another member's `outgoing` state. Its optimizer state is replaced by this
-        member's own if that was set aside at the same step.
-
-        Raises ShapeMismatch or DtypeMismatch if it does not fit.
-        """
+        """Restore another member's `outgoing` state, with this member's own optimizer state if that
+        was set aside at the same step. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
         own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
         values, kept = given.values, self._set_aside
         if kept is not None and kept.step == given.step:
@@ -135,9 +131,7 @@ class OuterLoop:
 
     def adopt(self, state_shard: StateShard) -> None:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
-
-        Raises ShapeMismatch or DtypeMismatch.
-        """
+        Raises ShapeMismatch or DtypeMismatch if it does not fit."""
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
         self.state.adopt(replace(state_shard, shards=own))
         self.agree(state_shard.step)
@@ -309,8 +303,8 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
 
 
 def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield runs of names, in order: each of one device and summing dtype, and one tensor or of at
-    most `BUCKET_BYTES`."""
+    """Yield runs of names, in order. The tensors of a run are on one device, are summed in one
+    dtype, and have at most `BUCKET_BYTES` together, unless the run is a single tensor."""
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():

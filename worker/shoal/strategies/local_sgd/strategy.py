@@ -166,7 +166,8 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the newest state agreed on to the members that lack it."""
+        """Send the newest state agreed on to the members that lack it; at step 0 read a checkpoint,
+        if there is one."""
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
@@ -300,7 +301,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the model as of the end of the last round: within rounds the replicas differ."""
+        """Return the model of the last round's end, on the host: within rounds replicas differ."""
         agreed = self._outer_loop.agreed.tensors
         names: dict[Tensor, str] = {}
         for kind, tensors in (

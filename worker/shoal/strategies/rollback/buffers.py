@@ -31,7 +31,7 @@ class StepBuffers:
 
     def begin(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Begin a step. Returns the persistent buffers, and the transient ones. Raises as
-        `settle`."""
+        `LastingBuffers.settle`, or with the error that `forget` has kept."""
         if self._refusal is not None:
             raise self._refusal
         # A walk over the modules of a model takes longer than all else at the beginning of a step.
@@ -68,7 +68,7 @@ class StepBuffers:
         return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
-        """Release the model. If `settle` refuses a buffer, the next step raises the error."""
+        """Release the model. If `settle` refuses a buffer, every later step raises the error."""
         try:
             self.lasting.settle()
         except InvalidSpec as refusal:
@@ -101,8 +101,8 @@ class LastingBuffers:
     def settle(self) -> None:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
-        Raises InvalidSpec if a replacement is missing, has another shape or dtype (joiners have the
-        original), or differs between the uses of a tied buffer.
+        Raises InvalidSpec if a buffer was removed, or if its replacement has another shape or dtype
+        (joiners have the original) or differs between the uses of a tied buffer.
         """
         if not self._entries:
             return

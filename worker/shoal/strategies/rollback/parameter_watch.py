@@ -34,7 +34,7 @@ class OwnParts:
     """This member's parts of some parameters, in the memory that they have in this generation.
 
     A module's own tensors may differ from these: parameters that are gathered for a pass are in
-    temporary memory.
+    temporary memory. Quantised and sparse parameters are left out, see `_is_plain`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -75,9 +75,9 @@ class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
     torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
-    DTensors. So some elements are compared too: those of all parameters if the answer has to be
-    certain (`closely`), else those of some parameters in some steps. On a GPU, where a comparison
-    waits, they are compared less often.
+    DTensors. So a few elements are compared too: of all parameters if asked to look `closely`, else
+    of some parameters in some steps. On a GPU, where a comparison waits, they are compared less
+    often. An uncounted write that leaves these elements unchanged goes unnoticed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -14,9 +14,9 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved. More than one, as a teacher (a moving average)
-that began as a copy does not change in the first step, nor in the second if the first had a
-learning rate of 0."""
+"""Number of steps in which each parameter is saved. More than one: a teacher (a moving average)
+that began as a copy changes only in the second step, or in the third if the first has a learning
+rate of 0."""
 
 CopyOf = Callable[[object], Tensor | None]
 """Function that returns a tensor's copy from the beginning of the step; None if there is none."""
@@ -209,7 +209,7 @@ def _set_state(
     states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
     copy_of: CopyOf = lambda _: None,
 ) -> None:
-    """Set the state of optimizers, with the copies of its tensors if there are any."""
+    """Set the state of optimizers; a tensor that has a copy is replaced by its copy."""
     for optimizer, state in states:
         optimizer.state.clear()
         for parameter, values in state.items():

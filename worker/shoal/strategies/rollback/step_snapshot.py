@@ -75,8 +75,8 @@ class StepSnapshot:
 
     @contextmanager
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which these optimizers step within the step. `held`: the tensors of
-        their models that their step changes on this member."""
+        """Return a context in which these optimizers step within the step. `held`: this member's
+        tensors that the optimizers may change."""
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
         self._parameters.pause()
@@ -117,7 +117,8 @@ class StepSnapshot:
         self.is_whole = True
 
     def restore(self) -> None:
-        """Undo the step, unless it is settled."""
+        """Undo the step in progress, unless it is settled. Afterwards `is_whole` is False if the
+        script has written to a tensor that is not saved."""
         if not self.is_open:
             return
         # Note the script's writes first: restoring writes to the tensors too.
@@ -150,11 +151,9 @@ class StepSnapshot:
     @contextmanager
     def as_begun(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Return a context in which optimizers have their state from when the step began. It yields
-        copies, from that time, of the held tensors that may have changed since.
-
-        Raises GenerationBroken if the script has written to a tensor that is not saved: this member
-        no longer holds the state of the last committed step.
-        """
+        copies, from that time, of the held tensors that may have changed since. Raises
+        GenerationBroken if the script has written to a tensor that is not saved: this member no
+        longer holds the state of the last committed step."""
         self._note(closely=True)
         if self._is_lost:
             raise GenerationBroken(
@@ -296,6 +295,6 @@ class _ConstantCopy:
         return is_counted and not self._is_written() and self.tensor.data_ptr() == self._address
 
     def restore(self) -> None:
-        """Write the copy back into the tensor."""
+        """Write the copy back into the tensor, unless they are known to be equal."""
         if not self.is_valid():
             self.tensor.detach().copy_(self._copy)

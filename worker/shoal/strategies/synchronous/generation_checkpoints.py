@@ -42,8 +42,8 @@ class GenerationCheckpoints:
         """The error of the job's last checkpoint."""
 
     def keep(self, checkpoints: CheckpointStore) -> None:
-        """Set the store to write to and to start from. Called first. Raises InvalidSpec if it
-        cannot be written."""
+        """Set the store to write to and to start from. Called first. Raises InvalidSpec for a
+        bucket that cannot store checkpoints; a directory is not tested."""
         checkpoints.probe()
         self._checkpoints = checkpoints
 
@@ -57,18 +57,16 @@ class GenerationCheckpoints:
             self._checkpoints.join(world_size)
 
     def steps(self) -> Sequence[int]:
-        """Return the steps of the newest 100 complete checkpoints that this member sees."""
+        """Return the steps of the newest 100 complete checkpoints that this member sees. Raises
+        InvalidSpec if the storage cannot be listed."""
         if self._checkpoints is None:
             return ()
         return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
-        Collective.
-
-        Raises StateLost on all members if there is none and the generation needs one, and
-        InvalidSpec if the storage cannot be listed.
-        """
+        Collective. Raises StateLost on all members if there is none and the generation needs one,
+        and InvalidSpec if the storage cannot be listed."""
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
         own = self._checkpoints.steps() if self._checkpoints is not None else ()
@@ -92,7 +90,8 @@ class GenerationCheckpoints:
         """Read this member's part of the checkpoint of that step. `fresh`: an optimizer as the
         script has made it; its settings are compared with the checkpoint's.
 
-        Raises InvalidSpec if that step corresponds to other samples than in this job.
+        Raises as `shoal.checkpoint.reading.read`, and InvalidSpec if that step corresponds to other
+        samples than in this job.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -113,7 +112,8 @@ class GenerationCheckpoints:
         return state_shard
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
-        """Write a checkpoint if one is due after this many committed steps."""
+        """Write a checkpoint if one is due after this many committed steps. Waits for the previous
+        one first, and only logs its CheckpointFailed. Raises InvalidSpec as `Checkpoints.offer`."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.due(step):
             try:
@@ -127,8 +127,8 @@ class GenerationCheckpoints:
             checkpoints.offer(self.samples.added_to(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
-        """Write a checkpoint of the whole state, which this member holds; return once it is written
-        or has failed. Does nothing at step 0, or if that step's checkpoint is written already."""
+        """Write a checkpoint of the whole state, which this member holds; waits as `conclude`. Does
+        nothing at step 0, or if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.leave()
@@ -138,7 +138,7 @@ class GenerationCheckpoints:
 
     @property
     def written(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that was written. Thread-safe."""
+        """The newest checkpoint that was written, if any. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
@@ -153,8 +153,8 @@ class GenerationCheckpoints:
         return self._checkpoints is not None
 
     def conclude(self) -> None:
-        """Wait until a checkpoint in progress is written or has failed. An error is kept in
-        `failure`: the script gets the trained state first."""
+        """Wait until a checkpoint in progress is written, has failed or exceeds its time limit. A
+        CheckpointFailed is kept in `failure`: the script gets the trained state first."""
         try:
             self.close()
         except CheckpointFailed as error:
@@ -162,6 +162,6 @@ class GenerationCheckpoints:
             self.failure = error
 
     def close(self) -> None:
-        """Wait until a checkpoint in progress is written. Raises the error of the last one."""
+        """Wait for the checkpoint in progress, and raise its error: see `Checkpoints.close`."""
         if self._checkpoints is not None:
             self._checkpoints.close()

@@ -75,7 +75,7 @@ class GenerationGroup:
         return group
 
     def open(self, group: Group) -> dist.ProcessGroup:
-        """Wait for all members, and return the process group for collectives."""
+        """Wait for all members, and return the process group. Raises as `Group.open`."""
         self._opened = opened = group.open()
         return opened
 
@@ -96,7 +96,7 @@ class GenerationGroup:
         return self._group is not None
 
     def has_cut(self, generation: int) -> bool:
-        """True if the generation is over."""
+        """True if this or a later generation was cut: the generation is over."""
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""Watch of the trainer: checks a few times a second if the trainer waits for others.
+"""Watch of the trainer: checks at least twice a second if the trainer waits for others.
 
 Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
 session have practically no limits, and this watch finds a hang: a collective that does not end in
@@ -69,8 +69,8 @@ class HangWatchConfig:
     """Takes the present time; returns the time since which the device has been stuck in the
     trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Receives, at each look, the seconds for which the trainer has waited for others, in a step or
-    between steps: without pauses, and in all. 0: the trainer does not wait."""
+    """Receives, at each look at a trainer that takes steps, how long it has waited for others, in
+    seconds: without pauses, and in all. 0: it does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,11 +240,8 @@ class HangWatch:
 
     def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer's thread has not run, in code that waits for
-        other ranks; None if it runs, or is elsewhere.
-
-        Finds waits that are not in `AbortableWaiter`: torch's own collectives, shared memory,
-        copies to peers.
-        """
+        other ranks; None if it runs, or is elsewhere. Finds waits that are not in
+        `AbortableWaiter`: torch's own collectives, shared memory, copies to peers."""
         ticks = _cpu_ticks(trainer.native_id)
         if ticks is None or not _is_in_collective(trainer.ident):
             self._blocked = None
@@ -255,7 +252,7 @@ class HangWatch:
 
 
 def _cpu_ticks(native_id: int) -> int | None:
-    """Return the CPU time of a thread, in ticks; None if the thread is gone."""
+    """Return the CPU time of a thread, in ticks; None if the thread has ended."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:

@@ -18,7 +18,7 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept: a rollback is by 20 at most, by default."""
+"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps."""
 TOLERANCE = 1e-9
 """Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
@@ -89,7 +89,8 @@ class Hyperparameters:
             self._conflict = self._conflict or change
 
     def conflict(self, step: int) -> str:
-        """Return the reason why the step cannot be repeated as it was; "" if it can."""
+        """Return the reason why the step cannot be repeated as it was; "" if it can. A difference
+        that `entering` found is returned only once."""
         conflict, self._conflict = self._conflict, ""
         return conflict or self.again(step)
 
@@ -120,7 +121,7 @@ def digest_of(values: Any) -> int:
 
 
 def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the fields that differ between holders, with the value of each holder."""
+    """Return the fields that differ by more than a tolerance, with the value of each holder."""
     first, *others = by_holder.values()
     fields = {
         (index, key) for groups in by_holder.values() for index, g in enumerate(groups) for key in g

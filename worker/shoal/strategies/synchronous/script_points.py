@@ -91,7 +91,8 @@ class ScriptPoints:
 
     def look(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. True, once, if it is endless: all members then know, or had time."""
+        `stood_s`: with pauses. Returns True, once, if the wait is endless. By then all members have
+        read this verdict, or have had `read_within_s` for it."""
         if self._found:
             return False
         try:
@@ -129,7 +130,7 @@ class ScriptPoints:
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave, for members that wait for it.
-        Returns once all members have read it, or after `read_within_s`."""
+        Returns once all have read it, after `read_within_s`, or if the store does not answer."""
         # From now on this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}

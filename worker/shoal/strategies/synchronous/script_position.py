@@ -44,6 +44,7 @@ class ScriptPosition:
     num_calls: int = 0
     """Number of confirmed calls."""
     in_call: bool = False
+    """True while the script is in a shared call that has no result yet."""
     unconfirmed: bool = False
     """True if the script has the result of one more call, which is not confirmed."""
     wish: int | None = None
@@ -140,7 +141,7 @@ class ScriptPosition:
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply the consequences of all members' positions; no I/O."""
+        """Apply the consequences of all members' positions; no I/O. Raises as `meet`."""
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

@@ -30,7 +30,7 @@ class StateInspection:
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
         """Inspect the state by `look`, which collects it; keep its error in `refusal`.
 
-        Raises UnsupportedOptimizer at once for a setting, as settings are the same on all members.
+        Raises UnsupportedOptimizer at once for a setting of a group, the same on all members.
         """
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)

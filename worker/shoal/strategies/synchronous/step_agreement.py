@@ -109,8 +109,8 @@ class StepWeights:
 
     def factor(self, weights: Sequence[float]) -> float:
         """Return the factor that turns the averaged gradients, which are weighted sums, into
-        weighted means. `weights`: by member; members that share samples all give the weight of
-        these samples."""
+        weighted means; set `unit` for the next step. `weights`: by member; members that share
+        samples all give the weight of these samples."""
         mean = math.fsum(weights) / len(weights)
         unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
         return unit / mean
@@ -178,9 +178,9 @@ class StepAgreement:
     # --- votes on passes ---
 
     def exchange_parts(self) -> None:
-        """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
-        into parts, members vote before the first backward pass; members that share samples vote in
-        each step, before the first forward pass, and raise UnequalPasses if their votes differ."""
+        """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
+        share samples, else after a step that was cut into parts. Members that share samples wait
+        for all votes here, and raise UnequalPasses if votes differ; others do so in `passing`."""
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -210,10 +210,7 @@ class StepAgreement:
 
     def meet(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
         """Vote on an action on some of several optimizers, which all members have to take now.
-
-        Raises UnequalPasses on all members if votes differ; for an update HyperparametersDiffer
-        too.
-        """
+        Raises UnequalPasses on all if votes differ; for an update HyperparametersDiffer too."""
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         applied = self._applied() if action is OptimizerAction.UPDATE else ()
         self._cast(StepVote(action=action, optimizers=mask, hyperparameters=applied))
@@ -253,8 +250,8 @@ class StepAgreement:
         )
 
     def settle(self) -> float | None:
-        """Wait for all votes; return the factor by which gradients have to be multiplied before
-        they are used. None if the step was settled before.
+        """Vote, unless this member has, and wait for all votes. Returns the factor by which to
+        multiply gradients before they are used; None if the step was settled before.
 
         Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ,
         a member's refusal, or StepStopped if a script has stopped before the step.
@@ -276,7 +273,7 @@ class StepAgreement:
         return factor
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
-        """Return the factor of `settle` if ballots differ, or have flags or weights."""
+        """Return the factor of `settle` for ballots that differ, or have flags or weights."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
@@ -299,7 +296,7 @@ class StepAgreement:
         """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
         `Hyperparameters.conflict`.
 
-        Raises HyperparametersDiffer on all members if the values differ.
+        Raises HyperparametersDiffer on all members if the values differ, or one has a conflict.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1

@@ -3,8 +3,8 @@
 It begins with a snapshot of what it may write. Members vote before each further pass, and on
 the step as a whole. Once all votes are known, the optimizer steps within `committing`. Until then
 `roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
-Random numbers need no undo, as each step seeds torch by its first sample. Hyperparameters of groups
-are restored with registered objects, else compared with those of the first attempt.
+With the session's batches random numbers need no undo: each step seeds torch by its first sample.
+Hyperparameters are restored with registered objects, else compared with those of the first attempt.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,10 +137,8 @@ class StepTransaction:
 
     @contextmanager
     def weighing(self) -> Iterator[None]:
-        """Return a context for a backward pass whose loss is weighted by this member's share.
-
-        Raises UnequalPasses on all members unless all of them make this backward pass.
-        """
+        """Return a context for a backward pass whose loss is weighted by this member's share. If
+        passes communicate, raises UnequalPasses on all members unless all make this pass."""
         if self._passes_meet:
             self.votes.passing()
             self.agree_on(OptimizerAction.BACKWARD)
@@ -187,7 +185,8 @@ class StepTransaction:
     # --- votes ---
 
     def agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing with a single one."""
+        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing if there is only one
+        optimizer."""
         if self.training is not None:
             self.votes.meet(action, self.chosen)
 

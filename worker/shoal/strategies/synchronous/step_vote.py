@@ -1,10 +1,11 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
 Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
-passes, a digest of values that have to be the same on all members, flags that may differ, and the
-weight of the losses. The passes are in the ballot itself: members with different passes are about
-to run different collectives, so they cannot send more. If digests differ, or a member refuses the
-step, members exchange whole votes, and the error names field, members and values.
+passes, a digest of values that have to be the same on all members, flags that may differ (with a
+digest of split layers), and the weight of the losses. The passes are in the ballot itself: members
+with different passes are about to run different collectives, so they cannot send more. If digests
+differ, or a member reports a conflict or a refusal, members exchange whole votes, and the error
+names field, members and values.
 
 Pure: `StepAgreement` sends and receives.
 """
@@ -108,6 +109,7 @@ class StepVote:
     stops_before: bool = field(default=False, compare=False)
     """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
+    """True if the member's script stops after this step."""
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
@@ -195,7 +197,8 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if members' ballots differ, or a member refuses the step."""
+    """True if digests differ (those of layers among members that split layers with each other), or
+    a member reports a conflict or refuses the step."""
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
@@ -205,10 +208,8 @@ def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
 
 def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
     """Raise unless the members' votes differ by rounding errors at most: the error with which a
-    member refuses the step, InvalidSpec, or HyperparametersDiffer.
-
-    `is_taken`: False for a step before which a script has stopped; its values may differ.
-    """
+    member refuses the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False for a step
+    before which a script has stopped; its values may differ."""
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
@@ -265,10 +266,8 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
 
 
 def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
-    """Return the weight of each member's losses; None if they are weighted by samples.
-
-    Raises InvalidSpec if only some of the members give weights, or all weights are 0.
-    """
+    """Return the weight of each member's losses; None if they are weighted by samples. Raises
+    InvalidSpec if only some of the members give weights, or if all weights are 0."""
     weights = {name: _weight_of(each) for name, each in ballots.items()}
     known = [each for each in weights.values() if each is not None]
     if not known:

@@ -182,7 +182,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of the generation entered last. Raises GenerationBroken if it was abandoned."""
+        """The group of the present generation. Raises GenerationBroken if there is none."""
         if self._process_group is None:
             raise GenerationBroken("there is no running generation")
         return self._process_group
@@ -322,15 +322,14 @@ class SynchronousStrategy(Strategy):
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose the optimizers for the next pass, update or clipping, if there are several.
-
-        Raises InvalidSpec if they train only a part of a model.
-        """
+        """Choose the optimizers for the next pass, update or clipping, if there are several. Raises
+        InvalidSpec if they train only a part of a model."""
         self._transaction.models(optimizers)
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
-        """Step the chosen optimizers now, within the step; undone if the step fails."""
+        """Step the chosen optimizers now, within the step; undone if the step fails. Raises
+        InvalidSpec if there is only one optimizer."""
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
