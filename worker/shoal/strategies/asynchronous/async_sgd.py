@@ -201,6 +201,8 @@ class AsyncSGD(LeasingStrategy):
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
+    watch_counts: ClassVar[str] = "updates"
+    """What the watch on the loss counts."""
 
     def __init__(
         self,
@@ -388,7 +390,7 @@ class AsyncSGD(LeasingStrategy):
         self._tables.wait_for_lost(self._options.lost_wait_s)
         # New shards have version 1.
         if (self._num_updates - 1) * self.steps_per_round < BEGINNING_UPDATES:
-            self._losses = LossMonitor(policy_in_words(self._options.policy))
+            self._losses = LossMonitor(policy_in_words(self._options.policy), self.watch_counts)
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
