@@ -261,7 +261,6 @@ class AsyncSGD(LeasingStrategy):
         self._tables = TableExchange(nn.Module())
         self._step = 0
         self._has_state = False
-        self._cut_generation = 0
         self._client: ParameterClient | None = None
         self._counts = PushCounts()
         self._losses: LossMonitor | None = None
@@ -367,8 +366,7 @@ class AsyncSGD(LeasingStrategy):
         client = self._connected()
 
         def is_broken() -> bool:
-            is_over = self.context.ended() is not None
-            return is_over or generation.number <= self._cut_generation
+            return self.context.ended() is not None
 
         await_servers(
             lambda: client.place(self._shared.values.schema, self._tables.specs),
@@ -391,9 +389,6 @@ class AsyncSGD(LeasingStrategy):
         # New shards have version 1.
         if (self._num_updates - 1) * self.steps_per_round < BEGINNING_UPDATES:
             self._losses = LossMonitor(policy_in_words(self._options.policy), self.watch_counts)
-
-    def cut(self, generation: int) -> None:
-        self._cut_generation = max(self._cut_generation, generation)
 
     def abandon(self) -> None:
         """Do nothing: this member has no state of a generation."""
