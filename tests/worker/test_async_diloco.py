@@ -120,6 +120,7 @@ def test_a_loss_that_rises_is_warned_of_after_few_rounds(servers: ParameterServe
         strategy.backward(loss_of(model, 0) * (1 + step), 1.0)
         strategy.end_step(lambda: None)
     assert "the loss has risen" in strategy.warning
+    assert strategy.warning.endswith("after 200 of this member's steps")
     strategy.close()
 
 

@@ -331,6 +331,7 @@ def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) ->
         {"staleness": "reject"},
         {"staleness": "reject", "reject_above": -1},
         {"staleness": "scale", "compensation": 0.1},
+        {"staleness": "compensate", "compensation": -1.0},
         {"lost_wait_s": -1.0},
     ],
 )

@@ -112,3 +112,29 @@ def test_a_step_that_was_too_stale_is_taken_again(cluster: LocalCluster, tmp_pat
     assert next(data for kind, data in late.seen if kind == "tried") == again
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "epochs", "says"),
+    [("inf", 6, "the loss is not finite: "), ("", 60, "the loss has not fallen: ")],
+    ids=["infinite", "flat, but must fall"],
+)
+def test_a_wrong_final_loss_fails_the_member(
+    cluster: LocalCluster, fault: str, epochs: int, says: str
+) -> None:
+    """All samples were trained on: the end of the session raises what the options promise."""
+    run = Run(
+        coordinator=cluster.coordinator,
+        job=f"async-in-vain-{epochs}",
+        member_id="a",
+        strategy="async-sgd",
+        fault=fault,
+        at_step=10,
+        epochs=epochs,
+    )
+    with Ranks() as ranks:
+        rank = ranks.start(async_bodies.train_in_vain, run)
+        ending, told = rank.expect_any("raised", "finished")
+        assert ending == "raised"
+        assert told["error"] == "TrainingFailed", told["trace"]
+        assert says in told["text"]

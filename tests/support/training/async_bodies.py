@@ -1,5 +1,6 @@
 """Bodies of members at their own pace: a module that their processes can import."""
 
+import math
 from pathlib import Path
 
 from support.processes.ranks import Report
@@ -26,3 +27,19 @@ def train_fresh_only(report: Report, run: Run) -> None:
                     Path(run.gate).read_bytes()
             report("committed" if step.committed else "refused")
     report("finished", step=session.step_number, rejected=strategy.metrics()["rejected"])
+
+
+def train_in_vain(report: Report, run: Run) -> None:
+    """Train with a learning rate of 0 and a loss that has to fall. With the fault "inf" it need
+    not fall, but is infinite from step `run.at_step` on, with finite gradients."""
+    model, optimizer = model_and_optimizer(seed=0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    blows_up = run.fault == "inf"
+    with session_of(run) as session:
+        session.distribute(model, optimizer, strategy=AsyncSGD(loss_must_fall=not blows_up))
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
+            with session.step():
+                loss = loss_of(model(batch.inputs), batch.targets)
+                is_infinite = blows_up and session.step_number >= run.at_step
+                session.backward(loss + math.inf if is_infinite else loss)
+    report("finished", step=session.step_number)

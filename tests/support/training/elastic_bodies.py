@@ -70,6 +70,17 @@ def sentences() -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
+def encoder() -> nn.Module:
+    """Make a layer with an attention of four heads."""
+    return nn.TransformerEncoderLayer(12, 4, dim_feedforward=16, dropout=0.0, batch_first=True)
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(13)
+    inputs = torch.randn(NUM_SAMPLES, 5, 12, generator=generator)
+    return inputs, torch.randn(NUM_SAMPLES, 5, 12, generator=generator)
+
+
 @dataclass(frozen=True)
 class Task:
     """Model, data and loss of a training."""
@@ -82,6 +93,7 @@ class Task:
 MODELS: Mapping[str, Task] = {
     "layers": Task(layers, numbers, nn.functional.cross_entropy),
     # The output shares the embedding's weight.
+    "encoder": Task(encoder, vectors, nn.functional.mse_loss),
     "gpt": Task(tensor_models.tied_gpt, sentences, tensor_models.next_token),
 }
 

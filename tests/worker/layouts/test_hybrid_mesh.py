@@ -75,7 +75,9 @@ def test_fixed_sizes_that_do_not_divide_are_named_with_world_sizes_that_fit(
         mesh_for(world_size, facts(stages=2, splits=2), FixedSizes(**fixed))
 
 
-@pytest.mark.parametrize("fixed", [{"pipeline": 0}, {"data": -1}, {"max_rank_bytes": 0}])
+@pytest.mark.parametrize(
+    "fixed", [{"pipeline": 0}, {"data": -1}, {"max_rank_bytes": 0}, {"min_split_bytes": -1}]
+)
 def test_sizes_out_of_range_are_refused_at_once(fixed):
     with pytest.raises(InvalidSpec, match="out of range"):
         Hybrid(**fixed)

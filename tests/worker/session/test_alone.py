@@ -74,7 +74,8 @@ def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples() 
         proposed = session._controller.details.optional_fields
         proposed["release"] = "2"
         session.batches(data(), global_batch_size=BATCH)
-        assert session._controller.details.optional_fields.keys() == {"release", CONTENT_FIELD}
+        expected = {"release", "checkpoints", CONTENT_FIELD}
+        assert session._controller.details.optional_fields.keys() == expected
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])

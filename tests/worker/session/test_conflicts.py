@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +100,25 @@ def test_an_optimizer_of_many_groups_is_proposed(cluster: LocalCluster) -> None:
             with session.step():
                 session.backward(model(batch.inputs).square().mean())
         assert session.step_number == 2
+
+
+@pytest.mark.parametrize("other", ["none", "every 10 steps"])
+def test_members_without_the_same_checkpoints_are_refused(
+    cluster: LocalCluster, tmp_path: Path, other: str
+) -> None:
+    """Members read and write checkpoints together. Otherwise the bring-up or a later checkpoint
+    would wait for a member that takes no part."""
+    job = f"checkpoints-{other.replace(' ', '-')}"
+    kept = shoal.Checkpoints(tmp_path, every_steps=5)
+    others = None if other == "none" else shoal.Checkpoints(tmp_path, every_steps=10)
+    with shoal.join(job, coordinator=cluster.coordinator, member_id="one") as session:
+        session.distribute(*heads("dense"), checkpoints=kept)
+        next(session.batches(SAMPLES, global_batch_size=20))
+        with (
+            pytest.raises(ProposalConflict) as refused,
+            shoal.join(job, coordinator=cluster.coordinator, member_id="other") as stranger,
+        ):
+            stranger.distribute(*heads("dense"), checkpoints=others)
+            next(stranger.batches(SAMPLES, global_batch_size=20))
+    for text in ("checkpoints: ", "'every 5 steps' in one", f"'{other}' in other"):
+        assert text in str(refused.value)

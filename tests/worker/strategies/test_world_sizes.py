@@ -1,7 +1,9 @@
 """A roster that a strategy cannot train with is refused before any member acts on it."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.members.elastic_schedule import Schedule, check_same_weights, elastic
 from support.processes.ranks import Ranks
 
@@ -10,17 +12,27 @@ from shoal_client.local.cluster import LocalCluster
 TOLERANCE = 1e-5
 
 
-def test_a_member_too_many_for_the_mesh_does_not_disturb_the_others(
-    cluster: LocalCluster, tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "model", "options"),
+    [
+        ("hybrid", "layers", {"pipeline": 2, "data": 1, "tensor": 1}),
+        pytest.param("tensor", "encoder", {"plan": {"self_attn": "heads"}}, marks=pytest.mark.long),
+        pytest.param(
+            "fsdp-tensor",
+            "encoder",
+            {"plan": {"self_attn": "heads"}, "tensor": 3},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["mesh", "heads", "heads of groups"],
+)
+def test_a_member_too_many_does_not_disturb_the_others(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, model: str, options: dict[str, Any]
 ) -> None:
-    """Two members form two stages. A third fits no such mesh, and its error says which world sizes
-    would."""
+    """Two members form two stages, or each has two of four heads. A third fits neither; its error
+    names the world size."""
     run = elastic(
-        cluster,
-        "mesh",
-        desired_members=2,
-        strategy="hybrid",
-        options={"pipeline": 2, "data": 1, "tensor": 1},
+        cluster, "size", desired_members=2, strategy=strategy, model=model, options=options
     )
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)

@@ -195,8 +195,7 @@ class Distribution:
         self._choose_backend(chosen, device, options)
         if not chosen.initialises:
             initialise(model, device, torch.initial_seed())
-        if options.checkpoints is not None:
-            chosen.keep_checkpoints(options.checkpoints)
+        self._keep_checkpoints(chosen, options.checkpoints)
         if chosen.carries or self.registered:
             chosen.carry(self.registered)
         self._check_scales(chosen)
@@ -260,6 +259,14 @@ class Distribution:
         if chosen.synchronous:
             name, reconfigures = options.backend or None, options.reconfigures
             chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
+
+    def _keep_checkpoints(self, chosen: Strategy, checkpoints: Checkpoints | None) -> None:
+        # Members read and write checkpoints together. "none" is stated too, as an optional field is
+        # compared only between members that state it.
+        steps = "none" if checkpoints is None else f"every {checkpoints.every_steps} steps"
+        self._controller.details.optional_fields["checkpoints"] = steps
+        if checkpoints is not None:
+            chosen.keep_checkpoints(checkpoints)
 
     def _refuse_several(self, chosen: Strategy) -> None:
         if not chosen.trains_several:

@@ -86,11 +86,15 @@ class SessionEnd:
 
     def _has_ended(self) -> bool:
         """True if the job is complete. Waits for the others if the script called `session.stop`.
-        Raises the error of the job's last checkpoint, if it failed."""
+        Raises the error of the job's last checkpoint, if it failed, and TrainingFailed as
+        `Strategy.check_result`."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
-        if ended and self._trained.fields and self._controller.strategy.checkpoint_failure:
-            raise self._controller.strategy.checkpoint_failure
+        if ended and self._trained.fields:
+            strategy = self._controller.strategy
+            if strategy.checkpoint_failure:
+                raise strategy.checkpoint_failure
+            strategy.check_result()
         return ended
 
     def _fail(self, error: BaseException) -> None:

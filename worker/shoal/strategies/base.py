@@ -310,7 +310,8 @@ class Strategy(ABC):
         )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
-        """Raise TrainingFailed if training has no usable result. Called after the last sample."""
+        """Raise TrainingFailed if training has no usable result. Called at the end of the
+        session's block, if the job is complete."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
         """Check forward passes between two steps; called by all members. Raises InvalidSpec on all

@@ -253,6 +253,17 @@ def test_outputs_of_any_shape_come_back_and_go_into_the_loss():
         assert outputs["parts"][1:] == [7, None]
 
 
+def test_a_layout_can_be_released_twice():
+    """As every layout: the first release may have been that of a failed bring-up."""
+
+    def body() -> None:
+        layout = in_stages(models.perceptron(), this_world())
+        layout.release()
+        layout.release()
+
+    shoal.run_in_memory(body, 2)
+
+
 def test_calling_the_model_with_gradients_names_what_to_call_instead():
     def body() -> list[str]:
         layout = in_stages(models.perceptron(), this_world())

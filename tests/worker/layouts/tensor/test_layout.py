@@ -183,6 +183,23 @@ def test_split_attention_computes_what_whole_attention_does(case, batch_first):
     shoal.run_in_memory(lambda: attend(whole, dict(options)), 2)
 
 
+def test_split_attention_needs_the_mask_that_it_is_told_of():
+    """As a whole one does: `is_causal` alone would not hide later positions."""
+    inputs = torch.randn(3, 5, 12)
+    whole = nn.MultiheadAttention(12, 4, batch_first=True)
+
+    def body() -> None:
+        parts = copy.deepcopy(whole)
+        mesh = DeviceMesh.from_group(this_world().group, "cpu")
+        ranks = TensorGroup(this_world().group, torch.device("cpu"))
+        parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0), ranks)
+        for attention in (whole, parts):
+            with pytest.raises(RuntimeError, match="attn_mask"):
+                attention(inputs, inputs, inputs, is_causal=True)
+
+    shoal.run_in_memory(body, 2)
+
+
 def evaluate(whole: nn.Module, inputs: Tensor, padding: Tensor) -> Tensor:
     parts = copy.deepcopy(whole).eval()
     mesh = DeviceMesh.from_group(this_world().group, "cpu")

@@ -1,5 +1,7 @@
 """The plan splits what can be split without changing the result, and gives reasons for the rest."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.models import tensor_models as models
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.plan import part_sizes
+from shoal.strategies.layout.fsdp_tensor import FSDPTensor
 from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
@@ -182,6 +185,16 @@ def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
     attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 8)])
     attention[1].weight = attention[0].out_proj.weight
     assert styles(attention) == {"0": "whole", "0.out_proj": "whole", "1": "whole"}
+
+
+@pytest.mark.parametrize("strategy", [TensorParallel, partial(FSDPTensor, tensor=3)])
+def test_a_size_that_an_override_does_not_fit_can_be_refused_before_the_bring_up(strategy):
+    attention = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 4)})
+    strategy = strategy(plan={"attn": "heads"})
+    for world_size in (1, 2):
+        strategy.try_lay_out(attention, world_size)
+    with pytest.raises(InvalidSpec, match="4 heads do not divide by 3"):
+        strategy.try_lay_out(attention, 3)
 
 
 def test_a_module_with_two_names_is_in_no_pair():

@@ -229,7 +229,8 @@ class PipelineLayout(Layout):
         self._words.close()
         self._lanes = None
         self._near.release()
-        del self.world, self.non_finite_check
+        for name in ("world", "non_finite_check"):
+            vars(self).pop(name, None)
 
     def cut(self, reason: str) -> None:
         self._words.cut(reason)

@@ -29,9 +29,11 @@ class Neighbours:
         self.p2p = AbortableP2P(group, device)
 
     def release(self) -> None:
-        """Drop the references to the group; nothing can be sent afterwards."""
+        """Drop the references to the group; nothing can be sent afterwards. May be called
+        twice."""
         self.p2p.close()
-        del self.group, self.p2p.group
+        for holder in (self, self.p2p):
+            vars(holder).pop("group", None)
 
     def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
         """Send descriptions of the tensors to rank `to`, and their contents too if `values`."""

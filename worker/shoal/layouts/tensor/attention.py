@@ -38,9 +38,11 @@ class SplitAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            # As whole attention does: `is_causal` only describes `attn_mask`.
+            raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
-        # `is_causal` only describes `attn_mask`, which is always given with it.
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[-2])
         p = self.dropout if self.training else 0.0
         weights = None

@@ -34,6 +34,7 @@ class AsyncDiLoCo(AsyncSGD):
 
     name: ClassVar[str] = "async-diloco"
     pushes_rows: ClassVar[bool] = False
+    watch_counts: ClassVar[str] = "of this member's steps"
 
     def __init__(
         self,

@@ -201,6 +201,8 @@ class AsyncSGD(LeasingStrategy):
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
+    watch_counts: ClassVar[str] = "updates"
+    """What the watch on the loss counts."""
 
     def __init__(
         self,
@@ -259,7 +261,6 @@ class AsyncSGD(LeasingStrategy):
         self._tables = TableExchange(nn.Module())
         self._step = 0
         self._has_state = False
-        self._cut_generation = 0
         self._client: ParameterClient | None = None
         self._counts = PushCounts()
         self._losses: LossMonitor | None = None
@@ -365,8 +366,7 @@ class AsyncSGD(LeasingStrategy):
         client = self._connected()
 
         def is_broken() -> bool:
-            is_over = self.context.ended() is not None
-            return is_over or generation.number <= self._cut_generation
+            return self.context.ended() is not None
 
         await_servers(
             lambda: client.place(self._shared.values.schema, self._tables.specs),
@@ -388,10 +388,7 @@ class AsyncSGD(LeasingStrategy):
         self._tables.wait_for_lost(self._options.lost_wait_s)
         # New shards have version 1.
         if (self._num_updates - 1) * self.steps_per_round < BEGINNING_UPDATES:
-            self._losses = LossMonitor(policy_in_words(self._options.policy))
-
-    def cut(self, generation: int) -> None:
-        self._cut_generation = max(self._cut_generation, generation)
+            self._losses = LossMonitor(policy_in_words(self._options.policy), self.watch_counts)
 
     def abandon(self) -> None:
         """Do nothing: this member has no state of a generation."""

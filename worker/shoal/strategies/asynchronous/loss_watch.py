@@ -46,6 +46,8 @@ class Stagnation:
     """Mean of the member's last steps."""
     num_updates: int
     """Number of updates since this member's first window."""
+    counted: str = "updates"
+    """Unit of `num_updates`, as in `LossMonitor`."""
 
     @property
     def event(self) -> str:
@@ -62,14 +64,16 @@ class Stagnation:
     def __str__(self) -> str:
         return (
             f"the loss {_IN_WORDS[self.event]}: {self.first:.4g} at first,"
-            f" {self.recent:.4g} after {self.num_updates} updates"
+            f" {self.recent:.4g} after {self.num_updates} {self.counted}"
         )
 
 
 class LossWatch:
     """Comparison of a member's mean loss in each window with that of the first window."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: str = "updates") -> None:
+        """`counted`: see `LossMonitor`."""
+        self._counted = counted
         self._first: float | None = None
         self._began = 0
         self._recent: list[float] = []
@@ -91,7 +95,7 @@ class LossWatch:
         since = num_updates - self._began
         if not math.isfinite(mean_loss):
             # Later windows would not help.
-            return Stagnation(first=self._first, recent=mean_loss, num_updates=since)
+            return self._stagnation(self._first, mean_loss, since)
         if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
             return None
         recent = sum(self._recent) / NUM_RECENT
@@ -99,16 +103,20 @@ class LossWatch:
         low = EXPECTED_SHARE if self._first > 0 else 1 / EXPECTED_SHARE
         if recent < low * self._first:
             return None
-        return Stagnation(first=self._first, recent=recent, num_updates=since)
+        return self._stagnation(self._first, recent, since)
+
+    def _stagnation(self, first: float, recent: float, since: int) -> Stagnation:
+        return Stagnation(first=first, recent=recent, num_updates=since, counted=self._counted)
 
 
 class LossMonitor:
     """Monitor of one member's losses; logs a warning when the loss stops falling."""
 
-    def __init__(self, policy: str) -> None:
-        """`policy`: the job's treatment of staleness, for the log."""
-        self._policy = policy
-        self._watch = LossWatch()
+    def __init__(self, policy: str, counted: str = "updates") -> None:
+        """`policy`: the job's treatment of staleness, for the log. `counted`: the unit of
+        `num_updates`, for messages."""
+        self._policy, self._counted = policy, counted
+        self._watch = LossWatch(counted)
         self._losses: list[Tensor] = []
         self._logged: Stagnation | None = None
         self._last: Stagnation | None = None
@@ -135,7 +143,7 @@ class LossMonitor:
         before = self._logged.event if self._logged is not None else ""
         if self._last is None:
             if before:
-                log.info("loss_falls", reason=f"after {num_updates} updates", before=before)
+                log.info("loss_falls", reason=f"after {num_updates} {self._counted}", before=before)
             self._logged = None
         elif self._last.event != before:
             self._logged = self._last

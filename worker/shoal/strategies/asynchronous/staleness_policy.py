@@ -14,6 +14,8 @@ The staleness of a push is the number of updates since the values that it was co
 - "reject": refuses gradients that are too stale; the step is taken again on fresh values.
 """
 
+import math
+
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
@@ -40,6 +42,12 @@ def to_policy(
         reject_above = as_index("reject_above", reject_above)
     if compensation is not None:
         compensation = as_number("compensation", compensation)
+        if not 0 <= compensation < math.inf:
+            raise InvalidSpec(
+                "compensation is out of range",
+                seen=f"{compensation:g}",
+                expected="a finite number from 0 up",
+            )
     if (staleness == "reject" and reject_above is None) or (reject_above or 0) < 0:
         raise InvalidSpec(
             "the bound of staleness is missing or out of range",

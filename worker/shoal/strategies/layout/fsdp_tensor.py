@@ -88,6 +88,11 @@ class FSDPTensor(FSDP):
         if self._sequence:
             check_has_blocks(self.plan(model, 2))
 
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        # Without overrides every module that does not fit a size stays whole.
+        if self._overrides:
+            self.plan(model, world_size)
+
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
 

@@ -69,8 +69,13 @@ class Hybrid(LayoutStrategy):
         self._fixed = FixedSizes(
             pipeline=pipeline, data=data, tensor=tensor, max_rank_bytes=max_rank_bytes
         )
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
+        if min_split_bytes < 0:
+            raise InvalidSpec(
+                "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"
+            )
         self._overrides = dict(plan or {})
-        self._min_split_bytes = as_index("min_split_bytes", min_split_bytes)
+        self._min_split_bytes = min_split_bytes
         self._schedule = schedule_spec(schedule, microbatches)
         self._split = StageSplit(balance=balance, split_at=split_at, example=example)
         self._elementwise_optimizer = elementwise_optimizer

@@ -82,6 +82,11 @@ class TensorParallel(LayoutStrategy):
             self.check(subject.model, subject.optimizer)
         return tensor_figures(subject, self.plan(subject.model, subject.world_size))
 
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        # Without overrides every module that does not fit a size stays whole.
+        if self._overrides:
+            self.plan(model, world_size)
+
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         plan = self.plan(model, world.world_size)
         whole = not plan.splits and not isinstance(model, SelfSplittingModule)
