@@ -157,7 +157,7 @@ class LargeDriver(Driver):
             if names.get(player.member_id) != member.identity.public_id:
                 raise RuntimeError("a member got a roster that does not have it")
             number = notice.prepare.roster.generation
-            await self._do(player, ev.RosterJudged(generation=number, digest=digest))
+            await self._do(player, ev.RosterValidated(generation=number, digest=digest))
         elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
             self._hold(player, member, notice.outcome)
         elif kind == "break":

@@ -82,7 +82,7 @@ class LightMember:
             case ev.ProposalMade():
                 proposes = pb.ProposeRequest(token=self.token, proposal=event.proposal)
                 return [self._call(proposes)]
-            case ev.RosterJudged():
+            case ev.RosterValidated():
                 self.accepted = event.digest
                 generation, digest = event.generation, event.digest
                 answers = pb.AnswerRequest(token=self.token, generation=generation, digest=digest)

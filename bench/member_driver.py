@@ -200,11 +200,11 @@ class Driver:
                 method = type(effect.request).__name__.removesuffix("Request")
                 await getattr(player.stub, method)(effect.request, timeout=CALL_S)
                 due.extend(player.core.step(ev.CallEnded(call=effect), time.monotonic()))
-            elif isinstance(effect, ev.JudgeRoster):
+            elif isinstance(effect, ev.ValidateRoster):
                 number, digest = effect.prepare.roster.generation, effect.digest
                 if digest != effect.prepare.digest:
                     raise RuntimeError("a roster has another digest than its notice names")
-                judged = ev.RosterJudged(generation=number, digest=digest)
+                judged = ev.RosterValidated(generation=number, digest=digest)
                 due.extend(player.core.step(judged, time.monotonic()))
             elif isinstance(effect, ev.OpenStream):
                 async for notice in player.stub.Attend(effect.request):

@@ -108,7 +108,7 @@ def make(
     }
     for name, holders in wanted.items():
         folder = CertificateFolder(authority / name)
-        if not folder.is_made:
+        if not folder.has_authority:
             folder.init(roles=())
         for holder in holders:
             for kind in ("crt", "key"):

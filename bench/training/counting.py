@@ -19,7 +19,7 @@ from training.strategy_models import GLOBAL_BATCH, NUM_SAMPLES, new_model, new_o
 
 import shoal
 from shoal.backends.process_group.collectives import counts, reset_counts
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 NUM_RANKS = 4
@@ -90,7 +90,7 @@ def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
     """Take a step; return the memory of gradients before those of other ranks are dropped."""
     inputs, targets = samples()
-    own = slice(*share(0, GLOBAL_BATCH, *shoal.data_share(model)))
+    own = slice(*range_of_rank(0, GLOBAL_BATCH, *shoal.data_share(model)))
     shoal.forward_backward(model, inputs[own], targets[own], mse_loss)
     gradients = storages(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()

@@ -228,7 +228,7 @@ class Machines:
         with self._lock:
             process = self._present.pop(name)
         if notice_s:
-            process.ask_to_end()
+            process.terminate()
             later = threading.Timer(notice_s, kill_machine, (process,))
             later.daemon = True
             later.start()

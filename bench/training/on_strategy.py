@@ -16,7 +16,7 @@ from strategy_models import shares as num_shares
 from torch.nn.functional import mse_loss
 
 import shoal
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 
 
 def on_shoal(strategy: str, pause_s: float, blocks: Blocks) -> None:
@@ -47,7 +47,7 @@ def on_torch(strategy: str, pause_s: float, blocks: Blocks) -> None:
         epoch, start = divmod(number * GLOBAL_BATCH, NUM_SAMPLES)
         if not start:
             order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
-        own = order[slice(*share(start, start + GLOBAL_BATCH, index, count))]
+        own = order[slice(*range_of_rank(start, start + GLOBAL_BATCH, index, count))]
         blocks.before_step()
         step(inputs[own], targets[own])
         time.sleep(pause_s)

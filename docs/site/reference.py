@@ -96,7 +96,7 @@ def commands() -> str:
 def configuration() -> str:
     """The page of the other settings: the environment of a worker, and time limits."""
     from shoal.membership import join_config  # noqa: PLC0415
-    from shoal_server.config_command import meanings, shown  # noqa: PLC0415
+    from shoal_server.config_command import limit_descriptions, limit_text  # noqa: PLC0415
     from shoal_server.core.limits import Limits  # noqa: PLC0415
 
     documented = field_docs(inspect.getsource(join_config), "JoinConfig")
@@ -109,7 +109,7 @@ def configuration() -> str:
         if name in variables
     ]
     limits = Limits()
-    times = [(f"`{name}`", shown(limits, name), text) for name, text in meanings()]
+    times = [(f"`{name}`", limit_text(limits, name), text) for name, text in limit_descriptions()]
     return "\n".join(
         [
             "# Configuration\n",

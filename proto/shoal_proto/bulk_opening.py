@@ -13,7 +13,7 @@ CONNECT_S = 1.0
 HELLO_S = 3.0
 
 
-def reach(offer: OpenBulkReply, address: str) -> socket.socket:
+def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
     """Connect to the server at `address` that made the offer: to its Unix socket if that can be
     reached, else to its TCP port. Raises OSError."""
     if offer.local_name:
@@ -32,7 +32,7 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
     return remote
 
 
-def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
+def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
     """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
     memory; None if the server gave none.
 

@@ -31,7 +31,7 @@ class ProtocolRange:
         shared = min(self.newest, other.newest)
         return shared if shared >= max(self.oldest, other.oldest) else None
 
-    def agreed_with(self, caller: "ProtocolRange") -> int:
+    def negotiate(self, caller: "ProtocolRange") -> int:
         """Return the version to speak with a caller. Raises ProtocolMismatch."""
         shared = self.shared_with(caller)
         if shared is None:

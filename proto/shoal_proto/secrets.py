@@ -30,7 +30,7 @@ class MemberSecrets:
     member need no secret, but with TLS only an operator's are accepted."""
 
 
-def drawn() -> str:
+def new_secret() -> str:
     """Return a fresh secret: 256 bits in hexadecimal digits."""
     return secrets.token_hex(32)
 
@@ -42,7 +42,7 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
 
 
-def proves(secret: str, digest: str) -> bool:
+def matches_digest(secret: str, digest: str) -> bool:
     """True if the digest is that of the secret."""
     return bool(digest) and hmac.compare_digest(digest_of(secret), digest)
 
@@ -59,7 +59,7 @@ def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
     if not launch and not environment.get("SHOAL_BEATS"):
         # No launcher has started this process: a secret that no other process knows keeps all
         # launchers from reporting on it.
-        launch = drawn()
+        launch = new_secret()
     return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
 
 

@@ -44,8 +44,8 @@ def show(config: ShowConfig) -> int:
     table.add_column("limit", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("meaning", overflow="fold", ratio=1)
-    for name, meaning in meanings():
-        table.add_row(name, shown(limits, name), meaning)
+    for name, meaning in limit_descriptions():
+        table.add_row(name, limit_text(limits, name), meaning)
     console.print(table)
     console.print("\nEach must be below the next, or the coordinator does not start:", style="dim")
     for chain in _chains(limits):
@@ -53,7 +53,7 @@ def show(config: ShowConfig) -> int:
     return 0
 
 
-def meanings() -> Iterator[tuple[str, str]]:
+def limit_descriptions() -> Iterator[tuple[str, str]]:
     """Yield each limit's name and its meaning, without line breaks."""
     yield from _CHOSEN.items()
     for name, attribute in vars(Limits).items():
@@ -61,7 +61,7 @@ def meanings() -> Iterator[tuple[str, str]]:
             yield name, " ".join((attribute.__doc__ or "").split())
 
 
-def shown(limits: Limits, name: str) -> str:
+def limit_text(limits: Limits, name: str) -> str:
     """The limit of this name in seconds, or "none"."""
     seconds: float | None = getattr(limits, name)
     return "none" if seconds is None else f"{seconds:g}"
@@ -71,7 +71,7 @@ def _as_dict(limits: Limits) -> dict[str, object]:
     return {
         "limits": {
             name: {"seconds": getattr(limits, name), "meaning": meaning}
-            for name, meaning in meanings()
+            for name, meaning in limit_descriptions()
         },
         "hierarchy": [
             {

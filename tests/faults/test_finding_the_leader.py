@@ -14,7 +14,7 @@ def _path(named: dict[str, str], leader: str) -> list[str]:
     while coordinators.current != leader and len(asked) < MAX_CALLS:
         address = coordinators.current
         asked.append(address)
-        coordinators.move_on(
+        coordinators.choose_next_replica(
             address,
             NotLeader("not here", details={"leader": named[address]})
             if address in named

@@ -212,7 +212,7 @@ class FuzzedCluster:
         """A line of the log for each term that ended while its coordinator ran."""
         logs = sorted(self._directory.glob("coordinator-*.log"))
         lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
-        return [line for line in lines if '"event": "deposed"' in line]
+        return [line for line in lines if '"event": "leader_deposed"' in line]
 
     def rss_bytes(self) -> Mapping[int, int]:
         """Memory of the running coordinator and parameter server, by process id."""

@@ -22,7 +22,7 @@ from support.network.namespaces import Host
 from torch import Tensor, nn
 
 import shoal
-from shoal.weights.series import Ticket
+from shoal.weights.series import PendingPublication
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.stores import WeightStores
 from shoal_proto.errors import DeadlineExceeded, Regressed, ShoalError
@@ -158,7 +158,7 @@ def _train(setup: Setup, journal: Journal) -> None:
             time.sleep(STEP_S)
 
 
-def _await(ticket: Ticket, journal: Journal) -> None:
+def _await(ticket: PendingPublication, journal: Journal) -> None:
     try:
         version = ticket.wait("committed", timeout=FETCH_S)
     except ShoalError as error:

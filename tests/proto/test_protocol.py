@@ -32,10 +32,10 @@ def test_the_newest_common_version_is_used(
 
 def test_a_mismatch_names_the_older_process() -> None:
     with pytest.raises(ProtocolMismatch, match="Upgrade the caller") as raised:
-        ProtocolRange(4, 5).agreed_with(ProtocolRange(2, 3))
+        ProtocolRange(4, 5).negotiate(ProtocolRange(2, 3))
     assert raised.value.seen == "versions 2-3"
     with pytest.raises(ProtocolMismatch, match="Upgrade the server"):
-        ProtocolRange(2, 3).agreed_with(ProtocolRange(4, 5))
+        ProtocolRange(2, 3).negotiate(ProtocolRange(4, 5))
 
 
 def test_the_range_travels_in_the_user_agent() -> None:

@@ -9,20 +9,24 @@ from shoal_proto.secrets import (
     JOB_VARIABLE,
     LAUNCH_VARIABLE,
     digest_of,
-    drawn,
     job_secret,
+    matches_digest,
     member_secrets,
-    proves,
+    new_secret,
 )
 
 
 def test_only_the_secret_itself_proves_it() -> None:
     """The digest does not prove it, and no text proves an absent secret."""
-    secret = drawn()
+    secret = new_secret()
     digest = digest_of(secret)
-    assert proves(secret, digest)
-    assert not proves(digest, digest) and not proves("", digest) and not proves(drawn(), digest)
-    assert digest_of("") == "" and not proves("", "")
+    assert matches_digest(secret, digest)
+    assert (
+        not matches_digest(digest, digest)
+        and not matches_digest("", digest)
+        and not matches_digest(new_secret(), digest)
+    )
+    assert digest_of("") == "" and not matches_digest("", "")
 
 
 def test_a_jobs_secret_is_the_first_line_of_its_owners_file(tmp_path: Path) -> None:

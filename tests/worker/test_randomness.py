@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.randomness import at, mix, part, present, sample_generator, seed_torch
 from shoal.randomness.dropout import draw, key_dropout, samples_along
 
@@ -71,7 +71,7 @@ def test_ranks_draw_what_one_process_draws(case: str, num_ranks: int) -> None:
     rows = shape[0] // NUM_SAMPLES
     parts = []
     for rank in range(num_ranks):
-        start, stop = share(0, NUM_SAMPLES, rank, num_ranks)
+        start, stop = range_of_rank(0, NUM_SAMPLES, rank, num_ranks)
         with at(seed=3, step=5, first=start, count=stop - start):
             parts.append(module(value[start * rows : stop * rows]))
     assert torch.equal(torch.cat(parts), expected)
@@ -342,7 +342,7 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(20):
-        start, stop = share(0, NUM_SAMPLES, rank, world_size)
+        start, stop = range_of_rank(0, NUM_SAMPLES, rank, world_size)
         optimizer.zero_grad()
         with at(seed=11, step=step, first=start, count=stop - start):
             cuts = [*range(0, stop - start, 2), stop - start]

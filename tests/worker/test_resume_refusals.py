@@ -268,7 +268,7 @@ def test_a_checkpoint_with_a_registered_object_of_another_class_is_refused(
         step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))
     with capture_logs() as logs:
         step_of(tmp_path, strategy, net())
-    logged = [each["names"] for each in logs if each["event"] == "registered_state_left_behind"]
+    logged = [each["names"] for each in logs if each["event"] == "registered_state_dropped"]
     assert logged == ["schedule"]
 
 

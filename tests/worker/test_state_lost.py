@@ -81,7 +81,7 @@ def test_a_checkpoint_brings_the_job_back(
         assert 5 < first <= reached + 1
         kill_all(again)
     events = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
-    reasons = [each["reason"] for each in events["events"] if each["kind"] == "went_back"]
+    reasons = [each["reason"] for each in events["events"] if each["kind"] == "job_rolled_back"]
     assert len(reasons) <= 1
     if reasons:  # the last reported step may be that of the checkpoint
         assert f"from step {first - 1}" in reasons[0]

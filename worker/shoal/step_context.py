@@ -47,7 +47,7 @@ class PartsOfStep(Protocol):
 class InputSizes(Protocol):
     """An observer of the sizes of BatchNorm layers' inputs."""
 
-    def look_at_sizes(self, size: Sequence[int]) -> None:
+    def check_norm_input(self, size: Sequence[int]) -> None:
         """Note the size of an input that a layer is about to normalise."""
 
 

@@ -143,9 +143,9 @@ class BulkConnection:
                 # By now the caller has read the data of this reply.
                 for part_id in changed:
                     if not bytes_left[part_id]:
-                        sending.answered(part_id)
+                        sending.record_answer(part_id)
                         if self._arena is not None:
-                            sending.go_on_between()
+                            sending.send_between_answers()
             self._is_in_call = False
         except OSError as error:
             raise self._broken(repr(error)) from error
@@ -167,7 +167,7 @@ class BulkConnection:
     def _next_frame(self, sending: Sending, give_up_s: float) -> Frame:
         received_s = time.monotonic()
         while (frame := self._reader.next()) is None:
-            sending.go_on()
+            sending.send_available()
             if self._receive():
                 received_s = time.monotonic()
                 continue

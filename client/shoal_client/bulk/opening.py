@@ -4,7 +4,7 @@ import structlog
 
 from shoal_client.bulk.arena import Arena, arena_bytes
 from shoal_client.bulk.connection import BulkConnection
-from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.bulk_opening import connect_to_offer, present_key
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
@@ -20,13 +20,13 @@ def connect(
     if not offer.port:
         return None
     try:
-        connected = secured(reach(offer, address))
+        connected = secured(connect_to_offer(offer, address))
     except OSError as error:
         log.info("bulk_port_unreachable", address=address, port=offer.port, reason=str(error))
         return None
     try:
         requested_bytes = arena_bytes(largest_bytes, num_parts)
-        shared = greet(connected, offer.key, requested_bytes)
+        shared = present_key(connected, offer.key, requested_bytes)
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=str(error))
         connected.close()

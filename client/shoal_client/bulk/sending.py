@@ -49,14 +49,14 @@ class Sending:
         """True if data is left that the kernel did not take."""
         return bool(self._ready or self._record)
 
-    def answered(self, shard_id: int) -> None:
+    def record_answer(self, shard_id: int) -> None:
         """Record that the server has answered for the shard. If it refused the shard, the rest of
         its data is not sent."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
 
-    def go_on(self) -> None:
+    def send_available(self) -> None:
         """Send until the kernel takes no more, no slot is free for the next part, or all is sent.
         Raises OSError if the connection broke."""
         while True:
@@ -64,14 +64,14 @@ class Sending:
             if not self._ready or not self._send():
                 return
 
-    def go_on_between(self) -> None:
-        """Send like `go_on`, between two answers, so that the server gets the next part while the
-        answers are read."""
+    def send_between_answers(self) -> None:
+        """Send like `send_available`, between two answers, so that the server gets the next part
+        while the answers are read."""
         try:
-            self.go_on()
+            self.send_available()
         except OSError:
-            # The unsent data is kept: `go_on` raises the error again, after the answers that have
-            # been received.
+            # The unsent data is kept: `send_available` raises the error again, after the answers
+            # that have been received.
             return
 
     def _make_ready(self) -> None:

@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCertificate:
-    """One certificate of the folder, as `listed` returns it."""
+    """One certificate of the folder, as `list_certificates` returns it."""
 
     path: Path
     caller: Caller
@@ -44,7 +44,7 @@ class CertificateFolder:
         return (self.path / CA_KEY_FILE).exists()
 
     @property
-    def is_made(self) -> bool:
+    def has_authority(self) -> bool:
         """True if the folder has an authority."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
@@ -58,7 +58,7 @@ class CertificateFolder:
         the coordinator. Raises InvalidSpec if there is an authority already, if the folder cannot
         be made, or if other users have access to it.
         """
-        if self.is_made:
+        if self.has_authority:
             raise InvalidSpec(
                 "there is an authority already",
                 seen=str(self.path / CA_FILE),
@@ -104,7 +104,7 @@ class CertificateFolder:
             done.append(path)
         return done
 
-    def listed(self) -> list[ListedCertificate]:
+    def list_certificates(self) -> list[ListedCertificate]:
         """The certificates, by file. Raises InvalidSpec."""
         return [
             ListedCertificate(

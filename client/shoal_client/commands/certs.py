@@ -101,7 +101,7 @@ def certs(config: CertsConfig) -> int:
     folder = CertificateFolder(config.folder)
     valid = timedelta(hours=config.valid_h)
     match config.action:
-        case "init" if config.if_absent and folder.is_made:
+        case "init" if config.if_absent and folder.has_authority:
             _renew(folder)
         case "init":
             folder.init(valid, config.hosts)
@@ -133,7 +133,7 @@ def _renew(folder: CertificateFolder) -> None:
 
 def _show(folder: CertificateFolder) -> None:
     now = datetime.now(UTC)
-    for each in folder.listed():
+    for each in folder.list_certificates():
         left = each.not_after - now
         until = f"until {each.not_after:%Y-%m-%d %H:%M} UTC"
         state = until if left > timedelta() else f"expired, {until}"

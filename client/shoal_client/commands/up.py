@@ -96,7 +96,7 @@ def up(config: UpConfig) -> int:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         # A repeated signal must not interrupt the stop of the cluster.
-        if not orders.repeats(number):
+        if not orders.is_repeated(number):
             raise KeyboardInterrupt
 
     _check_ports(config)
@@ -129,7 +129,7 @@ def up(config: UpConfig) -> int:
                 stack.enter_context(identity.using(files))
             if config.etcd:
                 _await_leader(cluster, config.etcd)
-            cluster.when_given_up(ended.put)
+            cluster.call_on_failure(ended.put)
             print(_welcome(cluster, directory), flush=True)
             _say(f"stopping the cluster: {_next_of(ended)}")
             return 1

@@ -33,19 +33,19 @@ class CertificateWait:
         self._since_s: float | None = None
 
     @property
-    def is_on(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if a certificate was refused, and none accepted since."""
         return self._since_s is not None
 
-    def goes_on(self, now_s: float) -> bool:
+    def record_refusal(self, now_s: float) -> bool:
         """Record a refusal. True if there is time left to try again."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
-    def accepted(self) -> bool:
+    def record_acceptance(self) -> bool:
         """Record that a connection succeeded. True if this ends a wait."""
-        was_on, self._since_s = self.is_on, None
+        was_on, self._since_s = self.is_waiting, None
         return was_on
 
     def final_error(self, error: CertificateRefused) -> CertificateRefused:

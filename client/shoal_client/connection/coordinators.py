@@ -117,7 +117,7 @@ class Coordinators:
         keys = [key for key in self._channels if key[0] == address][:-1]
         close_channels([self._channels.pop(key) for key in keys])
 
-    def move_on(self, failed: str, error: ShoalError) -> None:
+    def choose_next_replica(self, failed: str, error: ShoalError) -> None:
         """Choose the next replica after a failure at `failed`: the leader that it named, or else
         the next address. Do nothing if calls go to another replica by now. A named leader is
         followed only if `failed` was reached by rotation: replicas that are cut off name past
@@ -181,7 +181,7 @@ class Coordinators:
                 is_late = time.monotonic() + pause_s >= give_up_s
                 if is_late or self._closed.is_set() or gives_up():
                     raise error from None
-                self.move_on(address, error)
+                self.choose_next_replica(address, error)
             self._closed.wait(pause_s)
 
     def persist(
@@ -203,19 +203,19 @@ class Coordinators:
                 reply = call()
             except OUTLASTED as error:
                 if isinstance(error, CertificateRefused):
-                    if not certificate.goes_on(time.monotonic()):
+                    if not certificate.record_refusal(time.monotonic()):
                         raise certificate.final_error(error) from None
                 else:
-                    certificate.accepted()
+                    certificate.record_acceptance()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if not away:
-                    log.warning("coordinator_away", waits_for=waits_for, reason=str(error))
+                    log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 away = True
                 continue
             if away:
                 away_s = round(time.monotonic() - began_s, 1)
-                log.info("coordinator_back", waits_for=waits_for, away_s=away_s)
+                log.info("coordinator_reconnected", waits_for=waits_for, away_s=away_s)
             return reply
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ def close_channels(channels: Iterable[Closable]) -> None:
     for thread in closing:
         thread.join(max(0.0, give_up_s - time.monotonic()))
     if stuck := sum(thread.is_alive() for thread in closing):
-        log.info("channels_left_open", num_channels=stuck)
+        log.info("channels_not_closed", num_channels=stuck)
 
 
 def own_address(coordinators: Sequence[str]) -> str:

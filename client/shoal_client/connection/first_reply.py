@@ -44,7 +44,7 @@ class FirstReplyTimeout:
         finally:
             self._timer.cancel()
 
-    def answered(self) -> None:
+    def record_reply(self) -> None:
         """Record a reply: from now on the stream may be silent."""
         if self._timer is not None:
             self._timer.cancel()

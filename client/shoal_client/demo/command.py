@@ -19,7 +19,7 @@ from shoal_client.demo.plan import PLANS, DemoPlan, Outcome
 from shoal_client.demo.show import Bars, table, verdict
 from shoal_client.demo.training import DemoTraining
 from shoal_client.local.access import LocalTls
-from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_lines
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
 from shoal_client.local.process import ChildCommand, Process, Supervisor
@@ -108,9 +108,9 @@ def _train(
     with Supervisor() as supervisor, Bars(console) as bars:
         # Load the data while the cluster comes up: both take a second or two.
         writer = supervisor.spawn(_data_command(data, directory))
-        bars.say("starting etcd, a coordinator and two parameter servers")
-        with LocalCluster(config, say=bars.say) as cluster:
-            bars.say(f"status page: {cluster.http_url}")
+        bars.print_line("starting etcd, a coordinator and two parameter servers")
+        with LocalCluster(config, say=bars.print_line) as cluster:
+            bars.print_line(f"status page: {cluster.http_url}")
             _await_data(writer, directory)
             for plan in plans:
                 training = DemoTraining(plan, cluster, directory / plan.strategy, data)
@@ -130,7 +130,7 @@ def _await_data(writer: Process, directory: Path) -> None:
             "the demo could not load the digits",
             seen="still loading" if code is None else f"exit code {code}",
             fix="Is scikit-learn installed (pip install 'shoal[demo]')?\n"
-            + tail(directory / "data.log"),
+            + last_lines(directory / "data.log"),
         )
 
 

@@ -39,7 +39,7 @@ class Bars:
     ) -> None:
         self._progress.__exit__(kind, error, trace)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bars."""
         self._console.print(text, highlight=False)
 
@@ -61,7 +61,7 @@ class Bar:
         """Show the progress of the training."""
         if standing.killed and not self._killed:
             self._killed = standing.killed
-            self._bars.say(
+            self._bars.print_line(
                 f"[yellow]{self._plan.strategy}: SIGKILL to {standing.killed} "
                 f"at step {standing.steps}[/yellow]; another is started in its place"
             )

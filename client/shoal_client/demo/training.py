@@ -22,7 +22,7 @@ from shoal_client.demo.audit import (
     span_s,
 )
 from shoal_client.demo.plan import DATASET_SIZE, DemoPlan, Outcome
-from shoal_client.local.cluster import LocalCluster, tail
+from shoal_client.local.cluster import LocalCluster, last_lines
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InternalError
 from shoal_proto.tls.identity import without_tls
@@ -142,8 +142,8 @@ class DemoTraining:
             if self._kill is None and share >= self._plan.kill_at:
                 self._kill = self._kill_one(sorted(tally.committed))
             show(self._progress(tally))
-            if self._cluster.given_up:
-                raise self._failure(self._cluster.given_up)
+            if self._cluster.failure_reason:
+                raise self._failure(self._cluster.failure_reason)
             if time.monotonic() > deadline_s:
                 raise self._failure(f"not done in {self._plan.timeout_s:.0f} s")
         tally.read()
@@ -229,5 +229,5 @@ class DemoTraining:
         return InternalError(
             f"the {self._plan.strategy} training of the demo failed",
             seen=seen,
-            fix=f"The end of its log, {self._log}:\n{tail(self._log)}",
+            fix=f"The end of its log, {self._log}:\n{last_lines(self._log)}",
         )

@@ -139,7 +139,7 @@ class HostBeats:
             except UnknownJob:
                 standing = pb.JobStanding()
             except ShoalError as error:
-                log.debug("standing_not_known", job=job, reason=str(error))
+                log.debug("job_status_unknown", job=job, reason=str(error))
                 continue
             is_lost = bool(member_id) and member_id not in standing.member_ids
             self._on_standing(WorkerStatus(pid=pid, job=job, phase=standing.phase, is_lost=is_lost))

@@ -101,7 +101,7 @@ class HostOutputs:
             if self._closing.is_set():
                 return
             if isinstance(error, RetryError | CertificateRefused):
-                self._coordinators.move_on(address, error)
+                self._coordinators.choose_next_replica(address, error)
                 self._closing.wait(back_off.pause_s(chance()))
             else:
                 log.debug("outputs_not_served", reason=str(error))
@@ -117,7 +117,7 @@ class HostOutputs:
                     stream.cancel()
             with self._first_reply.until_answered(stream):
                 for wanted in stream:
-                    self._first_reply.answered()
+                    self._first_reply.record_reply()
                     note_answer(address)
                     back_off.reset()
                     self._answered.set()
@@ -144,7 +144,7 @@ class HostOutputs:
         try:
             self._coordinators.call(_give, request, timeout_s=CALL_TIMEOUT_S)
         except ShoalError as error:
-            log.debug("output_not_given", member=wanted.member_id, reason=str(error))
+            log.debug("output_not_sent", member=wanted.member_id, reason=str(error))
 
 
 def _give(channel: grpc.Channel) -> Method[pb.GiveOutputReply]:

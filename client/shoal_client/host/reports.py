@@ -176,14 +176,14 @@ class HostReporter:
         self._coordinators.close()
 
     @property
-    def over(self) -> str:
+    def final_phase(self) -> str:
         """The job's phase in the newest answer, if it cannot be joined any more; else empty."""
         return self._phase if self._phase in OVER else ""
 
     @property
-    def goes_on(self) -> bool:
+    def is_job_running(self) -> bool:
         """True if the job was neither finished nor over in the newest answer; False before one."""
-        return self._phase not in ("", FINISHED) and not self.over
+        return self._phase not in ("", FINISHED) and not self.final_phase
 
     @property
     def finished(self) -> bool:

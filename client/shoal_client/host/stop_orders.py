@@ -23,7 +23,7 @@ class StopOrders:
         """True while a SIGTERM would repeat the newest order."""
         return time.monotonic() < self._first_s + SAME_ORDER_S
 
-    def repeats(self, number: int) -> bool:
+    def is_repeated(self, number: int) -> bool:
         """True if the signal repeats the newest order; otherwise it begins one.
 
         Two SIGINTs are two orders: a person has pressed Ctrl-C twice.

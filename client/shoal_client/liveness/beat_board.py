@@ -202,7 +202,7 @@ class BeatSlot:
         since = (status.own_code_since_ns & ~1) | int(status.loads)
         self._put(_STATUS, _WAITS if status.waits else since if status.own_code_since_ns else 0)
 
-    def beaten(self, within_s: float) -> bool:
+    def has_recent_beat(self, within_s: float) -> bool:
         """True if the launcher's heartbeats were accepted recently, so that the member need not
         send its own."""
         return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9

@@ -133,7 +133,7 @@ class LocalAccess:
 
 
 def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> None:
-    if folder.is_made:
+    if folder.has_authority:
         folder.renew()
         return
     folder.init(roles=())

@@ -177,12 +177,12 @@ class LocalCluster:
         self.close()
 
     @property
-    def given_up(self) -> str:
+    def failure_reason(self) -> str:
         """Reason for which the cluster was given up, with the end of a log; empty while it is
         up."""
         return self._given_up
 
-    def when_given_up(self, call: Callable[[str], None]) -> None:
+    def call_on_failure(self, call: Callable[[str], None]) -> None:
         """Call `call` with the reason and the end of a log when the cluster is given up. That
         happens if a part does not stay up. If it has happened already, `call` is called at once;
         otherwise it runs on a thread of the cluster.
@@ -267,7 +267,7 @@ class LocalCluster:
 
     def log_tail(self, name: str) -> str:
         """The end of a part's log."""
-        return tail(self._log_path(name))
+        return last_lines(self._log_path(name))
 
     def _log_path(self, name: str) -> Path:
         directory = self._config.directory
@@ -335,7 +335,7 @@ class LocalCluster:
 
     def _give_up(self, name: str, reason: str) -> None:
         path = self._log_path(name)
-        message = f"{reason}. The end of its log, {path}:\n{tail(path)}"
+        message = f"{reason}. The end of its log, {path}:\n{last_lines(path)}"
         with self._lock:
             first, self._given_up = not self._given_up, self._given_up or message
             call = self._on_given_up
@@ -462,7 +462,7 @@ class LocalCluster:
         return NotStarted(
             f"{name} of the local cluster did not {what}",
             seen=seen,
-            fix=f"{advice}The end of its log, {path}:\n{tail(path)}",
+            fix=f"{advice}The end of its log, {path}:\n{last_lines(path)}",
             exit_code=exit_code,
         )
 
@@ -480,7 +480,7 @@ def _with_port(wanted: str, found: str) -> str:
     return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 
-def tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+def last_lines(path: Path, num_lines: int = LOG_TAIL_LINES) -> str:
     """The last lines of a text file; empty if there is none."""
     if not path.exists():
         return ""

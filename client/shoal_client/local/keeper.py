@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_client.local.process import Process, how_it_ended
+from shoal_client.local.process import Process, describe_exit
 from shoal_proto.back_off import doubled_s
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 
@@ -116,4 +116,4 @@ class Keeper:
         """Wait for the end of the part; return its description and the exit code."""
         code = self._process.wait()
         assert code is not None
-        return how_it_ended(code), code
+        return describe_exit(code), code

@@ -110,7 +110,7 @@ class Process:
             if self._popen.returncode is None:
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """Send SIGTERM, and SIGCONT, without which a halted child would not handle it."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
@@ -276,7 +276,7 @@ class Supervisor:
         ).start()
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Description of an exit code; -N stands for signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -288,7 +288,7 @@ def how_it_ended(code: int) -> str:
 def stop_all(processes: Sequence[Process], grace_s: float) -> None:
     """Stop several children, with one grace time for all of them."""
     for process in processes:
-        process.ask_to_end()
+        process.terminate()
     _wait_all(processes, grace_s)
     kill_all(processes)
 

@@ -40,7 +40,7 @@ def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     return MembershipStub(channel).Heartbeat
 
 
-def made(
+def make_call(
     coordinators: Coordinators, call: ev.CallLeader, gives_up: Callable[[], bool] = lambda: False
 ) -> ev.CallEnded | ev.HeartbeatRefused:
     """Make the call; return the event that ends it. `gives_up`: see `Coordinators.call`."""

@@ -125,7 +125,7 @@ class GenerationTrack:
         )
         return self._reported
 
-    def stand_still(
+    def record_stop(
         self, step: int, *, has_state: bool, enough_for_call: int = 0
     ) -> pb.SettleRequest:
         self.change, self.step, self._begun = None, step, step - 1
@@ -177,7 +177,7 @@ class GenerationTrack:
             return self._offer_request(number, number, self._crossed_at)
         return None
 
-    def take_stop_at(self, stop: pb.StopAt) -> None:
+    def set_stop_at(self, stop: pb.StopAt) -> None:
         if self.change is not None and self.change.generation == stop.generation:
             self.change = replace(self.change, stop_at=stop.step)
 
@@ -187,7 +187,7 @@ class GenerationTrack:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
 
-    def take_break(self, generation: int, reason: str) -> bool:
+    def record_break(self, generation: int, reason: str) -> bool:
         """Record a break. True if it was not known yet."""
         if generation in self._broken:
             return False
@@ -196,7 +196,7 @@ class GenerationTrack:
         self._broken.setdefault(min(generation, self.generation), reason)
         return True
 
-    def stand(self) -> pb.SettleRequest | None:
+    def idle_step_report(self) -> pb.SettleRequest | None:
         """Step report of a trainer that is in no generation; None if it made no report. A trainer
         that never entered any generation is still at the step that it proposed.
         """
@@ -209,7 +209,9 @@ class GenerationTrack:
         members reported since."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
-    def standing(self) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
+    def report_to_repeat(
+        self,
+    ) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
         """Report to repeat for a new leader: the trainer's step, a failed collective, or that its
         generation is up. The old leader may have died before it notified members of the break."""
         if self._step_report is not None:

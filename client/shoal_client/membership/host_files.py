@@ -46,7 +46,7 @@ class HostFiles:
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            log.info("nothing_shared", directory=str(self._directory), reason=str(error))
+            log.info("host_files_not_shared", directory=str(self._directory), reason=str(error))
             return ask()
         with locked(self._directory, self._closing, self._wait_s):
             if (found := _read(path)) is not None:
@@ -85,7 +85,7 @@ def locked(directory: Path, closing: threading.Event, wait_s: float) -> Iterator
     try:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        log.info("nothing_shared", directory=str(directory), reason=str(error))
+        log.info("host_files_not_shared", directory=str(directory), reason=str(error))
         yield
         return
     try:

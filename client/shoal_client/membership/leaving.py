@@ -35,7 +35,7 @@ class LeaveState:
         """Request of a member that stays with its work done, or that closed the job."""
         self._drained = False
 
-    def ask(self, reason: str) -> None:
+    def request_leave(self, reason: str) -> None:
         """Set the reason to leave, unless there is one already."""
         self.reason = self.reason or reason
 

@@ -55,7 +55,7 @@ class Member:
 class MemberHooks:
     """Callbacks of a session to its owner, on the thread that holds the stream."""
 
-    judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
+    validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
     """Peers that this member cannot reach, each with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
@@ -64,11 +64,11 @@ class MemberHooks:
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called with a generation that is over, and the reason."""
 
-    def judged(self, effect: ev.JudgeRoster) -> ev.RosterJudged:
+    def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
         prepare = effect.prepare
-        rejections = self.judge(prepare)
-        return ev.RosterJudged(
+        rejections = self.validate(prepare)
+        return ev.RosterValidated(
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,

@@ -65,24 +65,24 @@ class MemberCalls:
             "waits_s": round(self._joins_within_s),
             "reason": str(error),
         }
-        return [ev.LogMessage(event="coordinator_away", fields=fields, is_warning=True)]
+        return [ev.LogMessage(event="coordinator_disconnected", fields=fields, is_warning=True)]
 
-    def admitted(self, now_s: float) -> list[ev.Effect]:
+    def handle_admission(self, now_s: float) -> list[ev.Effect]:
         if not self._is_awaited:
             return []
         fields = {"waits_for": "admission", "away_s": round(now_s - self._joined_s, 1)}
-        return [ev.LogMessage(event="coordinator_back", fields=fields)]
+        return [ev.LogMessage(event="coordinator_reconnected", fields=fields)]
 
-    def answered(self, call: ev.CallLeader, now_s: float) -> list[ev.Effect]:
+    def handle_answer(self, call: ev.CallLeader, now_s: float) -> list[ev.Effect]:
         if isinstance(call.request, pb.HeartbeatRequest):
             self._is_answered = True
         if not call.num_failures:
             return []
         away_s = round(now_s - call.since_s, 1)
         fields = {"waits_for": _name(call), "away_s": away_s}
-        return [ev.LogMessage(event="coordinator_back", fields=fields)]
+        return [ev.LogMessage(event="coordinator_reconnected", fields=fields)]
 
-    def again(
+    def repeat_call(
         self, call: ev.CallLeader, error: ShoalError, chance: float, now_s: float
     ) -> list[ev.Effect]:
         """Repeat a call until it is given up: there may be no coordinator for hours."""
@@ -96,13 +96,16 @@ class MemberCalls:
         if call.num_failures:
             return [next_call]
         fields = {"waits_for": _name(call), "reason": str(error)}
-        return [ev.LogMessage(event="coordinator_away", fields=fields, is_warning=True), next_call]
+        return [
+            ev.LogMessage(event="coordinator_disconnected", fields=fields, is_warning=True),
+            next_call,
+        ]
 
-    def once_more(self, call: ev.CallLeader) -> ev.CallLeader:
+    def repeat_after_pause(self, call: ev.CallLeader) -> ev.CallLeader:
         """Repeat a call after a pause, since some calls fail at once."""
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
-    def given_up(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:
+    def give_up_call(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:
         is_news = True
         if isinstance(call.request, pb.HeartbeatRequest):
             is_news, self._is_answered = self._is_answered, False

@@ -1,7 +1,7 @@
 """State and decisions of a member of a job, without I/O: an event and the time go in, effects come
 out. `MemberSession` submits an event on one of its threads and carries out its effects on the same
 thread, in order. The end of a call is an event again. After every event, waiting threads ask for
-their decisions again. The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are
+their decisions again. The trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are
 methods; their outcome changes with events.
 """
 
@@ -11,10 +11,10 @@ from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, CertificateWait
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
-from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.leaving import LeaveState, drained
 from shoal_client.membership.member_calls import MemberCalls
+from shoal_client.membership.wait_clock import WaitClock
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
@@ -67,7 +67,7 @@ class MemberCore:
     def __init__(self, identity: Identity, certificate_wait_s: float = DEFAULT_WAIT_S) -> None:
         self.identity = identity
         self.track = GenerationTrack(identity)
-        self.clock = HeldClock()
+        self.clock = WaitClock()
         self.failure: ShoalError | None = None
         """Error that ended the membership, if any."""
         self.waiting_for = "the coordinator to admit this member"
@@ -123,7 +123,7 @@ class MemberCore:
                 effects = self._heartbeat(event, now_s)
             case ev.NoticeReceived():
                 effects = self._notice(event, now_s)
-            case ev.RosterJudged():
+            case ev.RosterValidated():
                 effects = [self._with_stream(self._answer(event), now_s)]
             case ev.CallEnded():
                 effects = self._call_ended(event, now_s)
@@ -135,7 +135,7 @@ class MemberCore:
             case ev.PauseBegun() | ev.PauseEnded():
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
-                self.leaving.ask(event.reason)
+                self.leaving.request_leave(event.reason)
                 # Before admission no request can be sent: it is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
@@ -157,7 +157,7 @@ class MemberCore:
             case ev.GenerationBroughtUp():
                 return self.track.become_ready(event.record.roster)
             case ev.TrainerStopped():
-                return self.track.stand_still(**vars(event))
+                return self.track.record_stop(**vars(event))
             case ev.CollectiveFailed():
                 return self.track.report_broken(
                     event.error, own=event.own, state_lost=event.state_lost
@@ -173,9 +173,9 @@ class MemberCore:
 
     def _notice(self, event: ev.NoticeReceived, now_s: float) -> Effects:
         if self.clock.away:
-            self.clock.turn(now_s, away=False)
+            self.clock.set_away(now_s, away=False)
         self._back_off.reset()
-        if self._certificate.accepted():
+        if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
@@ -195,7 +195,7 @@ class MemberCore:
             case "outcome":
                 effects = self._take_outcome(notice.outcome, now_s)
             case "stop_at":
-                self.track.take_stop_at(notice.stop_at)
+                self.track.set_stop_at(notice.stop_at)
             case "break":
                 break_notice = getattr(notice, "break")
                 self.track.lost |= frozenset(break_notice.lost_member_ids)
@@ -232,13 +232,13 @@ class MemberCore:
         if self.leaving.reason:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
-            return effects + self._calls.admitted(now_s)
+            return effects + self._calls.handle_admission(now_s)
         # A new leader knows the roster from etcd, but not the reports of members since.
         pause = self._own_pause
         repeated = (
             self.track.proposed(),
             pause.request(self.token, now_s) if pause is not None else None,
-            self.track.standing(),
+            self.track.report_to_repeat(),
             self.leaving.stays_as,
         )
         return effects + [self._with_stream(each, now_s) for each in repeated if each is not None]
@@ -246,14 +246,14 @@ class MemberCore:
     def _take_prepare(self, prepare: pb.Prepare) -> Effects:
         states = {entry.state for entry in prepare.roster.entries}
         return [
-            ev.JudgeRoster(
+            ev.ValidateRoster(
                 prepare=prepare,
                 digest=roster_digest(prepare.roster),
                 from_checkpoint=pb.STATE_ACTION_CHECKPOINT in states,
             )
         ]
 
-    def _answer(self, judged: ev.RosterJudged) -> pb.AnswerRequest:
+    def _answer(self, judged: ev.RosterValidated) -> pb.AnswerRequest:
         return pb.AnswerRequest(
             token=self.token,
             generation=judged.generation,
@@ -279,23 +279,23 @@ class MemberCore:
 
     def _break(self, generation: int, reason: str, now_s: float) -> Effects:
         effects: Effects = []
-        if self.track.take_break(generation, reason):
+        if self.track.record_break(generation, reason):
             fields = {"generation": generation, "reason": reason}
             effects = [
                 ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
         # Report for a trainer that never entered the generation that is over.
-        stand = self.track.stand()
+        stand = self.track.idle_step_report()
         return effects + ([self._with_stream(stand, now_s)] if stand is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
         """Find the present leader and open a new stream."""
-        self.clock.turn(now_s, away=True)
+        self.clock.set_away(now_s, away=True)
         error = event.error
         if self.closed or self.failure is not None:
             return []
-        is_news = not self._certificate.is_on
+        is_news = not self._certificate.is_waiting
         if error is not None and not self._outlasts(error, now_s):
             return self._fail(error)
         found = [] if self.admitted else self._calls.not_admitted(error, now_s)
@@ -331,16 +331,16 @@ class MemberCore:
         if rule is ev.Persistence.LAST:
             return self.leaving.end_call(error, self.identity.member_id)
         if error is None:
-            return self._calls.answered(call, now_s)
+            return self._calls.handle_answer(call, now_s)
         if rule is ev.Persistence.ONCE:
-            return self._calls.given_up(call, error)
+            return self._calls.give_up_call(call, error)
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
         if not self._outlasts(error, now_s):
             return [*self._fail(error), ev.RaiseError(error=self.failure or error)]
         ended = self.closed or self.failure is not None
         if rule is ev.Persistence.UNTIL_ANSWERED and not ended and now_s < call.give_up_s:
-            return self._calls.again(call, error, event.chance, now_s)
+            return self._calls.repeat_call(call, error, event.chance, now_s)
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
@@ -349,9 +349,9 @@ class MemberCore:
             if self._outlasts(event.error, now_s):
                 return []
             return [*self._fail(event.error), ev.RaiseError(error=event.error)]
-        if event.beaten:
+        if event.has_recent_beat:
             return []
-        request = ev.beat(event, self.token, self.track.step)
+        request = ev.heartbeat_request(event, self.token, self.track.step)
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
@@ -376,7 +376,7 @@ class MemberCore:
         continue this job for now. The trainer trains on meanwhile. After a refused certificate an
         admitted member waits for a renewed one, for a limited time."""
         if isinstance(error, CertificateRefused) and self.admitted:
-            return self._certificate.goes_on(now_s)
+            return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
         return quarantined or isinstance(error, RetryError)
 
@@ -386,7 +386,7 @@ class MemberCore:
         if isinstance(error, MemberDrained):
             # The others train without this member; the notice of that has not arrived yet.
             return self._take_drain(error.seen, now=True)
-        if isinstance(error, CertificateRefused) and self._certificate.is_on:
+        if isinstance(error, CertificateRefused) and self._certificate.is_waiting:
             error = self._certificate.final_error(error)
         self.failure = error
         effects = self._report_ending(error)
@@ -408,7 +408,7 @@ class MemberCore:
         effects: Effects = [
             ev.LogMessage(event="drain_noticed", fields=fields, is_detail=is_detail)
         ]
-        self.leaving.ask(reason or "asked to")
+        self.leaving.request_leave(reason or "asked to")
         self.leaving.unreplaced |= unreplaced
         if now:
             # Not through `_fail`: the step in progress is to be completed.
@@ -429,7 +429,7 @@ class MemberCore:
     def _drain_unanswered(self, call: ev.CallLeader, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
             # A leader that does not know this member yet gets the request again on admission.
-            return self._calls.given_up(call, error)
+            return self._calls.give_up_call(call, error)
         assert isinstance(call.request, pb.DrainRequest)
         if self.closed:
             return []
@@ -438,7 +438,7 @@ class MemberCore:
             reason = f"{call.request.reason}; meanwhile {error}"
             # No coordinator can form a generation without this member.
             return self._take_drain(reason, now=True, unreplaced=True)
-        return [self._calls.once_more(call)]
+        return [self._calls.repeat_after_pause(call)]
 
     def _leave(self, event: ev.LeaveWanted, now_s: float) -> Effects:
         drained = isinstance(self.failure, MemberDrained)
@@ -510,7 +510,7 @@ class MemberCore:
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
         """The next committed record with a number above `above` that includes this member. By
-        default the wait is limited to the join limit plus ADMISSION_S, on the `HeldClock`.
+        default the wait is limited to the join limit plus ADMISSION_S, on the `WaitClock`.
         """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
@@ -530,11 +530,11 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if this member, which has done its work, is still needed. See `HeldClock`."""
+        """Decide if this member, which has done its work, is still needed. See `WaitClock`."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
-    def break_seen(
+    def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if the generation, in which a collective failed, is over for all.

@@ -31,7 +31,7 @@ class StreamEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RosterJudged:
+class RosterValidated:
     """Answer of this member to a roster that it was sent."""
 
     generation: int
@@ -56,7 +56,7 @@ class CallEnded:
 class HeartbeatDue:
     """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
 
-    beaten: bool = False
+    has_recent_beat: bool = False
     """True if the launcher's heartbeats for this member were accepted recently."""
     moved: int = 0
     waits: bool = False
@@ -155,7 +155,7 @@ class SessionClosed:
 Event = (
     NoticeReceived
     | StreamEnded
-    | RosterJudged
+    | RosterValidated
     | CallEnded
     | HeartbeatDue
     | HeartbeatRefused
@@ -178,7 +178,7 @@ TrainerEvent = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveF
 """Events of the trainer that are repeated until they are answered."""
 
 
-def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
+def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
     """A member's own heartbeat."""
     one = pb.Beat(
         token=token,
@@ -262,8 +262,8 @@ class FindLeader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeRoster:
-    """Accept or reject the roster; then `RosterJudged`."""
+class ValidateRoster:
+    """Accept or reject the roster; then `RosterValidated`."""
 
     prepare: pb.Prepare
     digest: str
@@ -328,7 +328,7 @@ Effect = (
     | OpenStream
     | CancelStream
     | FindLeader
-    | JudgeRoster
+    | ValidateRoster
     | BreakGeneration
     | AskForDrain
     | ClaimBeats

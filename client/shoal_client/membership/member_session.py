@@ -59,7 +59,7 @@ class MemberSession:
         self._slot = member.beat_slot
         self._own_jobs = OwnJobs(member)
         self._hooks = MemberHooks(
-            judge=judge,
+            validate=judge,
             find_unreachable=find_unreachable,
             find_checkpoints=find_checkpoints,
             on_break=on_break,
@@ -167,7 +167,7 @@ class MemberSession:
 
     def give_up_at(self, time_s: float) -> None:
         """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError,
-        except `wait_over` and a call in progress."""
+        except `wait_generation_over` and a call in progress."""
         with self._lock:
             self._core.clock.give_up_at_s = time_s
 
@@ -246,14 +246,14 @@ class MemberSession:
         """
         since_s = time.monotonic()
         return self._decided(
-            lambda now_s: self._core.break_seen(generation, since_s, limit_s, now_s)
+            lambda now_s: self._core.judge_break(generation, since_s, limit_s, now_s)
         ).over
 
     def successor(self) -> pb.GenerationRecord | None:
         """The planned next generation, once members agreed where to stop. Cheap to call."""
         return self._core.track.successor
 
-    def wait_over(self, generation: int, timeout_s: float) -> bool:
+    def wait_generation_over(self, generation: int, timeout_s: float) -> bool:
         """Wait until a generation is broken or has a successor, or the membership ended. False
         after `timeout_s`."""
         with self._changed:
@@ -389,7 +389,7 @@ class MemberSession:
         return self._core.clock.held_until_s(time.monotonic())
 
     @property
-    def is_away(self) -> bool:
+    def is_disconnected(self) -> bool:
         """True if no coordinator holds this member's stream at the moment. Cheap to call."""
         return self._core.clock.away
 
@@ -464,9 +464,9 @@ class MemberSession:
             case ev.CancelStream():
                 self._stream.cancel()
             case ev.FindLeader():
-                self._coordinators.move_on(self._stream.address, effect.error)
-            case ev.JudgeRoster():
-                return self._hooks.judged(effect)
+                self._coordinators.choose_next_replica(self._stream.address, effect.error)
+            case ev.ValidateRoster():
+                return self._hooks.validate_roster(effect)
             case ev.BreakGeneration():
                 self._hooks.on_break(effect.generation, effect.reason)
             case ev.AskForDrain():
@@ -484,9 +484,11 @@ class MemberSession:
             self._threads.closing.wait(call.after_s)
         core = self._core
         if isinstance(call.request, pb.HeartbeatRequest):
-            return calls.made(self._coordinators, call, lambda: core.closed)
+            return calls.make_call(self._coordinators, call, lambda: core.closed)
         with self._joining.within():
-            return calls.made(self._coordinators, call, lambda: core.closed or core.is_idle(call))
+            return calls.make_call(
+                self._coordinators, call, lambda: core.closed or core.is_idle(call)
+            )
 
     def _notify_launcher(self, effect: ev.ClaimBeats | ev.UnclaimBeats | ev.ReportEnding) -> None:
         if self._slot is None:
@@ -534,7 +536,7 @@ class MemberSession:
             within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
             status = self._status
             due = ev.HeartbeatDue(
-                beaten=slot is not None and slot.beaten(within_s=within_s),
+                has_recent_beat=slot is not None and slot.has_recent_beat(within_s=within_s),
                 moved=status.moved,
                 waits=status.waits,
                 own_code_s=status.own_code_s,

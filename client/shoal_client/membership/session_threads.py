@@ -58,7 +58,7 @@ class HeldStream:
                     stream.cancel()
             with self._first_reply.until_answered(stream):
                 for notice in stream:
-                    self._first_reply.answered()
+                    self._first_reply.record_reply()
                     note_answer(address)
                     handle(notice)
         except grpc.RpcError as rpc_error:

@@ -15,7 +15,7 @@ from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.seen_versions import SeenVersions
-from shoal_client.parameters.servers import Attempt, worst_of
+from shoal_client.parameters.servers import Attempt, most_severe
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
 from shoal_client.shards.parts import EncodedPush, GradientPart, Pieces
@@ -133,7 +133,7 @@ class ParameterClient:
         """Give the shards their first values; return the number of shards that this call created as
         far as it knows: an answer may be lost, and the call repeated. An existing shard is left
         unchanged, so any member may create at any time. Raises ShapeMismatch."""
-        shard_map = self._job.known_map()
+        shard_map = self._job.cached_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
 
@@ -167,7 +167,7 @@ class ParameterClient:
         created yet, then raises ShardNotReady. Each shard's values are of one version. If the call
         fails, some buffers may have new values, others not. Raises ShapeMismatch."""
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
-        check_buffers(self._job.known_map(), into, complete=True, writable=True)
+        check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
@@ -194,7 +194,7 @@ class ParameterClient:
         """A step that includes the next push here, to every shard, and a push of rows to `rows_in`.
         Pass it to both pushes. See `TableClient.shard_ids`."""
         self._sequence += 1
-        own = (shard.shard_id for shard in self._job.known_map().shards)
+        own = (shard.shard_id for shard in self._job.cached_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
 
     def push(
@@ -220,7 +220,7 @@ class ParameterClient:
         InvalidSpec if a server does not read a codec, ShapeMismatch, and ForgottenPush if a shard
         no longer knows whether it applied its part. After an error, some shards may have applied
         their parts."""
-        shard_map = self._job.known_map()
+        shard_map = self._job.cached_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
             check_buffers(shard_map, into, complete=True, writable=True)
@@ -248,7 +248,7 @@ class ParameterClient:
             self._push_once(calls, shards, timeout_s, todo, push)
 
         with tracing.span("Push"):
-            push = replace(push, traceparent=tracing.carried())
+            push = replace(push, traceparent=tracing.current_traceparent())
             push.result.retries = self._until_done(attempt, shard_ids=only)
         return push.result
 
@@ -291,7 +291,7 @@ class ParameterClient:
             else:
                 self._epochs[outcome.shard_id] = epochs[outcome.shard_id]
         if errors:
-            raise worst_of(errors)
+            raise most_severe(errors)
 
     def _gradient_part(self, shard: Shard, push: "_Push") -> GradientPart:
         gradient = push.encoded.shards.get(shard.shard_id)
@@ -344,7 +344,7 @@ class ParameterClient:
     @property
     def shard_map(self) -> ShardMap:
         """The shard map fetched last. Assignments may have changed since; the layout has not."""
-        return self._job.known_map()
+        return self._job.cached_map()
 
     def _adopt(self, received: ShardMap) -> ShardMap:
         shard_map = without_tables(received)

@@ -98,7 +98,7 @@ class JobShards(Generic[Stub]):
             # Go on with the known map; servers refuse calls if it is out of date.
             self._log.info("shard_map_not_fetched", reason=str(error))
 
-    def known_map(self) -> ShardMap:
+    def cached_map(self) -> ShardMap:
         """The map received last. Raises InternalError if there is none."""
         if self._map is None:
             raise InternalError(
@@ -114,7 +114,7 @@ class JobShards(Generic[Stub]):
     ) -> int:
         """Run attempts at every server until each shard is done; return the number of rounds beyond
         the first. See `ShardServers.run`."""
-        return self._servers.run(self.known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
+        return self._servers.run(self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids)
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
         """Connect, in the background, to a server that is about to be called."""

@@ -120,11 +120,11 @@ class ShardServers(Generic[Stub]):
             # A connection that broke after its last shard was done does not matter.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
-            worst = worst_of(errors) if errors else _incomplete(todo)
+            worst = most_severe(errors) if errors else _incomplete(todo)
             give_up_s = self._extended_s(give_up_s, errors, reason, lost_by_s)
             is_waited_for = False
             if isinstance(worst, CertificateRefused) and self._has_connected:
-                is_waited_for = certificate.goes_on(time.monotonic())
+                is_waited_for = certificate.record_refusal(time.monotonic())
                 if not is_waited_for:
                     worst = certificate.final_error(worst)
             if _redirected(held, errors) and time.monotonic() < give_up_s:
@@ -181,7 +181,7 @@ class ShardServers(Generic[Stub]):
                 event = "waiting_for_lost_shards"
             elif isinstance(error, Unavailable) and give_up_s < lost_by_s:
                 # The shards of the gone server are not declared lost yet.
-                log.info("waiting_for_gone_servers", reason=str(error))
+                log.info("waiting_for_lost_servers", reason=str(error))
                 give_up_s = lost_by_s
                 continue
             else:
@@ -234,7 +234,7 @@ class ShardServers(Generic[Stub]):
                 redirects.append(number + 1)
                 found = [once(*each) for each in _by_address(left).items()]
                 errors = [each for each in found if each is not None]
-                error = worst_of(errors) if errors else None
+                error = most_severe(errors) if errors else None
             return error
 
         # This thread calls one of the servers: with a single server no other thread is needed.
@@ -318,7 +318,7 @@ class ShardServers(Generic[Stub]):
         close_channels(channel for channel, _ in gone)
 
 
-def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
+def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
     """The error that decides what follows: preferably one that forbids a retry, then one without a
     redirect. If it is a redirect, it gets the routes of all the errors."""
     worst = min(

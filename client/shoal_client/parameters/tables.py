@@ -10,7 +10,7 @@ from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.seen_versions import SeenVersions
-from shoal_client.parameters.servers import Attempt, worst_of
+from shoal_client.parameters.servers import Attempt, most_severe
 from shoal_client.parameters.table_calls import (
     AskedRows,
     PushedRows,
@@ -106,7 +106,7 @@ class TableClient:
                     self._seen.note(shard_id, whole.epoch, whole.version)
                     todo.discard(shard_id)
             if errors:
-                raise worst_of(errors)
+                raise most_severe(errors)
 
         self._until_done(attempt, wanted)
         return found
@@ -175,10 +175,10 @@ class TableClient:
                 self._seen.note(outcome.shard_id, epochs[outcome.shard_id], outcome.version)
                 todo.discard(outcome.shard_id)
             if errors:
-                raise worst_of(errors)
+                raise most_severe(errors)
 
         with tracing.span("PushRows"):
-            traced = tracing.carried()
+            traced = tracing.current_traceparent()
             result.retries = self._until_done(attempt, pushed)
         return result
 

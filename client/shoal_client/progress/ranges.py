@@ -30,7 +30,9 @@ def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
     return found
 
 
-def without(ranges: Iterable[SampleRange], taken: Iterable[SampleRange]) -> list[SampleRange]:
+def subtract_ranges(
+    ranges: Iterable[SampleRange], taken: Iterable[SampleRange]
+) -> list[SampleRange]:
     """Ranges without the parts that are in `taken`."""
     left = list(ranges)
     for t in taken:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
-from shoal_client.progress.ranges import SampleRange, joined, without
+from shoal_client.progress.ranges import SampleRange, joined, subtract_ranges
 from shoal_proto.errors import Overloaded, ShoalError
 from shoal_proto.v1 import samples_pb2
 from shoal_proto.v1.identity_pb2 import Token
@@ -111,7 +111,7 @@ class SampleClient:
             back = list(reserve.given_back) if reserve is not None else []
             self._unreported = joined([*self._unreported, *done])
             self._given_back = joined([*self._given_back, *back])
-            self._held = without(self._held, [*done, *back])
+            self._held = subtract_ranges(self._held, [*done, *back])
             answer = None
             if self._unanswered is not None:
                 # The request may have been carried out: a retry gets the first answer.
@@ -147,7 +147,7 @@ class SampleClient:
         self._not_held = joined([*self._not_held, *not_held])
         leased = _range(reply.range) if reply.HasField("range") else None
         now_leased = [leased] if leased is not None else []
-        self._held = joined([*without(self._held, not_held), *now_leased])
+        self._held = joined([*subtract_ranges(self._held, not_held), *now_leased])
         return SampleLease(
             range=leased,
             exhausted=reply.exhausted,

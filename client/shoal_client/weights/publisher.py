@@ -236,7 +236,7 @@ class SeriesPublisher:
         )
         if cut.partial_steps:
             log.warning(
-                "steps_in_part",
+                "steps_partly_published",
                 series=self._series,
                 publication=part.publication,
                 steps=list(cut.partial_steps),

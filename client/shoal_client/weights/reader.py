@@ -145,7 +145,7 @@ class SeriesReader:
         if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
             # The server on this machine serves the same bytes. A relay would keep their memory in
             # use after the server has dropped them.
-            log.info("relay_beside_a_server", series=self.series)
+            log.info("relay_on_server_host", series=self.series)
             self._leases.serves_at = ""
             self._relay.close()
             self._relay = None
@@ -426,7 +426,7 @@ class SeriesReader:
                     if time.monotonic() >= give_up_s:
                         raise
                 # The record changes when a lost server is replaced.
-                view = self._watch.changed_after(view, back_off.pause_s(chance()))
+                view = self._watch.wait_change(view, back_off.pause_s(chance()))
         except BaseException:
             staged.close()
             raise

@@ -34,13 +34,13 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.segments.sealed import Segment
-from shoal_proto.segments.transfer import StagedSegment, asked_chunks
+from shoal_proto.segments.transfer import StagedSegment, requested_chunks
 from shoal_proto.status import to_detail, to_status
 from shoal_proto.tls import identity
 from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.channels import add_port
 from shoal_proto.tls.names import READER_NAME, Caller, CertificateRole, caller_among
-from shoal_proto.tls.sockets import accepted
+from shoal_proto.tls.sockets import secure_accepted
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
     SEGMENT_TRANSFER_CHUNKS,
@@ -323,7 +323,7 @@ class Relay(WeightStoreServicer):
             plain.settimeout(HELLO_S)
             if plain.family != socket.AF_UNIX:
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected = accepted(plain)
+            connected = secure_accepted(plain)
             with self._changed:
                 self._connections.discard(plain)
                 self._connections.add(connected)
@@ -373,7 +373,7 @@ class Relay(WeightStoreServicer):
         self._wait(wire, entry, lambda: entry.memory is not None)
         assert entry.memory is not None
         as_descriptor = wire.is_local and request.takes_descriptor
-        wanted = () if as_descriptor else asked_chunks(request, entry.num_bytes)
+        wanted = () if as_descriptor else requested_chunks(request, entry.num_bytes)
         reply = FetchSegmentReply(
             num_bytes=entry.num_bytes,
             chunk_digests=entry.chunk_digests,

@@ -56,7 +56,7 @@ class SeriesWatch:
                     raise self._late(newer_than, timeout_s or 0.0)
                 self._changed.wait(left_s)
 
-    def changed_after(self, seen: SeriesView, timeout_s: float) -> SeriesView:
+    def wait_change(self, seen: SeriesView, timeout_s: float) -> SeriesView:
         """Wait for another view than `seen`; return `seen` if none arrives in time."""
         with self._changed:
             self._changed.wait_for(
@@ -93,7 +93,7 @@ class SeriesWatch:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            self._coordinators.move_on(address, error)
+            self._coordinators.choose_next_replica(address, error)
             log.info("series_watch_interrupted", series=self._series, reason=str(error))
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, back_off.pause_s(chance()))
@@ -111,7 +111,7 @@ class SeriesWatch:
                     stream.cancel()
             with first_reply.until_answered(stream):
                 for view in stream:
-                    first_reply.answered()
+                    first_reply.record_reply()
                     note_answer(address)
                     back_off.reset()
                     self._update(view)

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import SILENCE_S, Frame, FrameKind, FrameReader
-from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.bulk_opening import connect_to_offer, present_key
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
@@ -189,9 +189,9 @@ class SegmentConnection:
                 raise ConnectionRefusedError("the server accepts no bulk connections")
             if not may_be_local:
                 offer.local_name = ""
-            connected = secured(reach(offer, address), name)
+            connected = secured(connect_to_offer(offer, address), name)
             try:
-                greet(connected, offer.key, 0)
+                present_key(connected, offer.key, 0)
                 return cls(connected, address, chunk_within_s=chunk_within_s)
             except BaseException:
                 connected.close()
@@ -473,7 +473,7 @@ def _ranges(indices: Sequence[int]) -> list[range]:
     return found
 
 
-def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
+def requested_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
     """Return the requested chunks of a segment of that size; all if none are named. Raises
     InvalidSpec if the segment does not have them, or they are not in rising order."""
     last = num_chunks(num_bytes)

@@ -92,7 +92,7 @@ class TlsIdentity:
             return
         self._seen = stamps
         self._material = found
-        log.info("certificate_read_anew", cert=str(self.files.cert))
+        log.info("certificate_reloaded", cert=str(self.files.cert))
 
     def _stamps(self) -> list[tuple[int, int, int]]:
         try:

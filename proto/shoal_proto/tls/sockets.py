@@ -28,7 +28,7 @@ def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
     return secured
 
 
-def accepted(connected: socket.socket) -> socket.socket:
+def secure_accepted(connected: socket.socket) -> socket.socket:
     """Return a connection that this process has accepted, as `secured` does: the other end needs a
     certificate, too."""
     own = identity.own()

@@ -124,7 +124,7 @@ def mark(token: Carrier) -> None:
         token.traceparent = _carried()
 
 
-def carried() -> str:
+def current_traceparent() -> str:
     """Return the current span, as tokens carry it; empty: none, or traces are off."""
     return "" if _Tracing.tracer is None else _carried()
 

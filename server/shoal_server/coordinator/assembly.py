@@ -21,7 +21,7 @@ from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
-from shoal_server.coordinator.plug_in.interface import Host, plugged_in
+from shoal_server.coordinator.plug_in.interface import Host, load_plug_in
 from shoal_server.coordinator.plug_in.options import ParameterOptions
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
@@ -36,7 +36,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
-from shoal_server.serving.tasks import keep_on, running
+from shoal_server.serving.tasks import run_restarting, running
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.reading import StatusQueries
 
@@ -61,7 +61,7 @@ class Coordinator:
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
         self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
         self._server_calls = ServerCalls()
-        self.plug_in = plugged_in(self._host(limits, bounds), parameters)
+        self.plug_in = load_plug_in(self._host(limits, bounds), parameters)
         self._while_leading = AsyncExitStack()
         self.rendezvous = RendezvousService(self.registry, bounds)
         self.weights = WeightSeriesService(
@@ -148,7 +148,7 @@ class Coordinator:
 
     async def _take_up_again(self, job: str) -> str:
         self.plug_in.reopen(job)
-        actor = await self.registry.take_up_again(job)
+        actor = await self.registry.resume_quarantined(job)
         if actor is None:
             return ""
         self.plug_in.inherit(job, actor.trainers())
@@ -211,7 +211,10 @@ class Coordinator:
             self.plug_in.inherit(actor.job.spec.job, actor.trainers())
         await self._while_leading.enter_async_context(self.plug_in.leading())
         history = HistoryKeeper(self._store, self.registry, self.board)
-        work = keep_on(self.retention.run, "retention"), keep_on(history.run, "history")
+        work = (
+            run_restarting(self.retention.run, "retention"),
+            run_restarting(history.run, "history"),
+        )
         await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:

@@ -37,7 +37,7 @@ class ClockMark:
         """Start a term: the mark is read again."""
         self._is_read = False
 
-    async def look(self) -> bool:
+    async def update_mark(self) -> bool:
         """Write the time mark if it is due. True if data that is old by this clock may be removed.
 
         False as long as the previous mark could not be read from etcd, and while a clock is
@@ -54,7 +54,7 @@ class ClockMark:
                 await self._store.transact((), [Put(keys.CLOCK, mark)])
                 self._note_at_s = now_s + NOTE_EACH_S
         except RetryError as error:
-            log.warning("clock_not_noted", reason=str(error))
+            log.warning("clock_mark_not_written", reason=str(error))
         return self._is_read
 
     async def _read(self) -> None:
@@ -67,7 +67,7 @@ class ClockMark:
         self._held_until_s = now_s + wait_s
         if wait_s and noted_s is not None:
             log.error(
-                "clock_doubted",
+                "clock_implausible",
                 ahead_s=round(now_s - noted_s),
                 removes_nothing_for_s=round(wait_s),
                 reason="no coordinator led for that long, or the clock of this coordinator or"

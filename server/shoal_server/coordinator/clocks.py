@@ -203,7 +203,7 @@ class ClocksService(ClocksServicer):
                 details={"leader": ""},
             )
         try:
-            standing = job.clocks.standing(who, self._clock())
+            standing = job.clocks.decide_clock(who, self._clock())
         except NoClock:
             raise Fenced(
                 f"{who.member_id} is not a member of job {token.job} any more",

@@ -45,7 +45,7 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
     return ""
 
 
-async def see_members_off(registry: Registry, drain_s: float) -> None:
+async def wait_for_drains(registry: Registry, drain_s: float) -> None:
     """Wait until no member drains any more and etcd has confirmed it, for at most `drain_s`. If
     there are members, and none drains, wait for NOTICE_S: they may be about to. Return at once if
     this coordinator does not lead.
@@ -56,12 +56,14 @@ async def see_members_off(registry: Registry, drain_s: float) -> None:
     began_s, logged_reason, presence = time.monotonic(), "", _presence(registry, Presence())
     while reason := why_stay(presence, time.monotonic() - began_s, drain_s):
         if reason != logged_reason:
-            log.info("coordinator_ends_later", reason=reason, drain_s=drain_s)
+            log.info("coordinator_stop_delayed", reason=reason, drain_s=drain_s)
         logged_reason = reason
         await asyncio.sleep(ASK_AGAIN_S)
         presence = _presence(registry, presence)
     if presence.num_draining:
-        log.warning("left_while_members_drain", num_members=presence.num_draining, drain_s=drain_s)
+        log.warning(
+            "coordinator_stopped_during_drain", num_members=presence.num_draining, drain_s=drain_s
+        )
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:

@@ -114,13 +114,13 @@ class HistoryKeeper:
         is_over = actor.job.phase in OVER and actor.job.tally.is_cleared
         if known is None or is_over or job not in self._taken_up:
             return
-        stories, series = known
+        reports, series = known
         value = written(
             KeptHistory(
                 begun_unix_s=actor.job.tally.begun_s,
                 series=series.view(),
-                changes=tuple(stories.changes),
-                extra_s=stories.extra_s,
+                changes=tuple(reports.changes),
+                extra_s=reports.extra_s,
                 logged=self._board.logged(job).view(),
                 run=self._board.run(job),
             )

@@ -16,14 +16,14 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
 from shoal_server.coordinator.persistence.quarantine import unreadable
-from shoal_server.coordinator.persistence.stored_json import named_under
+from shoal_server.coordinator.persistence.stored_json import name_in_key
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
-from shoal_server.etcd.json_fields import Fields, UnreadableRecord, taken_apart
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord, as_unreadable
 from shoal_server.etcd.leader_store import LeaderStore
 
 log = structlog.get_logger(__name__)
@@ -58,12 +58,12 @@ class JobReset:
         """Read which jobs were reset; must be called before the registry takes over jobs."""
         earlier_runs = {}
         for item in (await self._store.range(keys.RESETS)).items:
-            job = named_under(keys.RESETS, item.key)
+            job = name_in_key(keys.RESETS, item.key)
             if job is None:
                 log.warning("key_of_no_job", key=item.key)
                 continue
             try:
-                with taken_apart():
+                with as_unreadable():
                     earlier_runs[job] = from_json(job, item.value)
             except (UnreadableRecord, InternalError) as error:
                 # The incarnations expelled by an earlier run are unknown: nobody may join.
@@ -89,10 +89,10 @@ class JobReset:
         are deleted, if etcd carried out a write and was then lost before it answered.
         """
         known = self._registry.earlier_runs.get(job)
-        async with self._registry.forgetting(job) as actor, self._plug_in.closed(job):
+        async with self._registry.block_and_forget(job) as actor, self._plug_in.closed(job):
             if actor is not None:
                 # A pending write of the old run must not land after the deletion.
-                await actor.carried_out(WRITTEN_WITHIN_S)
+                await actor.wait_durable(WRITTEN_WITHIN_S)
             held = (await self._store.range(keys.job_prefix(job))).items
             members = (await self._store.range(keys.members(job))).items
             check_unused(job, [each.key.removeprefix(keys.members(job)) for each in members])

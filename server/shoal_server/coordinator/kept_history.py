@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from shoal_proto.health import MAX_LOGGED, RunOrigin
-from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, taken_apart
+from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable
+from shoal_server.status.history.change_reports import MAX_CHANGES
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
-from shoal_server.status.history.stories import MAX_CHANGES
 from shoal_server.status.history.thinned import MAX_POINTS
 
 MAX_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def read(value: bytes) -> KeptHistory:
         raise UnreadableRecord(f"no deflated JSON ({error})") from error
     if inflated.unconsumed_tail:
         raise UnreadableRecord(f"more than {MAX_INFLATED_BYTES} bytes")
-    with taken_apart():
+    with as_unreadable():
         kept = _KEPT.validate_json(data)
     if problem := _problem(kept):
         raise UnreadableRecord(problem)

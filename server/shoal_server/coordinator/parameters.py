@@ -27,7 +27,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.stories import seconds
+from shoal_server.status.history.change_reports import seconds
 from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import EpochSamplesView, SamplesView, ShardsView
 
@@ -54,7 +54,7 @@ class ParametersPlugIn(PlugIn):
             accepting=LossAcceptance(store, losses, self.sample_service, host.require_leading),
             call_wait_s=host.call_wait_s,
         )
-        position = JobPosition(cursor=self.sample_service.books, training=host.training)
+        position = JobPosition(cursor=self.sample_service.ledger_json, training=host.training)
         self._taker = SnapshotTaker(store, calls, position, _noting_snapshots(host.board))
         self.snapshot_service = SnapshotService(
             options.snapshots,

@@ -12,10 +12,10 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.config import CoordinatorConfig
-from shoal_server.coordinator.departure import see_members_off
+from shoal_server.coordinator.departure import wait_for_drains
 from shoal_server.coordinator.jobs.operations import JobOperations
 from shoal_server.coordinator.leadership.health import HealthService
-from shoal_server.coordinator.leadership.leader_failover import end_when_gone
+from shoal_server.coordinator.leadership.leader_failover import end_term_when_gone
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
@@ -25,11 +25,11 @@ from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.listening import (
     StopRequest,
-    advertised,
+    advertised_address,
     is_loopback,
     join_address,
     split_address,
-    warn_of_reach,
+    warn_of_exposure,
     write_ready_file,
 )
 from shoal_server.serving.rpc import bind, call_durations, new_server
@@ -62,7 +62,7 @@ async def serve(config: CoordinatorConfig) -> None:
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.admission.calls), call_durations()
         server = new_server(durations, calls, config.admission.calls)
-        address = advertised(config.advertise, config.listen, bind(server, config.listen))
+        address = advertised_address(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(opened(config.etcd))
         coordinator = Coordinator(
             store,
@@ -116,11 +116,11 @@ async def serve(config: CoordinatorConfig) -> None:
         await wait_first(leader_loop.has_begun.wait(), campaign, stopping)
         if leader_loop.has_begun.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": url})
-            warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
+            warn_of_exposure({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=url)
         await wait_first(campaign, stopping)
         if stopping.done():
-            leaving = see_members_off(coordinator.registry, config.drain_s)
+            leaving = wait_for_drains(coordinator.registry, config.drain_s)
             await wait_first(campaign, stop.insisted.wait(), leaving)
     log.info("coordinator_stopped", grpc=address)
 
@@ -193,12 +193,12 @@ class LeaderLoop:
             self._health.set_leads(True)
             await wait_first(coordinator.term.deposed.wait(), leadership.lost.wait())
             reason = coordinator.term.why_deposed or leadership.reason
-            log.warning("deposed", reason=reason)
+            log.warning("leader_deposed", reason=reason)
             coordinator.registry.known_leader.why_nobody = (
                 f"nobody is known to lead: this coordinator's term has ended ({reason})"
             )
         except ShoalError as error:
-            log.error("could_not_lead", reason=str(error))
+            log.error("leadership_start_failed", reason=str(error))
             return False
         finally:
             self._health.set_leads(False)
@@ -222,7 +222,7 @@ class LeaderLoop:
                     watching = None
                 self._note(leader)
                 if leader is not None and leader.address not in ("", self._address):
-                    watching = asyncio.create_task(end_when_gone(self._store, leader))
+                    watching = asyncio.create_task(end_term_when_gone(self._store, leader))
         finally:
             if watching is not None:
                 await _cancel(watching)

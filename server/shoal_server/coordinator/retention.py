@@ -22,7 +22,13 @@ from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.membership.phases import OVER
-from shoal_server.core.retention import REMOVES, DueAction, JobAge, RetentionLimits, due
+from shoal_server.core.retention import (
+    REMOVES,
+    DueAction,
+    RetentionLimits,
+    RetentionState,
+    due_action,
+)
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation, Put
 from shoal_server.etcd.leader_store import LeaderStore
@@ -85,7 +91,7 @@ class Retention:
     async def sweep(self) -> None:
         """Do what is due for each job; a failure of one job is logged and affects no other. Raises
         NotLeader once another coordinator leads."""
-        self._may_remove = await self._mark.look()
+        self._may_remove = await self._mark.update_mark()
         await self._forget_runs()
         actors = self._registry.actors()
         self._note_empty(actors)
@@ -97,10 +103,10 @@ class Retention:
                 except NotLeader:
                     raise
                 except (RetryError, JobInUse) as error:
-                    log.warning("not_swept", job=job, due=what.name, reason=str(error))
+                    log.warning("job_not_swept", job=job, due=what.name, reason=str(error))
                     break
                 except Exception as error:
-                    log.exception("not_swept", job=job, due=what.name, reason=str(error))
+                    log.exception("job_not_swept", job=job, due=what.name, reason=str(error))
                     break
 
     async def _forget_runs(self) -> None:
@@ -120,13 +126,13 @@ class Retention:
         job = actor.job
         if not self._is_known(actor):
             return DueAction.NOTHING  # it was removed or reset meanwhile
-        age = JobAge(
+        age = RetentionState(
             ended_s=job.state.stage.since_s if job.phase in OVER else None,
             empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
             has_result=job.tally.result is not None,
             is_cleared=job.tally.is_cleared,
         )
-        what = due(age, self._limits, self._clock())
+        what = due_action(age, self._limits, self._clock())
         return what if self._may_remove or what not in REMOVES else DueAction.NOTHING
 
     def _is_known(self, actor: JobActor) -> bool:
@@ -163,14 +169,14 @@ class Retention:
 
     async def _clear(self, actor: JobActor) -> None:
         name = actor.job.spec.job
-        async with self._registry.forgetting(name), self._plug_in.closed(name):
-            await actor.carried_out(WRITTEN_WITHIN_S)
+        async with self._registry.block_and_forget(name), self._plug_in.closed(name):
+            await actor.wait_durable(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
             assert kept is not None, "a job's result is stored before the job is cleared"
             cleared = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
             written = await self._store.transact((), _operations(name, cleared))
             self._plug_in.forget(name)
-        self._registry.keep_cleared(replace(cleared, revision=written.revision))
+        self._registry.keep_state_only(replace(cleared, revision=written.revision))
         log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
 
 

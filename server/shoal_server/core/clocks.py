@@ -124,9 +124,9 @@ class Clocks:
         member.in_step = report.begins or report.position.pulled
         member.bound = report.bound
         self._index(name, member)
-        return self.standing(who, now_s)
+        return self.decide_clock(who, now_s)
 
-    def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
+    def decide_clock(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Decide whether the member may go on, record that, and return the answer with its clock.
 
         A member outside of a step moves to the newest round open to it, and waits in its round
@@ -137,7 +137,7 @@ class Clocks:
         if not self._unreported and not member.in_step:
             # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or ClockPosition(start), ClockPosition(start))
-            self._standing.put(name, member.position)
+            self._standing.move(name, member.position)
         position = member.position or ClockPosition(0)
         reason = self._why_not(name, member)
         if not reason:
@@ -186,11 +186,11 @@ class Clocks:
         if member.position is None:
             self._standing.drop(name)
         else:
-            self._standing.put(name, member.position)
+            self._standing.move(name, member.position)
         if member.position is None or not member.in_step:
             self._stepping.drop(name)
         else:
-            self._stepping.put(name, member.position)
+            self._stepping.move(name, member.position)
 
     # --- decisions ---
 
@@ -205,7 +205,11 @@ class Clocks:
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
-        return start + 1 if self._stepping.is_at(ClockPosition(start, pulled=True), but) else start
+        return (
+            start + 1
+            if self._stepping.is_occupied(ClockPosition(start, pulled=True), but)
+            else start
+        )
 
     def _why_not(self, name: str, member: _Member) -> str:
         if self._unreported:

@@ -26,7 +26,7 @@ class PositionIndex:
         self._positions: list[ClockPosition] = []
         """Occupied positions, in order."""
 
-    def put(self, name: str, position: ClockPosition) -> None:
+    def move(self, name: str, position: ClockPosition) -> None:
         """Move the name to this position."""
         if self._at.get(name) == position:
             return
@@ -61,7 +61,7 @@ class PositionIndex:
         """The highest position of all names except `but`; None if there is no other name."""
         return self._end(-1, -2, but)
 
-    def is_at(self, position: ClockPosition, but: str) -> bool:
+    def is_occupied(self, position: ClockPosition, but: str) -> bool:
         """True if a name other than `but` has this position."""
         names = self._names.get(position, {})
         return len(names) > (but in names)
@@ -74,6 +74,6 @@ class PositionIndex:
         if not self._positions:
             return None
         position = self._positions[end]
-        if self.is_at(position, but):
+        if self.is_occupied(position, but):
             return position
         return self._positions[beside] if len(self._positions) > 1 else None

@@ -33,7 +33,7 @@ class RetentionLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobAge:
+class RetentionState:
     """The times and flags of a job that decide what is due. All times are of one clock."""
 
     ended_s: float | None
@@ -56,7 +56,7 @@ def held_s(now_s: float, noted_s: float | None) -> float:
     return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0
 
 
-def due(job: JobAge, limits: RetentionLimits, now_s: float) -> DueAction:
+def due_action(job: RetentionState, limits: RetentionLimits, now_s: float) -> DueAction:
     """Return the first action that is due. The caller asks again once it is done."""
     if job.ended_s is None:
         empty_s = 0.0 if job.empty_since_s is None else now_s - job.empty_since_s

@@ -209,7 +209,7 @@ class Renewal(Protocol):
         """The newest confirmed renewal; None before the first."""
         ...
 
-    def lives(self) -> None:
+    def report_alive(self) -> None:
         """Report that the event loop runs. Some time after the last report, renewals pause until
         the next one."""
         ...
@@ -239,7 +239,7 @@ class KeyValueStore(Keyspace, Protocol):
         """Renew once and return the TTL left in seconds; 0.0 when the lease is gone."""
         ...
 
-    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+    def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
         """Renew the lease in the background until `end`, or until the lease is gone, even while the
         event loop is busy."""
         ...

@@ -60,7 +60,7 @@ class Leadership:
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
         self._own_until_s = valid_until_s
-        self._aside = store.renew_aside(lease, valid_until_s - self._clock())
+        self._aside = store.renew_in_background(lease, valid_until_s - self._clock())
         self._tasks = (
             asyncio.create_task(self._renew(), name="leader-renew"),
             asyncio.create_task(self._observe(), name="leader-observe"),
@@ -103,7 +103,7 @@ class Leadership:
 
     async def _renew(self) -> None:
         while not self.lost.is_set():
-            self._aside.lives()
+            self._aside.report_alive()
             until_s = self._valid_until_s
             left_s = until_s - self._clock()
             try:
@@ -177,7 +177,7 @@ class Election:
             candidate.host,
         ):
             ended = await end_term(self._store, leader)
-            log.info("predecessor_gone", address=candidate.address, ended=ended)
+            log.info("predecessor_process_ended", address=candidate.address, ended=ended)
 
     async def campaign(self) -> Leadership:
         """Wait until the leader's key is free, and take it. Cancel the call to stop trying.

@@ -36,7 +36,7 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
 
 
 @contextmanager
-def taken_apart() -> Iterator[None]:
+def as_unreadable() -> Iterator[None]:
     """Turn errors of parsing untrusted bytes into `UnreadableRecord`, except protobuf's DecodeError
     and `zlib.error`."""
     try:
@@ -65,7 +65,7 @@ class Fields:
     @classmethod
     def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
         """Fields of the JSON object in the bytes. Raises UnreadableRecord, LaterFormat."""
-        with taken_apart():
+        with as_unreadable():
             value = json.loads(data)
         if not isinstance(value, dict):
             raise UnreadableRecord(f"JSON {type(value).__name__}; expected an object")
@@ -81,7 +81,7 @@ class Fields:
     def has(self, name: str) -> bool:
         return self._get(name) is not None
 
-    def rest(self) -> dict[str, object]:
+    def unread_fields(self) -> dict[str, object]:
         """Fields that were not read: a later release knows them."""
         return {name: value for name, value in self._value.items() if name not in self._asked}
 

@@ -41,7 +41,7 @@ class NoRenewal:
 
     confirmed = None
 
-    def lives(self) -> None:
+    def report_alive(self) -> None:
         """Do nothing."""
 
     def end(self) -> None:
@@ -152,7 +152,7 @@ class MemoryStore:
         held.expires_s = self._clock() + held.ttl_s
         return held.ttl_s
 
-    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+    def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
         return NoRenewal()
 
     async def revoke(self, lease: LeaseId) -> None:

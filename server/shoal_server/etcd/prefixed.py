@@ -90,8 +90,8 @@ class PrefixedStore:
     async def keep_alive(self, lease: LeaseId) -> float:
         return await self._store.keep_alive(lease)
 
-    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
-        return self._store.renew_aside(lease, ttl_s)
+    def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
+        return self._store.renew_in_background(lease, ttl_s)
 
     async def revoke(self, lease: LeaseId) -> None:
         await self._store.revoke(lease)

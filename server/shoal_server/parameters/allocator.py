@@ -21,7 +21,7 @@ def keep_freed_memory() -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        log.info("allocator_left_as_it_is", reason="no mallopt in this C library")
+        log.info("allocator_unchanged", reason="no mallopt in this C library")
         return
     for option, value in (
         (_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK_BYTES),

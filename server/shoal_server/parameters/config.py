@@ -55,7 +55,7 @@ class WorkLimits:
     def most_bulk_connections(self) -> int:
         """Most connections for tensors: `max_bulk_connections`, or fewer if the descriptors of this
         process allow no more."""
-        return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
+        return min(self.max_bulk_connections, descriptors.descriptors_for_callers(0.25))
 
 
 @dataclass(frozen=True, kw_only=True)

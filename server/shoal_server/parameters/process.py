@@ -37,7 +37,7 @@ from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.journal_recovery import DiskDisowning, JournalRecovery
+from shoal_server.parameters.replication.journal_recovery import DiskRemovalLoop, JournalRecovery
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
@@ -64,9 +64,9 @@ from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.listening import (
-    advertised,
+    advertised_address,
     split_address,
-    warn_of_reach,
+    warn_of_exposure,
     write_ready_file,
 )
 from shoal_server.serving.loop_lag import LoopLag
@@ -126,10 +126,10 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         gc.freeze()
         write_ready_file(config.ready_file, {"grpc": server.address})
         await _until(stop, server)
-        await hand_everything_over(server, config.drain_s)
+        await hand_over_shards(server, config.drain_s)
 
 
-async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
+async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
     """Hand this server's shards over to other servers, for at most `drain_s`. Then log the shards
     whose only copies are still here."""
     try:
@@ -137,11 +137,11 @@ async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
             await server.registration.announce_leaving()
             await server.replicas.wait_empty()
     except (TimeoutError, RetryError) as error:
-        log.warning("left_with_shards", server_id=server.server_id, reason=repr(error))
+        log.warning("server_stopped_with_shards", server_id=server.server_id, reason=repr(error))
     full = server.replicas.full_peers
-    for job, shard_ids in server.replicas.only_here.items():
+    for job, shard_ids in server.replicas.sole_copies.items():
         log.error(
-            "left_with_the_only_copies",
+            "server_stopped_with_sole_copies",
             job=job,
             shard_ids=shard_ids[:MAX_LOGGED],
             num_shards=len(shard_ids),
@@ -161,7 +161,7 @@ async def running(
         calls, durations = CallCounts(config.work.calls), call_durations()
         server = new_server(durations, calls, config.work.calls)
         port = bind(server, config.listen)
-        address = advertised(config.advertise, config.listen, port)
+        address = advertised_address(config.advertise, config.listen, port)
         server_id = config.server_id or _id_of(address)
         pool = ThreadPoolExecutor(config.work.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
@@ -227,9 +227,9 @@ async def running(
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
         else:
             await predecessor.succeed(store, me)
-            disowning = DiskDisowning(store, replicas, config.timeouts.limits)
-            await disowning.look()
-            await stack.enter_async_context(tasks.running(disowning.look_for_ever()))
+            removal = DiskRemovalLoop(store, replicas, config.timeouts.limits)
+            await removal.correct_assignments()
+            await stack.enter_async_context(tasks.running(removal.correct_for_ever()))
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(
             BulkServices(servicer, tables, replication, weights),
@@ -254,7 +254,7 @@ async def running(
                 on_end=replicas.lease_ended,
             )
         )
-        warn_of_reach({"grpc": config.listen}, config.etcd.endpoints)
+        warn_of_exposure({"grpc": config.listen}, config.etcd.endpoints)
         log.info(
             "parameter_server_started",
             server_id=server_id,
@@ -306,8 +306,8 @@ async def _weights(
             async with (
                 records,
                 tasks.running(
-                    tasks.keep_on(servicer.sweep_for_ever, "published-weights"),
-                    tasks.keep_on(upkeep.work_for_ever, "upkeep-of-weights"),
+                    tasks.run_restarting(servicer.sweep_for_ever, "published-weights"),
+                    tasks.run_restarting(upkeep.work_for_ever, "upkeep-of-weights"),
                 ),
             ):
                 yield servicer
@@ -367,7 +367,7 @@ async def _journal(
                 await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
                 # Free the shards of which this server has not become primary.
                 del recovered
-                async with tasks.running(recovery.later()):
+                async with tasks.running(recovery.claim_later()):
                     yield
 
 

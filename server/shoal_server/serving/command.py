@@ -17,7 +17,7 @@ OTHERS = 0o077
 """Mode bits of group and others."""
 
 
-def lacks(command: str, *modules: str, extra: str = "") -> bool:
+def is_module_missing(command: str, *modules: str, extra: str = "") -> bool:
     """True if a module is not installed; prints the first such module, and the extra to install (by
     default named like the command)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

@@ -84,7 +84,7 @@ def listening(listen: str, bind: str, option: str = "--listen") -> str:
     return address
 
 
-def advertised(advertise: str, listen: str, port: int) -> str:
+def advertised_address(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
     `advertise` is HOST:PORT, or HOST, which gets `port`; empty: the host of `listen`. A HOST in
@@ -120,7 +120,7 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
+def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
     """Warn if other machines may reach a port without TLS, or if none can reach any port although
     etcd is on another machine.
 
@@ -136,7 +136,7 @@ def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
         )
     elif not found and not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):
         log.warning(
-            "reached_from_this_machine_only",
+            "reachable_from_this_host_only",
             **listens,
             reason="etcd is on another machine, and the address announced there is a loopback "
             "address; give --bind ADDRESS if other machines should reach this process",

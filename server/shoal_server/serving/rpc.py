@@ -154,7 +154,7 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
     if spoken is None:
         return None
     try:
-        OWN_PROTOCOLS.agreed_with(spoken)
+        OWN_PROTOCOLS.negotiate(spoken)
     except ProtocolMismatch as mismatch:
         return mismatch
     return None

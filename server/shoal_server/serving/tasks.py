@@ -50,7 +50,7 @@ async def gather_settled(*calls: Awaitable[R]) -> list[R]:
     return answers
 
 
-async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
+async def run_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
     """Run `work` until it returns. If it raises, the error is logged with `name`, and `work` starts
     again after a pause."""
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -67,11 +67,11 @@ async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -
         await asyncio.sleep(pauses.pause_s())
 
 
-async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
+async def run_restarting(work: Callable[[], Awaitable[object]], name: str) -> None:
     """Run `work`, a loop without end, until this call is cancelled. If `work` raises or returns,
     that is logged, and it starts again after a pause."""
     while True:
-        await keep_on_until_done(work, name)
+        await run_until_done(work, name)
         log.error("loop_ended", loop=name)
         await asyncio.sleep(FIRST_PAUSE_S)
 

@@ -10,10 +10,10 @@ import structlog
 
 from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_server.core.membership.changes import ChangeSummary
+from shoal_server.status.history.change_reports import ChangeReport, ChangeReports, ChangeTotals
 from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Reading, Series
-from shoal_server.status.history.stories import ChangeReport, ChangeReports, ChangeTotals
 from shoal_server.status.views import EventView, HealthView
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class _JobBoard:
     gone_total_steps: int = 0
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
-    stories: ChangeReports = field(default_factory=ChangeReports)
+    reports: ChangeReports = field(default_factory=ChangeReports)
     series: Series = field(default_factory=Series)
     logged: LoggedValues = field(default_factory=LoggedValues)
     snapshot_unix_s: float | None = None
@@ -135,12 +135,12 @@ class StatusBoard:
     def runs(self, job: str, story: ChangeSummary) -> None:
         """Record that a generation runs. The change is logged once a member has reported its pause,
         by `log_due_reports`, or before the next change; at once if no member will report."""
-        self._tell(job, self._board(job).stories.runs(story, self._clock()))
+        self._tell(job, self._board(job).reports.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
         """Log a change that has waited long enough for reports of members."""
         if (board := self._jobs.get(job)) is not None:
-            self._tell(job, board.stories.due(self._clock()))
+            self._tell(job, board.reports.due_changes(self._clock()))
 
     def _tell(self, job: str, changes: Sequence[ChangeView]) -> None:
         for change in changes:
@@ -160,18 +160,18 @@ class StatusBoard:
     def changes(self, job: str) -> Sequence[ChangeView]:
         """Latest changes from one generation to the next, the newest last; at most 100."""
         board = self._jobs.get(job)
-        return tuple(board.stories.changes) if board else ()
+        return tuple(board.reports.changes) if board else ()
 
     def paused_s(self, job: str) -> float:
         """Seconds in which a generation ran but members did not train, because of a change."""
         board = self._jobs.get(job)
-        return board.stories.extra_s if board else 0.0
+        return board.reports.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
         """Cost of membership changes to the job since this coordinator started, or since the job's
         last reset."""
         board = self._jobs.get(job)
-        return board.stories.totals if board else ChangeTotals()
+        return board.reports.totals if board else ChangeTotals()
 
     def measured(self, job: str, reading: Reading) -> None:
         """Add a reading to the job's charts."""
@@ -197,12 +197,12 @@ class StatusBoard:
         board.run = board.run or run
         board.logged.restore(logged)
         board.series.restore(series)
-        board.stories.restore(changes, extra_s)
+        board.reports.restore(changes, extra_s)
 
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
         """Changes and charted series of the job; None if nothing is known of it."""
         board = self._jobs.get(job)
-        return (board.stories, board.series) if board else None
+        return (board.reports, board.series) if board else None
 
     def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
         """Highest value of a figure in the latest reports of the job's members; None if none has
@@ -257,7 +257,7 @@ class StatusBoard:
         board = self._jobs.get(job)
         return list(board.events)[-limit:] if board else ()
 
-    def last_ending(self, job: str) -> str:
+    def last_removal_reason(self, job: str) -> str:
         """Reason of the last removal of a member; empty if this coordinator has seen none."""
         board = self._jobs.get(job)
         for event in reversed(board.events if board else ()):
@@ -289,7 +289,7 @@ class StatusBoard:
                 paused_s=health.paused_s,
                 steps_lost=health.lost_steps or 0,
             )
-            self._tell(job, board.stories.paused(pause))
+            self._tell(job, board.reports.paused(pause))
         if health.course is not None:
             board.logged.add(health.course.logged)
             board.checkpoints.add(health.course, self._clock())
@@ -301,7 +301,7 @@ class StatusBoard:
                 known.losses.pop()  # the step was redone, or reported twice
             known.losses.append((health.step, health.loss))
 
-    def begin_anew(self, job: str) -> None:
+    def reset_reports(self, job: str) -> None:
         """Drop what members of the job reported: the next run of its name has no steps and no loss
         yet. Events, the counts of events and reports, and the newest snapshot's time stay."""
         board = self._jobs.get(job)
@@ -309,7 +309,7 @@ class StatusBoard:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
-            board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
+            board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:

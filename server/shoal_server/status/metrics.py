@@ -271,7 +271,7 @@ class _Snapshot(Collector):
             "shoal_job_logged_value", "Newest value logged by the script.", labels=["job", "name"]
         )
         for job in self.jobs:
-            for name, (_, value) in self.reading.board.logged(job.job).newest().items():
+            for name, (_, value) in self.reading.board.logged(job.job).newest_values().items():
                 newest.add_metric([job.job, name], value)
         yield newest
 

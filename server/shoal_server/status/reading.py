@@ -278,7 +278,9 @@ class StatusQueries:
             loss=job.life.loss if loss is None else loss,
             num_samples=job.life.num_samples if samples is None else samples.completed,
             goodput=self._goodput(job),
-            last_ending=self.board.last_ending(job.job) if job.state == "interrupted" else "",
+            last_ending=self.board.last_removal_reason(job.job)
+            if job.state == "interrupted"
+            else "",
         )
 
     def _course(self, job: JobView, step: int) -> CourseView:
@@ -294,7 +296,7 @@ class StatusQueries:
             checkpoint_bytes=board.checkpoint_bytes(job.job),
             writes_checkpoints=board.writes_checkpoints(job.job),
             snapshot_unix_s=board.snapshot_unix_s(job.job),
-            logged=board.logged(job.job).newest(),
+            logged=board.logged(job.job).newest_values(),
         )
 
     def _eta_s(self, job: JobView, progress: float | None, num_steps: int | None) -> float | None:

@@ -35,7 +35,7 @@ def sent(num_bytes: int) -> list[Frame]:
         ours.setblocking(False)
         sending = Sending(ours, OPENING, [part], None)
         while not frames or frames[-1].kind is not FrameKind.END:
-            sending.go_on()
+            sending.send_available()
             reader.received(theirs.recv_into(reader.space()))
             while (frame := reader.next()) is not None:
                 frames.append(frame)
@@ -80,7 +80,7 @@ def test_a_large_part_is_announced_before_the_next_one_is_copied() -> None:
         ours.setblocking(False)
         theirs.setblocking(False)
         arena = Arena(mapped, len(data))
-        Sending(ours, OPENING, parts(), arena).go_on()
+        Sending(ours, OPENING, parts(), arena).send_available()
         del arena
     assert lengths == [[], [0], [1]]
 

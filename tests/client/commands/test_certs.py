@@ -94,11 +94,11 @@ def test_renewed_certificates_are_for_the_same_holders(
     folder = tmp_path / "certs"
     certs(folder, "init", "--valid-h", "2")
     certs(folder, "issue", "worker", "--name", "w", "--job", "j")
-    before = {each.path: each for each in CertificateFolder(folder).listed()}
+    before = {each.path: each for each in CertificateFolder(folder).list_certificates()}
     bytes_before = {path: path.read_bytes() for path in before}
     assert certs(folder, "init", "--if-absent") == 0
     assert certs(folder, "renew") == 0
-    after = {each.path: each for each in CertificateFolder(folder).listed()}
+    after = {each.path: each for each in CertificateFolder(folder).list_certificates()}
     assert {p: (e.caller, e.hosts) for p, e in after.items()} == {
         p: (e.caller, e.hosts) for p, e in before.items()
     }

@@ -49,7 +49,7 @@ def test_the_timeout_doubles_with_each_silence_and_an_answer_resets_it() -> None
         waited.append(timeout._waited_s)
     assert waited == [0.001, 0.002, 0.004, 0.008, 0.008, 0.008]
     with timeout.until_answered(Stream()):
-        timeout.answered()
+        timeout.record_reply()
     assert timeout.error("host:1") is None
     with timeout.until_answered(Stream()):
         assert timeout._timer is not None

@@ -141,11 +141,11 @@ async def test_a_write_is_part_of_the_trace_of_its_call(spans: Spans, tmp_path: 
 
 
 def test_no_trace_is_carried_while_traces_are_off() -> None:
-    assert tracing.carried() == ""
+    assert tracing.current_traceparent() == ""
     with tracing.span("x"):
-        assert tracing.carried() == ""
+        assert tracing.current_traceparent() == ""
     with tracing.OngoingSpan("x") as ongoing, ongoing.within():
-        assert tracing.carried() == ""
+        assert tracing.current_traceparent() == ""
 
 
 SENDS = """

@@ -74,4 +74,4 @@ def test_the_answer_to_a_report_has_if_the_job_is_over(
             coordinator.phase = reported
             reporter.report(ReportExitRequest(job="j", pid=1))
             assert reporter.flush(unhurried(30.0))
-            assert reporter.over == known
+            assert reporter.final_phase == known

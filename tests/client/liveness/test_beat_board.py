@@ -62,14 +62,14 @@ def test_an_accepted_heartbeat_counts_only_for_its_claim(board: BeatBoard) -> No
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     first = launcher.claimed(os.getpid())
     assert first is not None
-    assert not worker.beaten(within_s=1e-9)
+    assert not worker.has_recent_beat(within_s=1e-9)
     launcher.accepted(first)
-    assert worker.beaten(within_s=FOR_EVER_S)
+    assert worker.has_recent_beat(within_s=FOR_EVER_S)
     worker.claim(
         Token(job="j", member_id="m", incarnation="second"), heartbeat_s=0.25, patience_s=FOR_EVER_S
     )
     launcher.accepted(first)
-    assert not worker.beaten(within_s=1.0)
+    assert not worker.has_recent_beat(within_s=1.0)
 
 
 @pytest.mark.parametrize("made", ["nowhere", "file", "number", "text"])

@@ -87,7 +87,7 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
         assert not {each.pid for each in before.values()} & {
             each.pid for each in cluster.processes.values()
         }
-        assert cluster.given_up == ""
+        assert cluster.failure_reason == ""
     assert cluster.processes == {}
 
 
@@ -148,7 +148,7 @@ def test_a_cluster_whose_etcd_cannot_start_is_given_up(tmp_path: Path) -> None:
     policy = RestartPolicy(max_failures=2, first_pause_s=0.01)
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, restart=policy)
     with LocalCluster(config) as cluster:
-        cluster.when_given_up(ended.put)
+        cluster.call_on_failure(ended.put)
         for path in (tmp_path / "etcd" / "etcd.etcd").rglob("*.wal"):
             path.write_bytes(b"no log at all")
         for process in cluster.processes.values():
@@ -156,8 +156,8 @@ def test_a_cluster_whose_etcd_cannot_start_is_given_up(tmp_path: Path) -> None:
         reason = ended.get(timeout=DEADLINE_S)
         assert reason.startswith("etcd cannot stay up: it did not come up again")
         assert str(tmp_path / "etcd" / "etcd.log") in reason
-        assert cluster.given_up == reason
-        cluster.when_given_up(ended.put)
+        assert cluster.failure_reason == reason
+        cluster.call_on_failure(ended.put)
         assert ended.get(timeout=DEADLINE_S) == reason
     assert cluster.processes == {}
 

@@ -116,7 +116,7 @@ def test_a_member_continues_once_its_certificate_is_renewed(tmp_path: Path) -> N
         assert "no TLS connection" in member.waiting_for
         assert member.failure is None
         renew(files)
-        until(lambda: not member.is_away, "attending again")
+        until(lambda: not member.is_disconnected, "attending again")
         assert member.failure is None
         assert member.token == token
         assert member.begin_step(0) is None

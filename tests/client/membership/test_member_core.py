@@ -173,9 +173,9 @@ def test_the_answer_to_a_roster_is_its_digest() -> None:
     (judge,) = member.core.step(
         ev.NoticeReceived(notice=pb.Notice(prepare=pb.Prepare(roster=shown))), 0
     )
-    assert isinstance(judge, ev.JudgeRoster)
+    assert isinstance(judge, ev.ValidateRoster)
     assert judge.digest == roster_digest(shown)
-    judged = ev.RosterJudged(generation=1, digest=judge.digest, unreachable={"b": "refused"})
+    judged = ev.RosterValidated(generation=1, digest=judge.digest, unreachable={"b": "refused"})
     answer = the_call(member.core.step(judged, 0)).request
     assert isinstance(answer, pb.AnswerRequest)
     assert (answer.generation, answer.digest) == (1, judge.digest)
@@ -232,7 +232,7 @@ def test_a_break_is_reported_once_and_covers_earlier_generations() -> None:
     member = training()
     assert member.hears(broken(1)) == ["generation_broken", "Break 1"]
     assert member.hears(broken(1)) == []
-    assert member.core.break_seen(1, 0, 10, 0) == ev.GenerationOver(over=True)
+    assert member.core.judge_break(1, 0, 10, 0) == ev.GenerationOver(over=True)
     member = training()
     assert member.hears(broken(2)) == ["generation_broken", "Break 2"]
     assert member.core.track.is_broken(1)
@@ -291,7 +291,7 @@ def test_an_unplanned_generation_ends_the_one_before() -> None:
     """Processes that could report that end may all be dead."""
     member = training()
     assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
-    assert member.core.break_seen(1, 0, 10, 0) == ev.GenerationOver(over=True)
+    assert member.core.judge_break(1, 0, 10, 0) == ev.GenerationOver(over=True)
     assert member.enters(above=1) == 3
 
 
@@ -341,9 +341,9 @@ def test_a_member_without_admission_logs_its_wait_once() -> None:
         told_at[at_s] = [effect for effect in effects if isinstance(effect, ev.LogMessage)]
     assert [len(each) for each in told_at.values()] == [0, 0, 1, 0]
     (line,) = told_at[1.5]
-    assert line.event == "coordinator_away" and line.is_warning
+    assert line.event == "coordinator_disconnected" and line.is_warning
     assert line.fields == {"waits_for": "admission", "waits_s": 600, "reason": str(NOBODY)}
-    assert member.hears(ADMITTED) == ["ClaimBeats", "coordinator_back"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "coordinator_reconnected"]
 
 
 # --- calls ---
@@ -353,12 +353,12 @@ def test_a_trainers_report_is_repeated_until_it_is_answered() -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     effects = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
-    assert effects == ["coordinator_away", "ReportBroken"]
+    assert effects == ["coordinator_disconnected", "ReportBroken"]
     for failure in range(5):
         call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
     assert call.after_s > 0
     assert [described(effect) for effect in member.core.step(ended(call), 1000)] == [
-        "coordinator_back"
+        "coordinator_reconnected"
     ]
 
 
@@ -454,7 +454,7 @@ def test_a_failed_report_of_a_pause_has_no_effect() -> None:
 
 def test_heartbeats_of_the_launcher_replace_those_of_the_member() -> None:
     member = training()
-    assert member.does(ev.HeartbeatDue(beaten=True)) == []
+    assert member.does(ev.HeartbeatDue(has_recent_beat=True)) == []
     beat = the_call(member.core.step(ev.HeartbeatDue(moved=3, waits=True), 0)).request
     assert isinstance(beat, pb.HeartbeatRequest)
     assert (beat.beats[0].moved, beat.beats[0].waits) == (3, True)
@@ -516,11 +516,11 @@ def test_a_standby_member_waits_without_a_limit() -> None:
 def test_limits_are_extended_while_a_member_is_paused() -> None:
     member = training()
     member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
-    assert member.core.break_seen(1, 0, 10, 300) == ev.WaitUntil(until_s=310)
+    assert member.core.judge_break(1, 0, 10, 300) == ev.WaitUntil(until_s=310)
     member.now_s = 400.0
     member.hears(pb.Notice(pauses=pb.Pauses()))
-    assert member.core.break_seen(1, 0, 10, 409) == ev.WaitUntil(until_s=410)
-    assert member.core.break_seen(1, 0, 10, 410) == ev.GenerationOver(over=False)
+    assert member.core.judge_break(1, 0, 10, 409) == ev.WaitUntil(until_s=410)
+    assert member.core.judge_break(1, 0, 10, 410) == ev.GenerationOver(over=False)
 
 
 def test_a_drained_member_hands_over_once_and_leaves_when_the_others_run() -> None:

@@ -75,7 +75,7 @@ async def test_the_last_member_leaves_at_once_when_drained() -> None:
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")
-        assert await asyncio.to_thread(a.wait_over, 1, WITHIN_S)
+        assert await asyncio.to_thread(a.wait_generation_over, 1, WITHIN_S)
         with pytest.raises(MemberDrained, match="spot notice"):
             a.begin_step(0)
         with pytest.raises(MemberDrained):
@@ -124,14 +124,14 @@ async def test_a_change_that_fails_after_the_boundary_releases_the_drained_membe
 
 def _cross(member: MemberSession) -> pb.GenerationRecord:
     """Stop for the next generation before the first step, and do not bring it up."""
-    member.wait_over(1, WITHIN_S)
+    member.wait_generation_over(1, WITHIN_S)
     record = member.begin_step(0)
     assert record is not None
     return record
 
 
 def _stand(member: MemberSession) -> pb.GenerationRecord | None:
-    member.wait_over(1, WITHIN_S)
+    member.wait_generation_over(1, WITHIN_S)
     return member.begin_step(0)
 
 
@@ -149,7 +149,7 @@ async def test_a_new_leader_gets_the_drain_request() -> None:
         async with served(store) as second:
             b = second.client("b", desired=1)
             await asyncio.to_thread(b.join)
-            a.coordinators.move_on(
+            a.coordinators.choose_next_replica(
                 first.address, NotLeader("moved", details={"leader": second.address})
             )
             await asyncio.to_thread(propose, b)
@@ -177,7 +177,7 @@ async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> 
         (a,) = await _training_alone(world)
         await world.coordinator.step_down()
         a.drain("spot notice")
-        assert await asyncio.to_thread(a.wait_over, 1, WITHIN_S)
+        assert await asyncio.to_thread(a.wait_generation_over, 1, WITHIN_S)
         with pytest.raises(MemberDrained, match="spot notice"):
             a.begin_step(0)
 

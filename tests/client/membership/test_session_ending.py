@@ -50,7 +50,7 @@ def who(membership: MemberSession) -> MemberProcess:
 
 async def until_failed(membership: MemberSession) -> None:
     """Wait until the heartbeat thread has found that the membership failed."""
-    assert await asyncio.to_thread(membership.wait_over, 0, WITHIN_S)
+    assert await asyncio.to_thread(membership.wait_generation_over, 0, WITHIN_S)
 
 
 async def test_a_lost_member_is_fenced(slot: BeatSlot) -> None:

@@ -8,8 +8,8 @@ from support.sim.schedule import simulate
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
-from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.member_core import MemberCore
+from shoal_client.membership.wait_clock import WaitClock
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -37,17 +37,17 @@ def an_offer_is_not_made(patch: Patch) -> None:
 
 
 def a_new_leader_is_not_told_who_stands_still(patch: Patch) -> None:
-    patch.setattr(GenerationTrack, "standing", lambda track: None)
+    patch.setattr(GenerationTrack, "report_to_repeat", lambda track: None)
 
 
 def a_new_leader_is_not_told_of_a_failed_collective(patch: Patch) -> None:
-    real = GenerationTrack.standing
+    real = GenerationTrack.report_to_repeat
 
     def standing(track: GenerationTrack) -> object:
         track._reported = None
         return real(track)
 
-    patch.setattr(GenerationTrack, "standing", standing)
+    patch.setattr(GenerationTrack, "report_to_repeat", standing)
 
 
 def a_new_leader_is_not_asked_to_drain(patch: Patch) -> None:
@@ -61,21 +61,21 @@ def a_new_leader_is_not_asked_to_drain(patch: Patch) -> None:
 
 
 def a_break_of_an_older_generation_is_ignored(patch: Patch) -> None:
-    real = GenerationTrack.take_break
+    real = GenerationTrack.record_break
 
     def take(track: GenerationTrack, generation: int, reason: str) -> bool:
         return generation > track.generation and real(track, generation, reason)
 
-    patch.setattr(GenerationTrack, "take_break", take)
+    patch.setattr(GenerationTrack, "record_break", take)
 
 
 def time_runs_while_nobody_leads(patch: Patch) -> None:
     """Members' limits for messages from a coordinator include the time without one."""
 
-    def give_up_s(clock: HeldClock, since_s: float, limit_s: float, now_s: float) -> float:
+    def give_up_s(clock: WaitClock, since_s: float, limit_s: float, now_s: float) -> float:
         return max(since_s, clock.paused_until_s(now_s)) + limit_s
 
-    patch.setattr(HeldClock, "give_up_s", give_up_s)
+    patch.setattr(WaitClock, "give_up_s", give_up_s)
 
 
 def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:

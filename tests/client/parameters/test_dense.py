@@ -307,7 +307,9 @@ def test_shards_of_an_earlier_run_are_not_those_of_the_next(
         servers.run(write_assignments(servers.store, anew))
     else:
         servers.run(
-            servers.store.transact((), (records.taken_away(job), Delete(keys.shard_map(job))))
+            servers.store.transact(
+                (), (records.delete_assignments(job), Delete(keys.shard_map(job)))
+            )
         )
     second = connect(servers, servers.admit("w1"))
     second.place(SCHEMA)

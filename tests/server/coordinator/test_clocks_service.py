@@ -154,7 +154,7 @@ async def test_members_report_their_clocks_to_a_new_leader() -> None:
         async with served(store) as second:
             successor = NotLeader("", details={"leader": second.address})
             for each in members:
-                each.coordinators.move_on(first.address, successor)
+                each.coordinators.choose_next_replica(first.address, successor)
             assert not await fast.step(), "its own clock allows the step"
             waits = asyncio.create_task(fast.step())
             await until(lambda: bool(second.parameters.clock_service.waiting("j")))

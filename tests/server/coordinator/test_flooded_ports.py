@@ -151,7 +151,7 @@ def test_members_join_while_silent_connections_fill_the_ports(tmp_path: Path) ->
         metrics = awaited(lambda: _metrics(coordinator), SOON_S, "the page is reached again")
     assert "shoal_http_refused_connections_total{" in metrics
     log = coordinator.log_path.read_text()
-    assert "deposed" not in log
+    assert "leader_deposed" not in log
     assert "Too many open files" not in log
 
 

@@ -127,7 +127,7 @@ def test_a_generation_runs_on_while_etcd_is_unavailable(tmp_path: Path) -> None:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
             # Longer than a member's lease.
-            assert not members[0].wait_over(1, timeout_s=2.0)
+            assert not members[0].wait_generation_over(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)
             job_when_running(only.http, TAKE_OVER_S)

@@ -21,7 +21,7 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairReply, RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 from shoal_server.coordinator.persistence.stored_json import state_to_json
-from shoal_server.coordinator.repair.mending import mended_state
+from shoal_server.coordinator.repair.state_repair import repaired_state
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
 from shoal_server.core.generations.roster import Generation, JobSpec, Step
@@ -64,7 +64,7 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
     spec = state["spec"]
     assert isinstance(spec, dict)
     state |= {"spec": spec | {"secret_digest": "d1"}, "finished": "perhaps"}
-    mended = mended_state("j", as_json(state), generations=[1], records=[], bounds=bounds)
+    mended = repaired_state("j", as_json(state), generations=[1], records=[], bounds=bounds)
     assert mended.spec.secret_digest == "d1"
 
 
@@ -93,7 +93,7 @@ def test_a_repaired_job_keeps_its_ending(ending: dict[str, Any]) -> None:
 
     def mended(**changes: object) -> StateRecord:
         data = as_json(state | {"last_generation": "one"} | changes)
-        return replace(mended_state("j", data, generations=[1], records=[]), reason="")
+        return replace(repaired_state("j", data, generations=[1], records=[]), reason="")
 
     assert mended() == record
     assert mended(num_breaks=-1) == replace(record, tally=replace(tally, num_breaks=0))

@@ -144,7 +144,7 @@ async def test_a_leader_whose_clock_is_far_ahead_waits_before_it_removes(
             assert await names(store) != kept, "there is nothing to compare with"
             return
         assert await names(store) == kept
-        (warning,) = [line for line in logs if line["event"] == "clock_doubted"]
+        (warning,) = [line for line in logs if line["event"] == "clock_implausible"]
         assert warning["ahead_s"] > 39 * DAY_S and warning["removes_nothing_for_s"] == 6 * HOUR_S
         await wrong.after(5.9 * HOUR_S)
         assert await names(store) == kept
@@ -385,4 +385,4 @@ async def test_a_job_removed_during_a_sweep_is_no_fault() -> None:
             await leave([a], completed=True)
             await sweeper.after(0.0)
         assert coordinator.registry.actor_if_known("j") is None
-        assert [entry for entry in logs if entry["event"] == "not_swept"] == []
+        assert [entry for entry in logs if entry["event"] == "job_not_swept"] == []

@@ -42,7 +42,7 @@ def test_a_member_may_be_ahead_by_the_bound_and_no_more() -> None:
     )
     request_step(clocks, B, 1, 2)
     request_step(clocks, C, 3, 2)
-    assert clocks.standing(A, 6.0).allowed
+    assert clocks.decide_clock(A, 6.0).allowed
     assert list(clocks.waiting()) == []
 
 
@@ -66,10 +66,10 @@ def test_no_member_waits_for_one_that_is_lost_or_rests(end: str) -> None:
     if end == "lost":
         clocks.remove(B)
         with pytest.raises(NoClock):
-            clocks.standing(B, 0.0)
+            clocks.decide_clock(B, 0.0)
     else:
         clocks.rest(B, 0)
-    assert clocks.standing(A, 0.0).allowed
+    assert clocks.decide_clock(A, 0.0).allowed
     assert request_step(clocks, C, 0, 0) == ClockStatus(clock=1, allowed=True, slowest=1)
     clocks.remove(A)
     clocks.remove(C)
@@ -94,8 +94,8 @@ def test_a_new_leader_allows_no_step_before_it_knows_all_clocks() -> None:
     assert refused.reason == "b, c to report their clocks to the new leader"
     clocks.rest(B, 55)
     request_step(clocks, C, 56, 2)
-    assert clocks.standing(A, 0.0) == ClockStatus(clock=57, allowed=True, slowest=57)
-    assert clocks.standing(joiner, 0.0).clock == 57
+    assert clocks.decide_clock(A, 0.0) == ClockStatus(clock=57, allowed=True, slowest=57)
+    assert clocks.decide_clock(joiner, 0.0).clock == 57
 
 
 def test_in_bulk_no_member_pushes_before_all_have_their_values() -> None:
@@ -111,10 +111,10 @@ def test_in_bulk_no_member_pushes_before_all_have_their_values() -> None:
     )
     assert request_step(clocks, C, 0, 0).clock == 1
     assert clocks.advance(B, pushes, 0.0).allowed
-    assert clocks.standing(A, 0.0).allowed
+    assert clocks.decide_clock(A, 0.0).allowed
     assert not request_step(clocks, A, 1, 0).allowed
     assert request_step(clocks, B, 1, 0).allowed
-    assert clocks.standing(C, 0.0).allowed
+    assert clocks.decide_clock(C, 0.0).allowed
 
 
 def test_a_member_that_others_wait_for_too_long_is_overdue() -> None:
@@ -358,7 +358,7 @@ class Drift(RuleBasedStateMachine):
         for member in self.members:
             self._advance(member, pulled=member.begun)
         for _ in range(2):  # again after other members have moved on
-            standings = [self.clocks.standing(m.who, 0.0) for m in self.members]
+            standings = [self.clocks.decide_clock(m.who, 0.0) for m in self.members]
         assert any(standing.allowed for standing in standings)
         self.clocks = before
 

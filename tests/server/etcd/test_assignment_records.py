@@ -333,7 +333,7 @@ async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
     await records.place(store, placed(2))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
-        removed = records.taken_away("job")
+        removed = records.delete_assignments("job")
         await store.transact((), [removed])
         assert not await mirror.change("job", [0], without(B))
         await changes.until(lambda: changes.gone == ["job"])

@@ -32,7 +32,7 @@ async def write(store: MemoryStore, written: ShardMap) -> shard_map.StoredLayout
     chunks_exist = await shard_map.write_chunks(store, stored)
     result = await store.transact([chunks_exist], [stored.head])
     assert result.succeeded
-    await shard_map.take_others_away(store, stored, result.revision)
+    await shard_map.delete_other_layouts(store, stored, result.revision)
     return stored
 
 

@@ -28,7 +28,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
-from shoal_server.parameters.process import hand_everything_over
+from shoal_server.parameters.process import hand_over_shards
 
 PATIENCE = PeerTimeouts(full_s=0.2)
 """Timeouts with which a full server is soon offered a copy again."""
@@ -106,8 +106,8 @@ def test_training_continues_without_the_copies_that_a_full_server_refuses(
 
 def logged_on_leaving(servers: ParameterServers, server_id: str) -> list[MutableMapping[str, Any]]:
     with capture_logs() as lines:
-        servers.run(hand_everything_over(servers.servers[server_id], drain_s=0.1))
-    return [line for line in lines if line["event"] == "left_with_the_only_copies"]
+        servers.run(hand_over_shards(servers.servers[server_id], drain_s=0.1))
+    return [line for line in lines if line["event"] == "server_stopped_with_sole_copies"]
 
 
 def test_a_server_that_leaves_with_the_only_copies_names_them(servers: ParameterServers) -> None:

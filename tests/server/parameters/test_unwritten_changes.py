@@ -151,7 +151,7 @@ async def test_the_journal_is_shortened_again_after_a_failure(
             on_failure=lambda replica: None,
         )
         async with kept:
-            kept.lead(replica)
+            kept.start_journaling(replica)
             async with asyncio.timeout(LIMIT_S):
                 await journal.put.wait()
     assert next(errors, None) is None

@@ -22,7 +22,7 @@ async def test_a_loop_that_fails_or_ends_begins_again(monkeypatch: pytest.Monkey
             await asyncio.Event().wait()
 
     with structlog.testing.capture_logs() as logs:
-        async with tasks.running(tasks.keep_on(loop, "shards")), asyncio.timeout(10.0):
+        async with tasks.running(tasks.run_restarting(loop, "shards")), asyncio.timeout(10.0):
             await lives.wait()
     logged = [(entry["event"], entry["loop"]) for entry in logs]
     assert logged == [("loop_failed", "shards"), ("loop_ended", "shards")]

@@ -17,7 +17,12 @@ from shoal_proto.tls import identity
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 from shoal_server.parameters.config import ParameterServerConfig
-from shoal_server.serving.listening import advertised, is_loopback, listening, warn_of_reach
+from shoal_server.serving.listening import (
+    advertised_address,
+    is_loopback,
+    listening,
+    warn_of_exposure,
+)
 
 START_S = 60.0
 
@@ -62,7 +67,7 @@ def test_an_invalid_listening_address_is_refused(listen: str) -> None:
     ],
 )
 def test_the_announced_address_is_reachable(advertise: str, listen: str, address: str) -> None:
-    assert advertised(advertise, listen, 9) == address
+    assert advertised_address(advertise, listen, 9) == address
 
 
 def test_only_this_machine_is_loopback() -> None:
@@ -105,15 +110,15 @@ def test_without_tls_only_loopback_addresses_are_accepted(
 
 def test_ports_open_to_other_machines_are_one_warning() -> None:
     with structlog.testing.capture_logs() as logs:
-        warn_of_reach({"grpc": "127.0.0.1:1", "http": "[::1]:2"}, ["127.0.0.1:2379"])
+        warn_of_exposure({"grpc": "127.0.0.1:1", "http": "[::1]:2"}, ["127.0.0.1:2379"])
         assert logs == []
-        warn_of_reach({"grpc": "0.0.0.0:1", "http": "127.0.0.1:2"}, ["127.0.0.1:2379"])
-        warn_of_reach({"grpc": "127.0.0.1:1"}, ["127.0.0.1:2379", "etcd-1:2379"])
+        warn_of_exposure({"grpc": "0.0.0.0:1", "http": "127.0.0.1:2"}, ["127.0.0.1:2379"])
+        warn_of_exposure({"grpc": "127.0.0.1:1"}, ["127.0.0.1:2379", "etcd-1:2379"])
     opened, hidden = logs
     assert opened["event"] == "ports_open_to_others" and opened["log_level"] == "warning"
     assert opened["grpc"] == "0.0.0.0:1" and "http" not in opened
     assert "read parameters and end jobs" in opened["reason"]
-    assert hidden["event"] == "reached_from_this_machine_only" and "--bind" in hidden["reason"]
+    assert hidden["event"] == "reachable_from_this_host_only" and "--bind" in hidden["reason"]
 
 
 @pytest.mark.long

@@ -13,9 +13,9 @@ from functools import partial
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
     JobAssignments,
-    handed_over,
+    exchange_primary,
     in_step,
-    promoted,
+    promote,
     without_backup,
 )
 from shoal_server.etcd import keys
@@ -115,7 +115,7 @@ class RecordKeeper:
             held = self._table.of_job(job)
             mine = [i for i, h in held.items() if h.primary == server and self.me in h.backups]
             await change_assignments(
-                self._table, job, mine, partial(promoted, lost=server, backup=self.me)
+                self._table, job, mine, partial(promote, lost=server, backup=self.me)
             )
             led = [i for i, h in held.items() if h.primary == self.me and server in h.holders[1:]]
             change = partial(without_backup, primary=self.me, lost=server)
@@ -150,7 +150,7 @@ class RecordKeeper:
                     self._table, job, ids, partial(in_step, primary=self.me, joined=joined)
                 )
             await change_assignments(
-                self._table, job, leaving, partial(handed_over, primary=self.me)
+                self._table, job, leaving, partial(exchange_primary, primary=self.me)
             )
 
 

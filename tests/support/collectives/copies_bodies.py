@@ -89,7 +89,7 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
         "memory is used again": memory[2] == memory[3] == memory[4],
         "bytes": sizes[2:],
         "held": sum(state_shard.num_bytes for state_shard in held),
-        "due": [step for step in range(7) if copies.due(step)],
+        "due": [step for step in range(7) if copies.is_due(step)],
     }
 
 
@@ -118,7 +118,7 @@ def over_generations() -> dict[str, Any]:
     alone = [dist.new_group([each]) for each in range(size)][rank]
     fourth = PeerCopies(alone, copies=1, every_steps=1, before=third)
     look("alone", fourth)
-    seen["due alone"] = fourth.due(1)
+    seen["due alone"] = fourth.is_due(1)
     fourth.offer(part(7, 0, 1))
     look("alone and going on", fourth)
     try:

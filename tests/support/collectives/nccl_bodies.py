@@ -73,7 +73,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
     whole = group.open()
     subgroup = dist.new_group([0, 1])
     words = SharedMessages(whole, 1)
-    words.share()
+    words.enable_shared_memory()
     words.send_values([10 + rank])
     report(
         "found",

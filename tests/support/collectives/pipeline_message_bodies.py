@@ -108,7 +108,7 @@ def refused() -> str:
     """Return the errors for a message of an unexpected size, and for one too many."""
     words = SharedMessages(dist.group.WORLD, 1)  # type: ignore[arg-type]
     sent_bytes = [256, 0]
-    words.share(lanes_bytes(sent_bytes))
+    words.enable_shared_memory(lanes_bytes(sent_bytes))
     assert words.memory is not None
     lanes = SharedLanes(words.memory, words.beside).lanes(sent_bytes)
     assert lanes is not None

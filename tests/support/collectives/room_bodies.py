@@ -41,7 +41,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     assert whole is not None
     first = shared(whole, NUM_BYTES, kept)
     first.data[1024 : 1024 + len(MARK)] = MARK
-    *_, process_id = first.meet(os.getpid())
+    *_, process_id = first.gather_words(os.getpid())
     store.set(f"met {rank}", b"1")
     if rank == world_size - 1:
         # A rank still in the meeting would otherwise see it as broken.
@@ -61,7 +61,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     second = shared(rest, NUM_BYTES // 2 if how == "left" else NUM_BYTES, kept)
     report("told", again=bytes(second.data[1024 : 1024 + len(MARK)]) == MARK)
     for number in range(100):
-        assert second.meet(number) == [number] * second.world_size
+        assert second.gather_words(number) == [number] * second.world_size
     dist.barrier(rest)
 
 

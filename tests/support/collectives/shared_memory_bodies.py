@@ -49,7 +49,7 @@ def met(num_meetings: int) -> int:
     for number in range(num_meetings):
         at = number % 2 * memory.world_size
         numbers[at + memory.rank] = 1000 * number + memory.rank
-        words = memory.meet(10 * number + memory.rank)
+        words = memory.gather_words(10 * number + memory.rank)
         ranks = range(memory.world_size)
         assert words == [10 * number + rank for rank in ranks]
         assert list(numbers[at : at + memory.world_size]) == [1000 * number + r for r in ranks]
@@ -62,7 +62,7 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
     a round that no rank received."""
     words = SharedMessages(whole_world(), 3)
     if shares:
-        words.share()
+        words.enable_shared_memory()
     assert words.is_shared is shares
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(num_rounds):
@@ -83,7 +83,7 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
     """Return what a rank receives after a cut, if all ranks, or all but the last, sent values
     before it; and the error of sending again."""
     words = SharedMessages(whole_world(), 1)
-    words.share()
+    words.enable_shared_memory()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(3):
         words.send_values([number])
@@ -147,7 +147,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
                 memory.data[0] = 1
                 while not memory._reason:
                     signal.sigtimedwait([signal.SIGUSR1], 0.005)
-            memory.meet()
+            memory.gather_words()
     except GenerationBroken as error:
         report("told", text=str(error))
 
@@ -155,7 +155,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
 def leaves_early() -> str:
     """Let rank 0 leave in order, which all others notice. Returns their error."""
     memory = shared()
-    memory.meet()
+    memory.gather_words()
     links = [each for each in threading.enumerate() if each.name == "shoal-links"]
     if memory.rank == 0:
         memory.close()
@@ -164,7 +164,7 @@ def leaves_early() -> str:
     if memory.rank == 0:
         for _ in range(2):
             try:
-                memory.meet()
+                memory.gather_words()
             except GenerationBroken as error:
                 assert "this rank has left" in str(error)
     return memory._reason
@@ -174,14 +174,14 @@ def meets_after_a_fork() -> str:
     """Close the memory in a forked process. Returns the reason if ranks could not meet then, else
     nothing."""
     memory = shared()
-    memory.meet()
+    memory.gather_words()
     child = os.fork()
     if not child:
         memory.close()
         os._exit(0)
     os.waitpid(child, 0)
     for _ in range(3):
-        memory.meet()
+        memory.gather_words()
     dist.barrier()
     return memory._reason
 
@@ -224,10 +224,10 @@ def meetings_of_steps(num_steps: int) -> tuple[int, list[int]]:
     assert isinstance(layout, ShardedLayout)
     memory = layout.shared_memory
     assert memory is not None
-    met = [memory.num_met]
+    met = [memory.num_barriers]
     for _ in range(num_steps):
         trained.run()
-        met.append(memory.num_met)
+        met.append(memory.num_barriers)
     return len(layout._gatherings), [after - before for before, after in pairwise(met)]
 
 

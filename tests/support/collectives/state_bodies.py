@@ -56,7 +56,7 @@ def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: i
         shape = tuple(tensor.shape)
         chunk = cut(shape, how, rank, size)
         if chunk is not None:
-            part = tensor[chunk.within(Chunk.whole(shape))]
+            part = tensor[chunk.slices_in(Chunk.whole(shape))]
             shards[name] = TensorShard(shape=shape, chunk=chunk, tensor=part)
     return StateShard(step=step, shards=shards, values={"lr": 0.1 * step})
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.backends.process_group.interface import Group
 from shoal.data.batches import Batch, Loader
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Generation
 from shoal.session.micro_batches import MicroBatches, scaled
@@ -49,7 +49,7 @@ class Manner:
         the same number of passes, if need be with a sample of weight 0."""
         size, passes = len(batch.inputs), self.passes[batch.step % len(self.passes)]
         for index in range(passes):
-            start, stop = share(0, size, index, passes)
+            start, stop = range_of_rank(0, size, index, passes)
             part = slice(start, stop) if start < stop else slice(0, 1)
             yield batch.inputs[part], batch.targets[part], (stop - start) / size
 
@@ -142,7 +142,7 @@ def _take_parts(
     of_step = MicroBatches(strategy, batch, 1 << 30)
     set_current(replace(current(), parts=of_step))
     for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
-        fraction = of_step.passing()
+        fraction = of_step.begin_pass()
         with manner.computing():
             strategy.forward_backward(
                 part.inputs, part.targets, scaled(loss_function, fraction), batch.weight

@@ -349,9 +349,9 @@ class World:
                 request = effect.request
                 assert not isinstance(request, pb.DrainRequest | pb.HeartbeatRequest)
                 self.send(member, event_of(request))
-            elif isinstance(effect, ev.JudgeRoster):
+            elif isinstance(effect, ev.ValidateRoster):
                 names = [entry.member_id for entry in effect.prepare.roster.entries]
-                judged = ev.RosterJudged(
+                judged = ev.RosterValidated(
                     generation=effect.prepare.roster.generation,
                     digest=effect.digest,
                     rejections=[REJECTION] if member.name in self.rejecting else [],

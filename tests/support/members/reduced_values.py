@@ -7,7 +7,7 @@ import torch.distributed as dist
 from support.collectives.strategy_runs import generation_of
 from torch import Tensor
 
-from shoal.session.shared_calls import Reduction, named, reduce
+from shoal.session.shared_calls import Reduction, reduce, values_by_name
 
 
 def reduced(op: Reduction, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def reduced(op: Reduction, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     assert group is not None
     names = [f"m{rank}" for rank in range(group.size())]
     generation = generation_of(names, names[group.rank()])
-    found = reduce(named(given[group.rank()], op), op, group, generation)
+    found = reduce(values_by_name(given[group.rank()], op), op, group, generation)
     return {
         name: (str(each.dtype), each.tolist()) if isinstance(each, Tensor) else each
         for name, each in found.items()

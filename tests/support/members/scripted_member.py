@@ -295,7 +295,7 @@ class ScriptedMember:
                 self.core.step(ev.StreamEnded(error=error), time.monotonic())
                 self._changed.notify_all()
             if isinstance(error, RetryError):
-                self._coordinators.move_on(address, error)
+                self._coordinators.choose_next_replica(address, error)
             self._closing.wait(PAUSE_S)
 
     def _attend(self) -> None:
@@ -367,11 +367,11 @@ class ScriptedMember:
             effect = due.popleft()
             if isinstance(effect, ev.CallLeader):
                 self._act(type(effect.request).__name__.removesuffix("Request"), effect.request)
-            elif isinstance(effect, ev.JudgeRoster):
+            elif isinstance(effect, ev.ValidateRoster):
                 digest = "wrong" if self._wrong_digests > 0 else effect.digest
                 self._wrong_digests -= 1
                 number = effect.prepare.roster.generation
-                self._do(ev.RosterJudged(generation=number, digest=digest))
+                self._do(ev.RosterValidated(generation=number, digest=digest))
             elif isinstance(effect, ev.RaiseError):
                 raise effect.error
 

@@ -23,7 +23,7 @@ from shoal.checkpoint.writing import write
 from shoal.layouts.base import Layout
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.tied_tensors import tied
-from shoal.state.shards import MODEL, Chunk, StateShard, TensorShard, everything
+from shoal.state.shards import MODEL, Chunk, StateShard, TensorShard, whole_chunk
 from shoal_proto.errors import CheckpointFailed
 
 
@@ -91,7 +91,7 @@ def cut(whole: StateShard, dim: int, rank: int, world_size: int) -> StateShard:
     for name, shard in whole.shards.items():
         chunk = cut_box(shard.shape, dim, rank, world_size)
         if chunk.num_elements:
-            part = shard.tensor[chunk.within(shard.chunk)]
+            part = shard.tensor[chunk.slices_in(shard.chunk)]
             shards[name] = TensorShard(shape=shard.shape, chunk=chunk, tensor=part)
     return StateShard(step=whole.step, shards=shards, values=whole.values)
 
@@ -216,7 +216,7 @@ def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: i
         status = _in_mortal_process(place, calls_to_live, partial(_offer, place, keep, second))
         newest = Checkpoints(place, every_steps=1).newest()
         assert newest is not None, f"nothing is left after {calls_to_live} calls"
-        found = read(newest, everything)
+        found = read(newest, whole_chunk)
         whole = [
             label
             for label, state in (("old", first), ("new", second))

@@ -38,7 +38,7 @@ def opened(exchanges: LayerExchanges | None = None) -> TensorGroup:
     """Open a group of all ranks, which meet in memory if they can."""
     ranks = TensorGroup(this_world().group, torch.device("cpu"), exchanges)
     ranks.begin()
-    assert not ranks.num_met
+    assert not ranks.num_barriers
     ranks.begin()
     return ranks
 
@@ -67,7 +67,7 @@ def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool
         in_memory.broadcast(taken[0])
         over_gloo.broadcast(taken[1])
         alike &= all(map(torch.equal, *taken))
-    num_met = in_memory.num_met
+    num_met = in_memory.num_barriers
     in_memory.release()
     over_gloo.release()
     return alike, num_met
@@ -92,7 +92,7 @@ def different_sizes() -> str:
     """Return the error after a pass in which the last rank had a smaller value than the first."""
     world = this_world()
     exchanges = LayerExchanges()
-    exchanges.among(range(world.world_size))
+    exchanges.set_peers(range(world.world_size))
     ranks = opened(exchanges)
     layer = ranks.of_layer("one")
     exchanges.begin()

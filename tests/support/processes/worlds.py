@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.processes.ranks import Ranks, Report
 from torch import Tensor, nn
 
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.layouts.base import LayOut, Layout, World
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.state.shards import MODEL, StateShard, TensorShard
@@ -61,7 +61,7 @@ def one_process(training: Training) -> dict[str, Tensor]:
         optimizer.zero_grad()
         inputs, targets = training.batch(step)
         for part in range(training.accumulate):
-            start, stop = share(0, len(inputs), part, training.accumulate)
+            start, stop = range_of_rank(0, len(inputs), part, training.accumulate)
             loss = training.loss(model(inputs[start:stop]), targets[start:stop])
             (loss / training.accumulate).backward()
         optimizer.step()
@@ -87,9 +87,9 @@ class LaidOutTraining:
     def _own_part(self, whole: StateShard) -> StateShard:
         shards = {}
         for name, shard in whole.shards.items():
-            chunk = self.binding.needs(name, shard.shape, shard.tensor.dtype)
+            chunk = self.binding.needed_chunk(name, shard.shape, shard.tensor.dtype)
             if chunk is not None:
-                part = shard.tensor[chunk.within(shard.chunk)]
+                part = shard.tensor[chunk.slices_in(shard.chunk)]
                 shards[name] = TensorShard(shape=shard.shape, chunk=chunk, tensor=part)
         return StateShard(step=0, shards=shards)
 
@@ -99,8 +99,8 @@ class LaidOutTraining:
         layout.begin()
         inputs, targets = training.batch(step)
         for part in range(training.accumulate):
-            start, stop = share(0, len(inputs), part, training.accumulate)
-            own_start, own_stop = share(start, stop, layout.data_index, layout.data_count)
+            start, stop = range_of_rank(0, len(inputs), part, training.accumulate)
+            own_start, own_stop = range_of_rank(start, stop, layout.data_index, layout.data_count)
             weight = (own_stop - own_start) * layout.data_count / (stop - start)
             own = slice(own_start, max(own_stop, own_start + 1))  # a sample of weight 0 if empty
             weight /= training.accumulate

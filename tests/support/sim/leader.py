@@ -65,7 +65,7 @@ class Connection:
         for notice in held:
             self._send(notice)
 
-    def put(self, notice: events.Notice) -> None:
+    def send_notice(self, notice: events.Notice) -> None:
         if self._admitted:
             self._send(notice)
         else:
@@ -164,7 +164,7 @@ class Leader:
         if stored is None:
             self._lead(None, StoredGenerations())
         else:
-            self._lead(stored.begun(self._limits, self.clock.now_s), stored.generations)
+            self._lead(stored.restored_job(self._limits, self.clock.now_s), stored.generations)
         self.leads = True
         self._plan()
 
@@ -291,7 +291,7 @@ class Leader:
             case SendOnStream():
                 self._check_told(action.notice)
                 self.on_notice_sent(action.notice)
-                action.stream.put(action.notice)
+                action.stream.send_notice(action.notice)
             case CloseStream():
                 self.connections.pop(action.stream, None)
                 action.stream.end(Unavailable("the stream is over"))

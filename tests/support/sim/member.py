@@ -178,7 +178,7 @@ class SimMember:
         if self.is_in(record.roster):
             self.records.setdefault(record.roster.generation, []).append(record)
 
-    def _judge(self, judge: ev.JudgeRoster) -> Steps[ev.RosterJudged]:
+    def _judge(self, judge: ev.ValidateRoster) -> Steps[ev.RosterValidated]:
         roster, stream = judge.prepare.roster, self.stream
         assert stream is not None
         self.prepared.setdefault(roster.generation, (self.around.clock.now_s, stream))
@@ -187,7 +187,7 @@ class SimMember:
         if failed:
             yield sleep(self.around.limits.probe_s)
         rejection = pb.Rejection(field="custom", seen="1", expected="2")
-        return ev.RosterJudged(
+        return ev.RosterValidated(
             generation=roster.generation,
             digest=judge.digest,
             rejections=[rejection] if self.rejects else (),
@@ -318,7 +318,7 @@ class SimMember:
             yield from self.session.do(ev.CollectiveFailed(error="connection reset"))
             since_s = self.around.clock.now_s
         seen = yield from self.session.decided(
-            lambda now_s: self.core.break_seen(number, since_s, limits.collective_s, now_s)
+            lambda now_s: self.core.judge_break(number, since_s, limits.collective_s, now_s)
         )
         if not (isinstance(seen, ev.GenerationOver) and seen.over):
             raise error or GenerationBroken("no word of the break")

@@ -58,7 +58,7 @@ class SimSession:
         network: Network,
         identity: Identity,
         *,
-        judge: Callable[[ev.JudgeRoster], Steps[ev.RosterJudged]],
+        judge: Callable[[ev.ValidateRoster], Steps[ev.RosterValidated]],
         on_break: Callable[[int], None],
         on_record: Callable[[events.OutcomeNotice], None] = lambda notice: None,
     ) -> None:
@@ -122,7 +122,7 @@ class SimSession:
                 return (yield from self._call(effect))
             case ev.OpenStream():
                 return (yield from self._hold_stream(effect))
-            case ev.JudgeRoster():
+            case ev.ValidateRoster():
                 return (yield from self._judge(effect))
             case ev.CancelStream() if self.stream is not None:
                 self.stream.break_off()

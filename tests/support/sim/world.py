@@ -531,7 +531,7 @@ class SimWorld:
             assert [e.rank for e in roster.entries] == list(range(len(roster.entries)))
             assert len(roster.entries) <= job.spec.max_members
             # In a job that completes, members leave one by one.
-            here = job.completing or len(job.members_of(roster)) == len(roster.entries)
+            here = job.is_completing or len(job.members_of(roster)) == len(roster.entries)
             assert here, "a lost member is in it"
 
     def check_members(self) -> None:

@@ -131,7 +131,9 @@ def test_a_stranger_gets_no_memory(
         listener.bind(opening._address(key))
         listener.listen()
         maker = threading.Thread(
-            target=lambda: handed.append(opening._serve(listener, key, 2, MemoryRegion.made(4096)))
+            target=lambda: handed.append(
+                opening._serve(listener, key, 2, MemoryRegion.create(4096))
+            )
         )
         maker.start()
         strangers = [
@@ -157,7 +159,7 @@ def test_a_semaphore_admits_as_many_waits_as_posts() -> None:
     semaphore = Semaphore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
     semaphore.initialise()
     assert not semaphore.wait(time.monotonic() - 1)
-    assert not semaphore.comes_soon(time.monotonic() + 60)
+    assert not semaphore.spin_wait(time.monotonic() + 60)
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=semaphore.post)
     child.start()
@@ -166,5 +168,5 @@ def test_a_semaphore_admits_as_many_waits_as_posts() -> None:
     child = fork.Process(target=semaphore.post)
     child.start()
     child.join()
-    assert semaphore.comes_soon(time.monotonic() + 60)
+    assert semaphore.spin_wait(time.monotonic() + 60)
     assert not semaphore.wait(time.monotonic() + 0.01)

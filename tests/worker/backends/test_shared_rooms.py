@@ -23,31 +23,31 @@ def test_survivors_use_the_memory_again_unless_a_lost_rank_may_still_write(
 
 
 def test_a_region_is_deserted_while_it_has_no_other_user() -> None:
-    region = MemoryRegion.made(8192)
+    region = MemoryRegion.create(8192)
     other = MemoryRegion(region.descriptor, region.region_id, 8192)
-    assert not region.is_deserted()
+    assert not region.has_no_other_writer()
     other.leave()
-    assert region.is_deserted()
-    other.enter()
-    assert not region.is_deserted()
+    assert region.has_no_other_writer()
+    other.acquire()
+    assert not region.has_no_other_writer()
     region.leave()
-    assert other.is_deserted()
-    region.enter()
+    assert other.has_no_other_writer()
+    region.acquire()
     other.close()
     del other
-    assert region.is_deserted()
+    assert region.has_no_other_writer()
     region.close()
 
 
 def test_a_region_suits_sizes_from_half_to_all_of_its_size() -> None:
-    region = MemoryRegion.made(8192)
-    suited = [size for size in (4095, 4096, 8192, 8193) if region.suits(size)]
+    region = MemoryRegion.create(8192)
+    suited = [size for size in (4095, 4096, 8192, 8193) if region.fits(size)]
     region.close()
     assert suited == [4096, 8192]
 
 
 def test_regions_are_taken_in_the_order_in_which_they_were_kept() -> None:
-    kept, regions = KeptRegions(), [MemoryRegion.made(4096) for _ in range(3)]
+    kept, regions = KeptRegions(), [MemoryRegion.create(4096) for _ in range(3)]
     for region in regions:
         kept.keep(region)
     assert [kept.take(), kept.take()] == regions[:2]

@@ -23,7 +23,7 @@ import shoal
 from shoal.checkpoint import storage
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import read
-from shoal.state.shards import StateShard, everything
+from shoal.state.shards import StateShard, whole_chunk
 from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 
@@ -57,7 +57,7 @@ def test_the_class_checkpoints_is_public():
 
 def test_a_checkpoint_is_due_at_each_multiple_of_every_steps_but_0(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=5)
-    assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
+    assert [step for step in range(12) if checkpoints.is_due(step)] == [5, 10]
 
 
 def unreadable(step):
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_cannot_be_read_back_replaces_no_other(tmp_path, place
         checkpoints.close()
     assert "step-00000002" in str(raised.value)
     assert "Fraction" in str(raised.value)
-    assert differences(read(checkpoints.newest(), everything), with_aliases(at(1))) == []
+    assert differences(read(checkpoints.newest(), whole_chunk), with_aliases(at(1))) == []
     checkpoints.offer(at(3))
     checkpoints.close()
     assert sorted(storage.complete(checkpoints.directory)) == [3]
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_the_state_at_the_time_of_the_offer(tmp_path):
     train(model, own.optimizer, range(2, 4))
     gate.opened.set()
     checkpoints.close()
-    assert differences(read(checkpoints.newest(), everything), with_aliases(offered)) == []
+    assert differences(read(checkpoints.newest(), whole_chunk), with_aliases(offered)) == []
 
 
 def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
@@ -109,7 +109,7 @@ def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
     with Checkpoints(tmp_path, every_steps=2) as checkpoints:
         for step in range(6):
             train(model, own.optimizer, range(step, step + 1))
-            if checkpoints.due(step + 1):
+            if checkpoints.is_due(step + 1):
                 checkpoints.offer(own.collect(step + 1))
     assert steps_in(tmp_path) == [2, 4, 6]
     assert differences(collected(model, own, 6), trained("adamw", 6)) == []
@@ -225,7 +225,7 @@ def test_a_rank_writes_only_the_entries_that_it_accepts(tmp_path):
 
     assert on_all(2, act) == [None, None]
     newest = Checkpoints(tmp_path, every_steps=1).newest()
-    assert differences(read(newest, everything), with_aliases(whole)) == []
+    assert differences(read(newest, whole_chunk), with_aliases(whole)) == []
     assert (newest / "__1_0.distcp").is_file()
 
 

@@ -21,7 +21,7 @@ from shoal.checkpoint.bucket_paths import BucketPath, located
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
 from shoal.checkpoint.writing import write
-from shoal.state.shards import StateShard, everything
+from shoal.state.shards import StateShard, whole_chunk
 from shoal.torch_private.checkpoint import FsspecReader
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage
@@ -74,7 +74,7 @@ def test_three_ranks_write_a_checkpoint_that_one_process_reads(place: str) -> No
     newest = Checkpoints(place, every_steps=1).newest()
     assert str(newest) == f"{place}/step-00000003"
     assert newest is not None
-    assert differences(read(newest, everything), with_aliases(whole)) == []
+    assert differences(read(newest, whole_chunk), with_aliases(whole)) == []
     assert len(paths_in(place)) == 4, "a file of each rank, the index, and nothing else"
 
 
@@ -107,7 +107,7 @@ def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: st
     assert sorted(complete(located(place))) == [20, 30]
     newest = checkpoints.newest()
     assert newest is not None
-    assert differences(read(newest, everything), with_aliases(at(30, 3))) == []
+    assert differences(read(newest, whole_chunk), with_aliases(at(30, 3))) == []
     assert len(paths_in(place)) == 2 * 2
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
     (file,) = (name for name in newest.names() if name.endswith(".distcp"))
     newest.remove([file])
     with pytest.raises(MalformedMessage, match=f"truncated; saw no file {file}"):
-        read(newest, everything)
+        read(newest, whole_chunk)
 
 
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
@@ -183,7 +183,7 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
                 kinds.append("died")
         newest = Checkpoints(place, every_steps=1).newest()
         assert newest is not None
-        found = read(newest, everything)
+        found = read(newest, whole_chunk)
         whole = [each for each in (at(1), at(new, 3)) if not differences(found, with_aliases(each))]
         assert len(whole) == 1, f"after {calls_to_live} calls"
         with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
@@ -321,4 +321,4 @@ def test_an_error_of_the_storage_during_a_read_is_an_os_error(
 
     monkeypatch.setattr(MemoryFileSystem, "open", open_data)
     with pytest.raises(OSError, match="Refused: the token has expired"):
-        read(path, everything)
+        read(path, whole_chunk)

@@ -19,7 +19,7 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import newest
-from shoal.state.shards import everything
+from shoal.state.shards import whole_chunk
 
 
 @pytest.mark.sampled()
@@ -92,5 +92,5 @@ def test_a_disk_that_is_full_fails_the_checkpoint_and_not_the_training(tmp_path)
     }
     assert "[Errno 27] File too large" in failed["text"]
     assert done["left"] == ["step-00000001", "step-00000002", "step-00000004"]
-    found = read(done["newest"], everything)
+    found = read(done["newest"], whole_chunk)
     assert differences(found, with_aliases(trained("adamw", 4))) == []

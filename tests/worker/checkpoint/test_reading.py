@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from shoal.checkpoint import names
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.writing import write
-from shoal.state.shards import Chunk, everything
+from shoal.state.shards import Chunk, whole_chunk
 from shoal_proto.errors import (
     ChecksumMismatch,
     DtypeMismatch,
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_plain_torch_is_read(tmp_path, optimizer_name):
 def test_a_model_alone_is_read_too(tmp_path):
     model, _ = make("sgd")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    state_shard = read(tmp_path / "torch", everything)
+    state_shard = read(tmp_path / "torch", whole_chunk)
     assert (state_shard.step, state_shard.values) == (0, {})
     assert state_shard.shards.keys() == {f"model.{name}" for name in model.state_dict()}
 
@@ -140,7 +140,7 @@ def test_optimizer_state_that_names_no_parameters_is_refused(tmp_path, optimizer
     state = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
     with pytest.raises(InvalidSpec) as raised:
-        read(tmp_path / "torch", everything)
+        read(tmp_path / "torch", whole_chunk)
     assert reason in str(raised.value)
 
 
@@ -168,7 +168,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
 def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InvalidSpec, match=f"{path} is not a checkpoint"):
-            read(path, everything)
+            read(path, whole_chunk)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
 def test_the_error_for_a_damaged_checkpoint_has_its_path(damaged, damage, reason):
     damage(damaged)
     with pytest.raises(MalformedMessage, match=reason) as raised:
-        read(damaged, everything)
+        read(damaged, whole_chunk)
     assert str(damaged) in str(raised.value)
 
 
@@ -197,7 +197,7 @@ def test_a_single_changed_bit_is_noticed(damaged, whole):
     content[content.index(part.numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(ChecksumMismatch, match="has changed since it was written") as raised:
-        read(damaged, everything)
+        read(damaged, whole_chunk)
     assert str(damaged) in str(raised.value)
 
 
@@ -212,7 +212,7 @@ class Malice:
 def test_an_index_that_would_run_code_is_refused(damaged, tmp_path):
     (damaged / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "owned")))
     with pytest.raises(MalformedMessage, match="mkdir has no place in an index"):
-        read(damaged, everything)
+        read(damaged, whole_chunk)
     assert not (tmp_path / "owned").exists()
 
 
@@ -241,7 +241,7 @@ def with_memory_format(path, value, protocol=pickle.DEFAULT_PROTOCOL):
 def test_a_checkpoint_of_a_python_that_pickles_enums_by_their_names_is_read():
     """The checkpoint was written by Debian 12's Python 3.11.2, with torch 2.13.0."""
     assert b"getattr" in (BY_PYTHON_3_11_2 / ".metadata").read_bytes()
-    found = read(BY_PYTHON_3_11_2, everything)
+    found = read(BY_PYTHON_3_11_2, whole_chunk)
     weight = torch.arange(6.0).reshape(2, 3)
     assert torch.equal(found.shards["model.weight"].tensor, weight)
     assert torch.equal(found.shards["optim.weight/exp_avg"].tensor, -weight)
@@ -254,7 +254,7 @@ def test_enums_are_read_by_their_names(damaged, whole, protocol):
     member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
     with_memory_format(damaged, member, protocol)
     assert b"getattr" in (damaged / ".metadata").read_bytes()
-    assert differences(read(damaged, everything), with_aliases(whole)) == []
+    assert differences(read(damaged, whole_chunk), with_aliases(whole)) == []
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_enums_are_read_by_their_names(damaged, whole, protocol):
 def test_no_other_attribute_is_read(damaged, attribute):
     with_memory_format(damaged, attribute)
     with pytest.raises(MalformedMessage, match=r"getattr of .* has no place in an index"):
-        read(damaged, everything)
+        read(damaged, whole_chunk)
 
 
 def test_an_index_with_a_path_outside_the_checkpoint_is_refused(damaged):
@@ -280,7 +280,7 @@ def test_an_index_with_a_path_outside_the_checkpoint_is_refused(damaged):
         stored.relative_path = "../elsewhere.distcp"
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MalformedMessage, match=r"elsewhere\.distcp"):
-        read(damaged, everything)
+        read(damaged, whole_chunk)
 
 
 def test_an_index_that_lacks_a_part_of_a_tensor_is_refused(damaged):
@@ -289,7 +289,7 @@ def test_an_index_that_lacks_a_part_of_a_tensor_is_refused(damaged):
     metadata.state_dict_metadata["model.first.weight"].chunks.pop()
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MalformedMessage, match=r"does not hold all of model\.first\.weight"):
-        read(damaged, everything)
+        read(damaged, whole_chunk)
 
 
 def test_an_index_with_further_properties_of_tensors_is_read(damaged, whole, monkeypatch):
@@ -300,7 +300,7 @@ def test_an_index_with_further_properties_of_tensors_is_read(damaged, whole, mon
         TensorProperties, "__getstate__", lambda properties: (*plain(properties)[:5], (6, 1))
     )
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert differences(read(damaged, everything), with_aliases(whole)) == []
+    assert differences(read(damaged, whole_chunk), with_aliases(whole)) == []
 
 
 def test_a_newer_format_is_refused(tmp_path, whole, monkeypatch):
@@ -308,7 +308,7 @@ def test_a_newer_format_is_refused(tmp_path, whole, monkeypatch):
     write(tmp_path / "one", whole)
     monkeypatch.undo()
     with pytest.raises(InvalidSpec, match="newer format; saw 2; expected at most 1"):
-        read(tmp_path / "one", everything)
+        read(tmp_path / "one", whole_chunk)
 
 
 def test_a_newer_version_of_dcp_is_refused(damaged):
@@ -316,7 +316,7 @@ def test_a_newer_version_of_dcp_is_refused(damaged):
     metadata.version = "2.0.0"
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(InvalidSpec, match=r"version 2\.0\.0"):
-        read(damaged, everything)
+        read(damaged, whole_chunk)
 
 
 def test_shoals_own_entry_is_json(by_rows_on_four, whole):

@@ -21,7 +21,7 @@ from shoal.checkpoint import write_plan
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.writing import write
 from shoal.state.optimizer_state import SLOTS, mark_of, take_slots
-from shoal.state.shards import Chunk, StateShard, TensorShard, everything
+from shoal.state.shards import Chunk, StateShard, TensorShard, whole_chunk
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 # DCP gives this warning without a process group.
@@ -39,7 +39,7 @@ def test_four_ranks_write_what_one_would(tmp_path, dim):
     whole = trained("adamw")
     errors = write_on_all(tmp_path / "four", [cut(whole, dim, rank, 4) for rank in range(4)])
     assert errors == [None] * 4
-    assert differences(read(tmp_path / "four", everything), with_aliases(whole)) == []
+    assert differences(read(tmp_path / "four", whole_chunk), with_aliases(whole)) == []
     files = {name for name in names_in(tmp_path / "four") if name.endswith(".distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(4)}
     assert names_in(tmp_path) == ["four"]
@@ -61,7 +61,7 @@ def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
     )
     metadata = dcp.FileSystemReader(tmp_path / "two").read_metadata()
     assert len(metadata.state_dict_metadata["model.first.weight"].chunks) == 4
-    assert differences(read(tmp_path / "two", everything), with_aliases(whole)) == []
+    assert differences(read(tmp_path / "two", whole_chunk), with_aliases(whole)) == []
 
 
 def test_plain_torch_reads_plain_values_of_an_optimizer(tmp_path):
@@ -84,7 +84,7 @@ def test_plain_torch_reads_plain_values_of_an_optimizer(tmp_path):
     whole = changed(trained("sgd"), **shards)
     values = {**whole.values, SLOTS: {"last.weight": dict(slots.values)}}
     write(tmp_path / "one", replace(whole, values=values))
-    found = read(tmp_path / "one", everything)
+    found = read(tmp_path / "one", whole_chunk)
     assert found.values[SLOTS] == values[SLOTS]
     for name, tensor in tensors.items():
         assert torch.equal(found.shards[name].tensor, tensor), name
@@ -166,7 +166,7 @@ def test_a_lost_rank_breaks_the_generation_and_publishes_nothing(tmp_path):
 def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
     empty = TensorShard.whole(torch.zeros(0, 3))
     write(tmp_path / "one", StateShard(step=1, shards={"model.none": empty}))
-    found = read(tmp_path / "one", everything).shards["model.none"]
+    found = read(tmp_path / "one", whole_chunk).shards["model.none"]
     assert (found.shape, found.chunk) == ((0, 3), Chunk.whole((0, 3)))
 
 

@@ -7,7 +7,7 @@ from support.oracles.compression_twins import to_int8, to_sign
 from torch import Tensor
 
 from shoal.compression.codes import Code, Int8Code, OneBitCode
-from shoal.compression.sparse import SAMPLE, largest
+from shoal.compression.sparse import SAMPLE, largest_indices
 
 CODES: dict[str, Code] = {"int8": Int8Code(), "one-bit": OneBitCode()}
 TWINS = {"int8": to_int8, "one-bit": to_sign}
@@ -81,7 +81,7 @@ def test_the_largest_are_those_a_sort_finds(kind: str, number: int) -> None:
         magnitudes[10:] = 0
     elif kind == "nan":
         magnitudes[77] = float("nan")
-    places = largest(magnitudes, number)
+    places = largest_indices(magnitudes, number)
     assert len(set(places.tolist())) == number
     expected = np.sort(magnitudes.numpy())[::-1][:number] if kind != "nan" else None
     if expected is None:

@@ -4,11 +4,11 @@ happen."""
 import torch
 
 from shoal.compression.base import PackedTensors
-from shoal.compression.residuals import Residuals, StepCarry
+from shoal.compression.residuals import Residuals, StepValues
 
 
 def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
-    carry: StepCarry[int] = StepCarry()
+    carry: StepValues[int] = StepValues()
     carry.begin(4)
     carry.put("a", 1)
     carry.begin(5)
@@ -21,7 +21,7 @@ def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
 
 def test_values_of_a_failed_step_count_if_other_members_committed_it() -> None:
     """The member takes over the others' state and begins with the next step."""
-    carry: StepCarry[int] = StepCarry()
+    carry: StepValues[int] = StepValues()
     carry.begin(4)
     carry.put("a", 1)
     carry.begin(5)
@@ -29,7 +29,7 @@ def test_values_of_a_failed_step_count_if_other_members_committed_it() -> None:
 
 
 def test_a_value_removed_in_a_failed_step_is_restored() -> None:
-    carry: StepCarry[int] = StepCarry()
+    carry: StepValues[int] = StepValues()
     carry.begin(0)
     carry.put("a", 1)
     carry.begin(1)
@@ -40,7 +40,7 @@ def test_a_value_removed_in_a_failed_step_is_restored() -> None:
 
 
 def test_going_back_to_an_older_step_forgets_the_newer() -> None:
-    carry: StepCarry[int] = StepCarry()
+    carry: StepValues[int] = StepValues()
     carry.begin(9)
     carry.put("a", 1)
     carry.begin(3)
@@ -55,7 +55,7 @@ def test_residuals_follow_their_parameters_into_another_order() -> None:
     residuals.keep(first, torch.arange(5.0))
     residuals.begin(1)
     other = PackedTensors(torch.full((5,), 10.0), ["b", "a"], [sizes["b"], sizes["a"]])
-    assert residuals.added_to(other, 7).tolist() == [12, 13, 14, 10, 11, 0, 0]
+    assert residuals.compensate(other, 7).tolist() == [12, 13, 14, 10, 11, 0, 0]
     residuals.release(other)
     assert other.flat.tolist() == [12, 13, 14, 10, 11]
-    assert residuals.added_to(other).tolist() == [12, 13, 14, 10, 11]
+    assert residuals.compensate(other).tolist() == [12, 13, 14, 10, 11]

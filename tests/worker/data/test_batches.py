@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal.data.batches import Batch, Loader, dataset_size, describe
 from shoal.data.loading import Loading
-from shoal.data.order import Order, share
+from shoal.data.order import Order, range_of_rank
 from shoal.data.parts import cut
 from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
@@ -60,7 +60,7 @@ def test_shares_are_contiguous_and_differ_by_one_at_most(
     start: int, length: int, world_size: int
 ) -> None:
     """The shares have no gaps between them."""
-    shares = [share(start, start + length, rank, world_size) for rank in range(world_size)]
+    shares = [range_of_rank(start, start + length, rank, world_size) for rank in range(world_size)]
     assert shares[0][0] == start
     assert shares[-1][1] == start + length
     assert all(a[1] == b[0] for a, b in pairwise(shares))

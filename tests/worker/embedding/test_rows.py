@@ -48,7 +48,7 @@ def test_the_cache_returns_only_the_newest_row_of_an_id(puts: list[set[int]]) ->
     cache = HotRows(16, 2, torch.float32)
     newest: dict[int, int] = {}
     for version, ids in enumerate(puts, 1):
-        cache.put(np.array(sorted(ids)), held(sorted(ids), version), step=version)
+        cache.store_rows(np.array(sorted(ids)), held(sorted(ids), version), step=version)
         newest |= dict.fromkeys(ids, version)
         asked = np.arange(61)
         places = cache.find(asked, 0, np.zeros(61, np.int64))
@@ -64,7 +64,7 @@ def test_cached_rows_that_are_too_old_are_not_found() -> None:
     """Age is judged by the step of the lookup, and by the shard's version at that time."""
     cache = HotRows(16, 2, torch.float32)
     ids = np.array([3])
-    cache.put(ids, held([3], 7), step=5)
+    cache.store_rows(ids, held([3], 7), step=5)
     assert cache.find(ids, 5, np.array([7]))[0] >= 0
     assert cache.find(ids, 6, np.array([7]))[0] == -1
     assert cache.find(ids, 5, np.array([8]))[0] == -1
@@ -87,7 +87,7 @@ def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
     routed, _ = route(np.array(sorted(births), np.int64), 1)
     lookup = rows.begin(routed)
     found: dict[Where, Rows] = {}
-    if lookup.asked():
+    if lookup.ids_by_shard():
         missing = lookup.missing.ids.tolist()
         found["t", 0] = Rows(
             version=version,
@@ -96,7 +96,7 @@ def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
             values=array("f", [0.0] * len(missing)).tobytes(),
             step=version,
         )
-    return rows.use(routed, rows.finish(lookup, found), CPU)
+    return rows.make_leaf(routed, rows.finish(lookup, found), CPU)
 
 
 def by_id(part: Gradients) -> dict[int, tuple[int, float]]:

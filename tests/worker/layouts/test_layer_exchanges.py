@@ -24,8 +24,8 @@ def after(layers: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExcha
     """Return the exchanges of a rank that has met its peers for these layers since its step
     began."""
     exchanges = LayerExchanges()
-    exchanges.among(peers)
-    sites = [exchanges.site(name) for name in LAYERS]
+    exchanges.set_peers(peers)
+    sites = [exchanges.add_site(name) for name in LAYERS]
     exchanges.begin()
     for layer in layers:
         sites[layer].value()
@@ -98,9 +98,9 @@ def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
 
 def test_models_that_are_split_among_different_ranks_are_not_compared() -> None:
     exchanges = after([0], peers=(0, 1))
-    exchanges.among((0, 1))
+    exchanges.set_peers((0, 1))
     assert exchanges.record() is not None
-    exchanges.among((0, 1, 2, 3))
+    exchanges.set_peers((0, 1, 2, 3))
     assert exchanges.record() is None
     assert exchanges.summary() == 0
 

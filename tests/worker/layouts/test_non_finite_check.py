@@ -120,7 +120,7 @@ def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == faulty:
         list(gradients(layout).values())[-1].view(-1)[0] = torch.inf
-    check.look(layout.parameters)
+    check.scan(layout.parameters)
     assert check.is_own is (rank == faulty)
     check.note_faults([each == faulty for each in range(world_size)])
     layout.reduce()

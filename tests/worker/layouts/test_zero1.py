@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.clipping import clip
-from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, lay_in_one_piece, partition
+from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, move_to_flat_storage, partition
 from shoal.state.shards import MODEL, OPTIM, StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 
@@ -307,7 +307,7 @@ def test_every_parameter_is_held_by_all_and_counted_by_one() -> None:
         return (
             set(layout.held),
             {name for name in layout.held if layout.counts(name)},
-            {name for name in names if layout.travels(name)},
+            {name for name in names if layout.is_lost_with_rank(name)},
         )
 
     found = run_in_memory(counted, 3)
@@ -346,7 +346,7 @@ def test_parameters_in_one_piece_of_memory_do_not_overlap_and_keep_their_strides
         nn.Parameter(torch.zeros(0, 3)),
     ]
     strides = [parameter.stride() for parameter in parameters]
-    memory = lay_in_one_piece(parameters)
+    memory = move_to_flat_storage(parameters)
     with torch.no_grad():
         for value, parameter in enumerate(parameters, 1):
             parameter.fill_(value)

@@ -218,7 +218,7 @@ def test_a_member_that_waits_for_a_coordinator_leaves_on_sigterm() -> None:
             env={**os.environ, "SHOAL_ADMISSION_S": "600"},
         ) as process:
             try:
-                read_until(process, "coordinator_away")
+                read_until(process, "coordinator_disconnected")
                 process.send_signal(signal.SIGTERM)
                 read_until(process, "unwinds")
                 process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.layouts.base import materialise
 from shoal.layouts.optimizer_binding import MetaModel
-from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied, under_all_names
+from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied, with_tied_names
 from shoal.state.host_copies import state_dict_on_host
 from shoal_proto.errors import InvalidSpec
 
@@ -19,7 +19,7 @@ def test_first_and_further_names_are_together_those_of_the_state_dict() -> None:
     further = tied(model)
     assert further == tied_models.TIES
     once = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    named = under_all_names(once, further)
+    named = with_tied_names(once, further)
     assert once.keys().isdisjoint(further)
     assert {name: id(tensor) for name, tensor in named.items()} == {
         name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()

@@ -30,7 +30,7 @@ import shoal
 from shoal.data.batches import Batch
 from shoal.session.evaluation import Evaluation
 from shoal.session.session import Session
-from shoal.session.shared_calls import Reduction, named
+from shoal.session.shared_calls import Reduction, values_by_name
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -209,11 +209,11 @@ def test_scalars_of_numpy_are_numbers() -> None:
 
 def test_complex_numbers_have_no_largest() -> None:
     with pytest.raises(InvalidSpec, match="z has no max over members"):
-        named({"z": torch.ones(1, dtype=torch.complex64)}, "max")
+        values_by_name({"z": torch.ones(1, dtype=torch.complex64)}, "max")
 
 
 def test_booleans_are_counted() -> None:
-    values = named({"hits": torch.tensor([True, False])})
+    values = values_by_name({"hits": torch.tensor([True, False])})
     assert (values["hits"] + values["hits"]).tolist() == [2, 0]  # type: ignore[union-attr]
 
 
@@ -232,7 +232,7 @@ def test_values_that_cannot_be_reduced_are_refused_before_they_are_sent(
     value: Any, words: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=words):
-        named(value)
+        values_by_name(value)
 
 
 def refusals() -> list[Any]:

@@ -15,13 +15,13 @@ def test_a_snapshot_is_shown_only_once_all_names_of_its_step_are_known() -> None
     own = {"model.a": TensorShard.whole(torch.ones(3))}
     slot = StepCopies()
     slot.take(StateShard(step=1, shards=own), travels)
-    assert slot.shown() == []
-    slot.know(frozenset({"model.a", "optim.b/exp_avg"}))
-    (shown,) = slot.shown()
+    assert slot.complete_copies() == []
+    slot.record_names(frozenset({"model.a", "optim.b/exp_avg"}))
+    (shown,) = slot.complete_copies()
     assert shown.elsewhere == {"model.a", "optim.b/exp_avg"}
     slot.clear()
     slot.take(StateShard(step=2, shards=own), travels)
-    assert slot.shown() == []
+    assert slot.complete_copies() == []
 
 
 def test_a_snapshot_that_comes_with_all_names_is_shown_at_once() -> None:
@@ -29,4 +29,4 @@ def test_a_snapshot_that_comes_with_all_names_is_shown_at_once() -> None:
     own = {"model.a": TensorShard.whole(torch.ones(3))}
     slot = StepCopies()
     slot.take(StateShard(step=0, shards=own, elsewhere=frozenset({"model.b"})), travels)
-    assert [state_shard.step for state_shard in slot.shown()] == [0]
+    assert [state_shard.step for state_shard in slot.complete_copies()] == [0]

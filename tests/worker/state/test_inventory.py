@@ -26,7 +26,7 @@ from shoal.state.inventory import (
     to_message,
     unpack,
 )
-from shoal.state.shards import DTYPES, Chunk, StateShard, TensorShard, alike, groups_of
+from shoal.state.shards import DTYPES, Chunk, StateShard, TensorShard, groups_of, partition_names
 from shoal.state.step_choice import choose
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
@@ -186,7 +186,7 @@ def test_a_message_that_decompresses_to_too_much_is_refused(
 
 def test_tensors_that_are_always_named_together_are_one_set() -> None:
     groups = [("a", "b", "c"), ("b", "c", "d"), ("a", "b", "c")]
-    assert alike(groups) == {
+    assert partition_names(groups) == {
         ("a", "b", "c"): [("a",), ("b", "c")],
         ("b", "c", "d"): [("b", "c"), ("d",)],
     }

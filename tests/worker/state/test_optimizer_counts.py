@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.state.replicated import beside
+from shoal.state.replicated import place_state
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ def test_counts_go_where_the_optimizer_reads_them(setting: dict[str, object], de
     parameters = [nn.Parameter(torch.empty(2, device="meta")), nn.Parameter(torch.empty(2))]
     optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
     optimizer.param_groups[0].update(setting)
-    assert beside(parameters[0], torch.tensor(3.0), optimizer).device.type == device
-    assert beside(parameters[0], torch.ones(2), optimizer).device.type == "meta"
-    assert beside(parameters[1], torch.tensor(3.0), optimizer).device.type == "cpu"
+    assert place_state(parameters[0], torch.tensor(3.0), optimizer).device.type == device
+    assert place_state(parameters[0], torch.ones(2), optimizer).device.type == "meta"
+    assert place_state(parameters[1], torch.tensor(3.0), optimizer).device.type == "cpu"

@@ -72,7 +72,7 @@ def test_state_that_an_interrupted_update_has_changed_is_listed_as_missing() -> 
     step is not."""
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(state_shard(0, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
-    peer_checkpoints.stop_within_update(1, frozenset({"optim.w/m"}))
+    peer_checkpoints.drop_live_state(1, frozenset({"optim.w/m"}))
     assert peer_checkpoints.held(ME | OTHERS) == [state_shard(1, elsewhere=("optim.w/m",))]
     peer_checkpoints.start(state_shard(1, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
     assert peer_checkpoints.held(ME | OTHERS) == []
@@ -168,15 +168,15 @@ def test_closing_waits_for_the_copy_in_progress() -> None:
 def test_a_snapshot_is_shown_once_all_names_are_known() -> None:
     slot = StepCopies()
     slot.take(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
-    assert slot.shown() == []
-    slot.know(frozenset({"model.w", "optim.w/m", "optim.v/m"}))
-    assert [own.step for own in slot.shown()] == [1]
+    assert slot.complete_copies() == []
+    slot.record_names(frozenset({"model.w", "optim.w/m", "optim.v/m"}))
+    assert [own.step for own in slot.complete_copies()] == [1]
 
 
 def test_a_snapshot_of_the_model_before_the_first_step_is_shown_at_once() -> None:
     slot = StepCopies()
     slot.take(state_shard(0, "model.w"), lambda _: True)
-    assert [own.step for own in slot.shown()] == [0]
+    assert [own.step for own in slot.complete_copies()] == [0]
 
 
 def test_a_generation_begins_without_the_connections_for_copies() -> None:

@@ -164,7 +164,7 @@ def slowly(inventories: list[Inventory]) -> int | None:
         for listing in listings:
             if listing.step == step:
                 for name, chunk in listing.chunks.items():
-                    held[name][chunk.within(WHOLE[name])] = True
+                    held[name][chunk.slices_in(WHOLE[name])] = True
         if all(array.all() for array in held.values()):
             return step
     return None

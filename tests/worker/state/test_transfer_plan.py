@@ -80,10 +80,10 @@ def check(given: World, plans: Sequence[TransferPlan]) -> None:
         for receiver in own.sends:
             assert rank in plans[receiver].receives
         for part in [*own.kept, *(part for parts in own.receives.values() for part in parts)]:
-            filled[part.name][part.chunk.within(Chunk.whole(given.shapes[part.name]))] += 1
+            filled[part.name][part.chunk.slices_in(Chunk.whole(given.shapes[part.name]))] += 1
         for name, chunk in given.needs[rank].items():
             needed = np.zeros(given.shapes[name], int)
-            needed[chunk.within(Chunk.whole(given.shapes[name]))] = 1
+            needed[chunk.slices_in(Chunk.whole(given.shapes[name]))] = 1
             assert np.array_equal(filled[name], needed), f"rank {rank}, {name}"
 
 

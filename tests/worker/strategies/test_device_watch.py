@@ -46,7 +46,7 @@ def test_a_device_that_is_stalled_for_too_long_counts_as_hung() -> None:
     watched = Watched(lambda: 0.0)
     assert watched.hung.wait(unhurried(10.0))
     watched.watch.close()
-    assert "did not finish" in watched.watch.hang_in(3)
+    assert "did not finish" in watched.watch.hang_report(3)
     # The member waits for others: it is not the one that delays them.
     assert all(each.waits for each in watched.doing)
 

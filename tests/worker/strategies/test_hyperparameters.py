@@ -31,22 +31,22 @@ def test_a_change_is_seen_after_steps_without_one(change: str) -> None:
     if "list" in change:
         group["betas"] = [0.9, 0.99]
     hyperparameters = Hyperparameters(optimizer)
-    before = hyperparameters.now()
-    assert hyperparameters.now() is before
+    before = hyperparameters.current_values()
+    assert hyperparameters.current_values() is before
     CHANGES[change](group)
-    assert hyperparameters.now() != before
+    assert hyperparameters.current_values() != before
     hyperparameters.apply(0)
-    assert not hyperparameters.again(0)
+    assert not hyperparameters.differences_on_retry(0)
 
 
 def test_equal_settings_stay_the_same_object() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     hyperparameters = Hyperparameters(optimizer)
-    before = hyperparameters.now()
+    before = hyperparameters.current_values()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
-    assert hyperparameters.now() is before
+    assert hyperparameters.current_values() is before
     optimizer.param_groups[0]["lr"].mul_(2)
-    assert hyperparameters.now()[0]["lr"] == 0.2
+    assert hyperparameters.current_values()[0]["lr"] == 0.2
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.array])
@@ -57,4 +57,4 @@ def test_a_number_of_numpys_is_the_number_that_a_newcomer_has_in_its_place(kind:
     for optimizer, rate in zip(optimizers, (given, given.item()), strict=True):
         optimizer.param_groups[0]["lr"] = rate
     own, newcomer = map(Hyperparameters, optimizers)
-    assert own.now() == newcomer.now()
+    assert own.current_values() == newcomer.current_values()

@@ -13,7 +13,7 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Batch, Loader
 from shoal.layouts.base import LossFunction
-from shoal.session.micro_batches import MicroBatches, counting
+from shoal.session.micro_batches import MicroBatches, loss_to_backward
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
@@ -61,10 +61,10 @@ def step_by_tokens(
     strategy.begin_step()
     of_step = MicroBatches(strategy, batch, 100)
     for part in of_step.parts(batch, num_parts):
-        of_step.passing(by_weight=True)
+        of_step.begin_pass(by_weight=True)
         found = loss(strategy.module(part.inputs), part.targets)
         num_tokens = of_step.counted((part.targets != IGNORED).sum())
-        with counting(found, num_tokens) as counts:
+        with loss_to_backward(found, num_tokens) as counts:
             strategy.backward_by_weight(counts, num_tokens)
     if math.isfinite(max_norm):
         strategy.clip_grad_norm(max_norm)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.model.module_proxy import shown
+from shoal.model.module_proxy import unwrap_proxy
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
@@ -80,7 +80,7 @@ def through_two_generations(strategy_name: str) -> None:
     assert after is not before
     assert (after.p, model.scale) == (0.125, 0.25)
     assert model.num_cached == len(model.get_buffer("cached")) == len(batch.inputs)
-    assert "cached" not in shown(model).state_dict()
+    assert "cached" not in unwrap_proxy(model).state_dict()
     take_step(strategy, equality.loader().synchronous(1, *share), equality.loss)
     strategy.close()
 

@@ -27,7 +27,7 @@ def waited(members: list[ScriptPoints], *places: ScriptPoint) -> list[bool]:
     found = [False] * len(members)
     for waited_s in LONG_S:
         for rank, (each, place) in enumerate(zip(members, places, strict=True)):
-            found[rank] |= each.look(place, waited_s)
+            found[rank] |= each.check(place, waited_s)
     assert found == [each.refusal(GENERATION) is not None for each in members]
     return found
 
@@ -59,7 +59,7 @@ def test_members_that_may_still_meet_wait_on(places: list[ScriptPoint]) -> None:
 def test_a_short_wait_writes_nothing() -> None:
     store = dist.HashStore()
     for each in crew(store):
-        assert not each.look(STEP, LOOK_AFTER_S / 2)
+        assert not each.check(STEP, LOOK_AFTER_S / 2)
     assert store.num_keys() == 0
 
 
@@ -67,9 +67,9 @@ def test_a_wait_that_has_ended_is_not_compared_with_the_next() -> None:
     """A wait that ended well leaves nothing with which the next one could be compared."""
     store = dist.HashStore()
     members = crew(store)
-    assert not members[0].look(STEP, LOOK_AFTER_S)
+    assert not members[0].check(STEP, LOOK_AFTER_S)
     assert store.num_keys() == 1
-    assert not members[0].look(replace(CALL, what=""), 0.0)
+    assert not members[0].check(replace(CALL, what=""), 0.0)
     assert store.num_keys() == 0
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
 
@@ -79,8 +79,8 @@ def splitting(store: dist.Store, layers: list[list[int]]) -> list[ScriptPoints]:
     found = []
     for rank, own in enumerate(layers):
         exchanges = LayerExchanges()
-        exchanges.among(range(len(layers)))
-        sites = [exchanges.site(name) for name in ("first", "second", "third")]
+        exchanges.set_peers(range(len(layers)))
+        sites = [exchanges.add_site(name) for name in ("first", "second", "third")]
         exchanges.begin()
         for layer in own:
             sites[layer].value() if layer >= 0 else exchanges.end()
@@ -96,7 +96,7 @@ def stood(members: list[ScriptPoints]) -> list[bool]:
     found = [False] * len(members)
     for stood_s in LONG_S:
         for rank, each in enumerate(members):
-            found[rank] |= each.look(STEP, 0.0, stood_s)
+            found[rank] |= each.check(STEP, 0.0, stood_s)
     assert found == [each.refusal(GENERATION) is not None for each in members]
     return found
 
@@ -127,7 +127,7 @@ def test_members_that_a_network_holds_up_are_not_refused(layers: list[list[int]]
 def test_a_short_wait_for_a_layer_writes_nothing() -> None:
     store = dist.HashStore()
     for each in splitting(store, [[0], [0, 1], [1]]):
-        assert not each.look(STEP, 0.0, LOOK_AFTER_S / 2)
+        assert not each.check(STEP, 0.0, LOOK_AFTER_S / 2)
     assert store.num_keys() == 0
 
 
@@ -143,5 +143,5 @@ def test_a_wait_in_vain_is_found_before_a_short_limit_ends_the_generation() -> N
     for look in range(1, 11):
         for rank, (each, place) in enumerate(zip(members, (STEP, CALL, STEP), strict=True)):
             # Members check a few times a second, and began to wait at different times.
-            found[rank] |= each.look(place, look * limit_s / 20 + rank * 0.1)
+            found[rank] |= each.check(place, look * limit_s / 20 + rank * 0.1)
     assert found == [True] * 3

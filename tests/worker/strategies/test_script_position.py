@@ -11,7 +11,9 @@ STEP = 7
 def met(*positions: tuple[int, ScriptPosition]) -> list[str]:
     """Let members meet, each as `(step, position)`. Returns how each continues: "again" (with its
     call), "on", or "away"."""
-    positions_in_words = [position.words(step, has_state=step >= 0) for step, position in positions]
+    positions_in_words = [
+        position.as_integers(step, has_state=step >= 0) for step, position in positions
+    ]
     found = []
     for step, position in positions:
         try:
@@ -66,7 +68,7 @@ def test_a_first_generation_has_nothing_to_settle() -> None:
 def test_a_committed_step_settles_what_was_before_it() -> None:
     position = at(1, "returned")
     position.stepped()
-    assert position.words(STEP, has_state=True) == [STEP, 0, 0, 0, 0]
+    assert position.as_integers(STEP, has_state=True) == [STEP, 0, 0, 0, 0]
 
 
 def test_a_request_to_stop_reaches_all_members_and_keeps_its_step() -> None:
@@ -82,4 +84,4 @@ def test_a_request_to_stop_in_a_step_that_did_not_happen_is_dropped() -> None:
     position = at(0)
     position.stop(STEP + 1, "enough")
     position.undo(STEP)
-    assert position.words(STEP, has_state=True)[-1] == 0
+    assert position.as_integers(STEP, has_state=True)[-1] == 0

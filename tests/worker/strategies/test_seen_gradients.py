@@ -101,7 +101,7 @@ def by_a_rank(made: Callable[[], SynchronousStrategy], passes: Sequence[int]) ->
         of_step = MicroBatches(strategy, batch, 1 << 30)
         set_current(StepContext(parts=of_step))
         for part in batch.parts(-num) if num < 0 else [batch] * num:
-            fraction = of_step.passing() if num < 0 else 1.0
+            fraction = of_step.begin_pass() if num < 0 else 1.0
             weighed = scaled(cross_entropy, fraction)
             strategy.forward_backward(part.inputs, part.targets, weighed, batch.weight)
             if num > 0:

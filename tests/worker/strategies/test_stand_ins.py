@@ -135,7 +135,7 @@ def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, b
         strategy.forward_backward(
             part.inputs, part.targets, lambda *given: run.loss(*given) / parts, batch.weight
         )
-        of_step.passing()
+        of_step.begin_pass()
     set_current(StepContext())
     with torch.no_grad():
         held = dict(strategy.module.named_parameters())
@@ -251,7 +251,7 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
     for _ in batch.parts(num_parts):
         keyed = torch.rand((), generator=randomness.sample_generator())
         found.append((float(torch.rand(())), float(keyed)))
-        of_step.passing()
+        of_step.begin_pass()
     set_current(StepContext())
     return found
 

@@ -112,8 +112,8 @@ def test_different_layers_are_refused_by_member_and_layer() -> None:
     votes = {}
     for member, numbers in {"a": [0, 1], "b": [1, 0]}.items():
         exchanges = LayerExchanges()
-        exchanges.among((0, 1))
-        sites = [exchanges.site(name) for name in ("up", "down")]
+        exchanges.set_peers((0, 1))
+        sites = [exchanges.add_site(name) for name in ("up", "down")]
         exchanges.begin()
         for number in numbers:
             sites[number].value()

@@ -30,9 +30,9 @@ from shoal.weights.pieces import (
     PublishedPiece,
     balanced,
     check_dtype,
-    held_by_all,
-    held_in,
     part_of,
+    replicated_weights,
+    sharded_weights,
 )
 from shoal.weights.reading import VersionLayout, merged, whole_tensors
 from shoal_proto.errors import InvalidSpec
@@ -152,7 +152,7 @@ def publish(name: str) -> tuple[bytes, Any, int]:
         trained.step(step)
     model, _ = case.training.build()
     empty = {name: t for name, t in model.state_dict().items() if not t.numel()}
-    held = held_in(trained.layout, step=2, tied=tied(model), without_elements=empty)
+    held = sharded_weights(trained.layout, step=2, tied=tied(model), without_elements=empty)
     part = part_of(held)
     segment = torch.zeros(part.num_bytes, dtype=torch.uint8)
     part.copy_into(segment)
@@ -191,7 +191,9 @@ def test_ranks_that_hold_the_same_publish_as_many_bytes_each(name: str) -> None:
 
 
 def held(rank: int, world_size: int, tensors: dict[str, Tensor], **tied_names: str) -> HeldWeights:
-    return held_by_all(tensors, {}, step=3, rank=rank, world_size=world_size, tied={**tied_names})
+    return replicated_weights(
+        tensors, {}, step=3, rank=rank, world_size=world_size, tied={**tied_names}
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

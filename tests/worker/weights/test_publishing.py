@@ -9,8 +9,14 @@ import torch
 from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
-from shoal.weights.pieces import HeldWeights, held_by_all
-from shoal.weights.series import Publications, PublisherRank, SeriesOptions, Ticket, held_state
+from shoal.weights.pieces import HeldWeights, replicated_weights
+from shoal.weights.series import (
+    PendingPublication,
+    Publications,
+    PublisherRank,
+    SeriesOptions,
+    held_state,
+)
 from shoal.weights.version import WeightVersion
 from shoal_proto.errors import (
     ChecksumMismatch,
@@ -48,7 +54,7 @@ def model_of(number: float) -> dict[str, Tensor]:
 
 def held(number: float, step: int, rank: int = 0, world_size: int = 1) -> HeldWeights:
     own = {"step": step, "rank": rank, "world_size": world_size}
-    return held_by_all(model_of(number), {}, tied={}, **own)
+    return replicated_weights(model_of(number), {}, tied={}, **own)
 
 
 def publish(publications: Publications, number: float, step: int) -> None:
@@ -59,7 +65,7 @@ def test_a_version_has_the_values_at_the_return_of_publish(
     series: MemorySeries, publications: Publications
 ) -> None:
     tensors = model_of(1.0)
-    own = held_by_all(tensors, {}, step=1, rank=0, world_size=1, tied={})
+    own = replicated_weights(tensors, {}, step=1, rank=0, world_size=1, tied={})
     series.holds.clear()
     ticket = publications.publish(own, ALONE)
     for tensor in tensors.values():
@@ -120,7 +126,7 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
     publications = Publications("job/policy", series.connect, SeriesOptions())
     place = PublisherRank(number=1, rank=0, world_size=2)
     tickets = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
-    is_over, found = threading.Event(), list[Ticket]()
+    is_over, found = threading.Event(), list[PendingPublication]()
 
     def publish() -> None:
         found.append(publications.publish(held(3.0, 3, 0, 2), place, is_over=is_over.is_set))
@@ -184,7 +190,7 @@ def test_a_ticket_looks_for_a_durable_version_no_longer_than_it_is_told() -> Non
         limits.append(timeout_s)
         return WeightVersion(record)
 
-    ticket = Ticket(1, 1, look)
+    ticket = PendingPublication(1, 1, look)
     ticket.committed(record)
     with pytest.raises(DeadlineExceeded, match="not durable yet"):
         ticket.wait("durable", 0.25)

@@ -41,7 +41,7 @@ def published(dim: int, world_size: int) -> tuple[Layout, dict[int, Tensor]]:
         tensors = {}
         for name, shape in SHAPES.items():
             chunk = cut(dim, rank, world_size, shape)
-            part = values(name)[chunk.within(Chunk.whole(shape))]
+            part = values(name)[chunk.slices_in(Chunk.whole(shape))]
             ranks = (rank,) if shape or not rank else ()
             shard = TensorShard(shape=shape, chunk=chunk, tensor=part)
             tensors[name] = HeldTensor(shard=shard, replicas=ranks)

@@ -12,7 +12,7 @@ from support.weights.memory_series import MemoryContributor, MemorySeries
 
 from shoal.weights import script
 from shoal.weights import series as publishing
-from shoal.weights.series import PublisherRank, Ticket, held_state
+from shoal.weights.series import PendingPublication, PublisherRank, held_state
 from shoal_proto.errors import PublicationAbandoned
 
 LIMIT_S = 10.0
@@ -48,7 +48,7 @@ def test_a_slow_publication_holds_up_neither_other_series_nor_the_end(
 
     with ThreadPoolExecutor(3) as pool:
 
-        def publish(name: str) -> Ticket:
+        def publish(name: str) -> PendingPublication:
             return script.publish(name, STATE, coordinator="here:1")
 
         series["job/slow"].holds.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownStrategy
 
@@ -55,7 +55,7 @@ def train(model: nn.Module, strategy: str | Strategy, max_norm: float) -> dict[s
     index, count = shoal.data_share(model)
     inputs, targets = data()
     for step in range(NUM_STEPS):
-        start, stop = share(step * BATCH, (step + 1) * BATCH, index, count)
+        start, stop = range_of_rank(step * BATCH, (step + 1) * BATCH, index, count)
         part = slice(start, stop)
         if strategy == "pipeline":
             shoal.forward_backward(model, inputs[part], targets[part], nn.functional.cross_entropy)

@@ -99,7 +99,7 @@ class Checkpoints:
 
     # --- called by strategies and scripts ---
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
         return step > 0 and step % self.every_steps == 0
 

@@ -80,7 +80,7 @@ class BucketDraft(Draft):
     def join(self, name: str) -> None:
         self._name = name
 
-    def is_seen(self) -> bool:
+    def shares_storage(self) -> bool:
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
@@ -123,7 +123,7 @@ class BucketDraft(Draft):
             self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
             # The checkpoint is complete, and the next `sweep` tries again.
-            log.warning("leftover_stays", path=str(self._path), error=str(error))
+            log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def discard(self) -> None:
         if not self.name:
@@ -131,7 +131,7 @@ class BucketDraft(Draft):
         try:
             self._path.remove(name for name in self._path.names() if name.startswith(self.name))
         except OSError as error:
-            log.warning("leftover_stays", path=str(self._path), error=str(error))
+            log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
 
 def _files_of(path: BucketPath) -> set[str]:

@@ -86,7 +86,7 @@ def discard(path: Path) -> None:
         shutil.rmtree(partial)
     except OSError as error:
         # The directory is no longer a checkpoint; the next `sweep` tries again.
-        log.warning("leftover_stays", path=str(partial), error=str(error))
+        log.warning("leftover_not_removed", path=str(partial), error=str(error))
 
 
 def sweep(path: Path, keep: Path) -> None:

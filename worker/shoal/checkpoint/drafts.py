@@ -30,7 +30,7 @@ class Draft(ABC):
         """Join a draft that another rank has begun."""
 
     @abstractmethod
-    def is_seen(self) -> bool:
+    def shares_storage(self) -> bool:
         """True if this rank sees the first rank's draft, and so shares its storage."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class LocalDraft(Draft):
     def join(self, name: str) -> None:
         self._partial = self._path.with_name(name)
 
-    def is_seen(self) -> bool:
+    def shares_storage(self) -> bool:
         return self._folder.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:

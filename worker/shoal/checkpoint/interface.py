@@ -33,7 +33,7 @@ class CheckpointStore(Protocol):
     def read(self, step: int, needs: Needs) -> StateShard:
         """Read the chunks that `needs` asks for from the checkpoint of that step."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
 
     def join(self, world_size: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.state.optimizer_state import INNER, SLOTS, plain_setting
-from shoal.state.plain_values import put_together, take_apart_exactly
+from shoal.state.plain_values import join_state, split_state_exactly
 from shoal.state.shards import MODEL, OPTIM, REGISTERED, Json
 from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
@@ -108,7 +108,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
         if len(path) != 4:
             raise _not_representable(path, "nested state of an optimizer")
         _, _, parameter, key = path
-        plain, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
+        plain, _ = split_state_exactly(value, (), partial(_refused, path), inline=True)
         plain_values.setdefault(str(parameter), {})[str(key)] = plain
     return plain_values
 
@@ -138,16 +138,14 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
-            entries["optim", "param_groups", index, setting] = put_together(value, {})
+            entries["optim", "param_groups", index, setting] = join_state(value, {})
     slots: dict[str, dict[str, Json]] = {}
     for parameter, parameter_values in values.get(SLOTS, {}).items():
         for key, value in parameter_values.items():
             inner = _flattened_parts(key, value)
             if inner is not None:
                 slots.setdefault(parameter, {})[key] = value
-            for path, leaf in (
-                {(key,): put_together(value, {})} if inner is None else inner
-            ).items():
+            for path, leaf in ({(key,): join_state(value, {})} if inner is None else inner).items():
                 entries["optim", "state", parameter, *path] = leaf
     other_values = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
     own_values = {
@@ -166,7 +164,7 @@ def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
     if not isinstance(value, list | dict):
         return None
     # Tensors within the value are shards of their own: empty tensors replace them here.
-    native = put_together(value, defaultdict(lambda: torch.empty(0)))
+    native = join_state(value, defaultdict(lambda: torch.empty(0)))
     flat, paths = flatten_state_dict({key: native})
     if paths.keys() == {key}:
         return None

@@ -129,7 +129,7 @@ class _Reader:
             if both is None:
                 continue
             part = self._chunk(key, stored.dtype, written, span)
-            tensor[both.within(chunk)] = part[both.within(written)]
+            tensor[both.slices_in(chunk)] = part[both.slices_in(written)]
             num_read += both.num_elements
         if num_read != chunk.num_elements:
             raise MalformedMessage(

@@ -45,15 +45,15 @@ class TrainedSamples:
         """True if the session hands out the batches."""
         return bool(self._samples)
 
-    def added_to(self, state_shard: StateShard) -> StateShard:
+    def add_to_shard(self, state_shard: StateShard) -> StateShard:
         """Return the state shard with the fields and the position added to its values."""
         if not self._samples:
             return state_shard
-        return self.carried(
+        return self.add_position(
             replace(state_shard, values={**state_shard.values, SAMPLES: dict(self._samples)})
         )
 
-    def carried(self, held: Held) -> Held:
+    def add_position(self, held: Held) -> Held:
         """Return the state; if the batch size has changed, with the position of the change."""
         if self.origin == SamplePosition():
             return held

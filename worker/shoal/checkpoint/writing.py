@@ -118,7 +118,7 @@ class _Writer:
                 # Here, not in `open`: an error of this rank is raised on all ranks.
                 known = {**self._state_shard.values, SLOTS: merged(self._opened)}
                 self._values = names.entries_of(self._state_shard.step, known)
-            elif not self._draft.is_seen():
+            elif not self._draft.shares_storage():
                 raise InvalidSpec(
                     f"rank {self._peers.rank} does not see the draft of {self._path}",
                     expected="storage that all ranks share",
@@ -131,7 +131,7 @@ class _Writer:
 
     def _content(self, item: PlannedChunk) -> object:
         shard = self._state_shard.shards[item.name]
-        return shard.tensor.detach()[item.chunk.within(shard.chunk)]
+        return shard.tensor.detach()[item.chunk.slices_in(shard.chunk)]
 
     def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
         """Return the entries that a rank writes: its items and, on the first rank, the values."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.backends.abortable.waiter import AbortableWaiter, Completion, OngoingCollective
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import are_finite, is_finite, is_on_host
-from shoal.model.losses import UnseenLosses
+from shoal.model.losses import PendingLosses
 from shoal.torch_private.c10d import GradBucket
 from shoal.torch_private.tensors import after_backward, foreach_norm
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
@@ -45,7 +45,7 @@ class GradientExchange:
         self._averaged: list[Tensor] = []
         self._in_progress: list[OngoingCollective] = []
         """Collectives that the backward pass has begun and not waited for yet."""
-        self.losses = UnseenLosses()
+        self.losses = PendingLosses()
         """Losses of this member. If one is not finite, the averages are not finite either."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []

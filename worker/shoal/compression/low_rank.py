@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
 from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder
-from shoal.compression.residuals import Residuals, StepCarry
+from shoal.compression.residuals import Residuals, StepValues
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
@@ -61,7 +61,7 @@ class PowerSgdCompressor(Compressor):
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._residuals = Residuals()
-        self._factors: StepCarry[Tensor] = StepCarry()
+        self._factors: StepValues[Tensor] = StepValues()
 
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
@@ -78,7 +78,7 @@ class PowerSgdCompressor(Compressor):
         return self._rank * (rows + columns) < shape.numel()
 
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
-        values = self._residuals.added_to(packed)
+        values = self._residuals.compensate(packed)
         matrices, plain = self._parted(packed, values)
         lefts = [matrix.gradient @ self._factor(matrix) for matrix in matrices]
         first = _joined([*lefts, *(values[span] for span in plain)], wire.world_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
 from shoal.compression.codes import Code, Int8Code, OneBitCode
 from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder, codec_of
-from shoal.compression.residuals import Residuals, StepCarry
+from shoal.compression.residuals import Residuals, StepValues
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
@@ -85,7 +85,7 @@ class QuantisedCompressor(Compressor):
         self._code = code
         self._block = block
         self._residuals = Residuals()
-        self._mean_errors: StepCarry[MeanError] = StepCarry()
+        self._mean_errors: StepValues[MeanError] = StepValues()
 
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
@@ -100,7 +100,7 @@ class QuantisedCompressor(Compressor):
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         size, num_ranks = packed.flat.numel(), wire.world_size
         length, block = self.part(size, num_ranks)
-        values = self._residuals.added_to(packed, num_ranks * length)
+        values = self._residuals.compensate(packed, num_ranks * length)
         served = slice(wire.rank * length, (wire.rank + 1) * length)
         mean_errors = self._collect_mean_errors(packed, values, served, num_ranks)
 

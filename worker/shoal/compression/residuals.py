@@ -10,7 +10,7 @@ from shoal.compression.base import PackedTensors
 Kept = TypeVar("Kept")
 
 
-class StepCarry(Generic[Kept]):
+class StepValues(Generic[Kept]):
     """Values by parameter name; values put in a step that is not committed are discarded.
 
     Keyed by name, as the order in which DDP packs parameters changes after its first step.
@@ -46,12 +46,12 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self._carry: StepCarry[Tensor] = StepCarry()
+        self._carry: StepValues[Tensor] = StepValues()
 
     def begin(self, step: int) -> None:
         self._carry.begin(step)
 
-    def added_to(self, packed: PackedTensors, length: int | None = None) -> Tensor:
+    def compensate(self, packed: PackedTensors, length: int | None = None) -> Tensor:
         """Return the values plus their residuals, in fp32, padded with zeros up to `length`."""
         size = packed.flat.numel()
         total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)

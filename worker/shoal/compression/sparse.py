@@ -55,8 +55,8 @@ class TopKCompressor(Compressor):
         self._residuals.begin(step)
 
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
-        values = self._residuals.added_to(packed)
-        positions = largest(values.abs(), ceil(self._ratio * values.numel()))
+        values = self._residuals.compensate(packed)
+        positions = largest_indices(values.abs(), ceil(self._ratio * values.numel()))
         chosen = values[positions]
         values[positions] = 0
         self._residuals.keep(packed, values)
@@ -82,7 +82,7 @@ class TopKEncoder(PushEncoder):
         self._ratio = ratio
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
-        positions = largest(values.abs(), ceil(self._ratio * values.numel())).sort().values
+        positions = largest_indices(values.abs(), ceil(self._ratio * values.numel())).sort().values
         chosen = values[positions]
         data = torch.cat([chosen.view(torch.int32), positions.to(torch.int32)])
         decoded = torch.zeros_like(values)
@@ -90,7 +90,7 @@ class TopKEncoder(PushEncoder):
         return EncodedBlocks(codec=codec_of(TopK.name, data), data=data, decoded=decoded)
 
 
-def largest(magnitudes: Tensor, number: int) -> Tensor:
+def largest_indices(magnitudes: Tensor, number: int) -> Tensor:
     """Return the indices of the `number` largest values, in any order; NaN counts as largest."""
     size = magnitudes.numel()
     if size <= SAMPLE or number * 4 > size:

@@ -28,7 +28,7 @@ def is_arrow(dataset: object) -> bool:
     return _ROWS in vars(dataset) and hasattr(getattr(dataset, "data", None), "fast_gather")
 
 
-def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
+def selected_rows(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
     """Return the table rows of the samples at `positions_of(number of samples)`; None: all rows."""
     indices = vars(dataset)[_ROWS]
     if indices is None or not len(indices):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.loading import BatchLoader, Loading
-from shoal.data.order import Order, SamplePosition, share
+from shoal.data.order import Order, SamplePosition, range_of_rank
 from shoal.data.parts import of_step
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
@@ -133,10 +133,10 @@ class Loader:
         if self._samples is not None:
             self._samples.start()
 
-    def while_waiting(self, looks: Callable[[float], None]) -> None:
-        """Set the function to call repeatedly while a batch is late: see `BatchLoader.looks`."""
+    def set_wait_callback(self, looks: Callable[[float], None]) -> None:
+        """Set the function to call repeatedly while a batch is late: see `BatchLoader.on_wait`."""
         if self._samples is not None:
-            self._samples.looks = looks
+            self._samples.on_wait = looks
 
     def close(self) -> None:
         """End the loading processes. May be called twice."""
@@ -147,12 +147,12 @@ class Loader:
         """Return share `index` of the `count` shares of a step that all members take together.
         Raises as `BatchLoader.take`, and InvalidSpec if the dataset's length has changed."""
         epoch, start, stop = self.order.span(step)
-        own_start, own_stop = share(start, stop, index, count)
+        own_start, own_stop = range_of_rank(start, stop, index, count)
 
         def after() -> Iterator[SampleRange]:
             for later in range(step + 1, self.order.num_steps):
                 its_epoch, its_start, its_stop = self.order.span(later)
-                later_share = share(its_start, its_stop, index, count)
+                later_share = range_of_rank(its_start, its_stop, index, count)
                 yield _loaded(SampleRange(its_epoch, *later_share), its_start)
 
         loaded = _loaded(SampleRange(epoch, own_start, own_stop), start)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.data.arrow_columns import columns_at, is_arrow, rows_taken
+from shoal.data.arrow_columns import columns_at, is_arrow, selected_rows
 from shoal.data.batches import Dataset, dataset_size
 from shoal.data.order import CONTENT_FIELD
 from shoal.data.shards import Shards
@@ -148,7 +148,7 @@ def _keeps_no_caches(dataset: object) -> bool:
 
 def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
     yield len(dataset)
-    table_rows = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
+    table_rows = selected_rows(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
     if table_rows is not None:
         yield sha256(repr(table_rows).encode()).hexdigest()
     rows = _spread(dataset.data.num_rows, NUM_ROWS)

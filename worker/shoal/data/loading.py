@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.loader_process import LoaderInit, keep_socket_paths_short, open_sockets
-from shoal.data.samples import REMEDY, FailedSample, Samples, generators_kept, lacks_resources
+from shoal.data.samples import REMEDY, FailedSample, Samples, lacks_resources, preserve_generators
 from shoal.torch_private.dataloader import (
+    defer_process_errors,
     end_iteration,
     ended_processes_of,
     has_timed_out,
     kill_processes,
     processes_of,
-    raise_nothing_at_their_end,
-    raising_at_their_end,
+    raise_on_process_end,
 )
 from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, LoadingFailed
@@ -104,7 +104,7 @@ class _BatchRequest:
     indices: list[int]
 
 
-class _Feed(Dataset[Any]):
+class _BatchDataset(Dataset[Any]):
     """The DataLoader's dataset, whose items are batches by request."""
 
     def __init__(self, samples: Samples, present_run: Tensor, num_begun: Tensor) -> None:
@@ -126,7 +126,7 @@ class _Feed(Dataset[Any]):
         return request.run, batch, isinstance(batch, tuple)
 
 
-class LoadingSigns:
+class LoadingProgress:
     """Time since the loading processes last began a sample or used processor time: a sign of
     work."""
 
@@ -165,7 +165,7 @@ class _FetchWatch:
     that loaded it, and would wait for ever if that process hangs."""
 
     def __init__(
-        self, is_over: Callable[[LoadingSigns], bool], signs: Callable[[], LoadingSigns]
+        self, is_over: Callable[[LoadingProgress], bool], signs: Callable[[], LoadingProgress]
     ) -> None:
         """`is_over`: called every LOOK_S of a long fetch, on a separate thread. If the wait is to
         end, `is_over` makes the fetch raise and returns True."""
@@ -212,7 +212,7 @@ class BatchLoader:
         self._indices = indices
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
-        self.looks: Callable[[float], None] = lambda silent_s: None
+        self.on_wait: Callable[[float], None] = lambda silent_s: None
         """Called repeatedly while a batch of the processes is late, on the trainer's thread or that
         of `_FetchWatch`, with the seconds since their last sign. Its exception ends the wait."""
         self._upcoming: Iterator[SampleRange] = iter(())
@@ -261,7 +261,7 @@ class BatchLoader:
 
         If a loading process has ended, all processes are restarted, once for a batch. Raises
         SampleFailed if a sample cannot be loaded or collated; LoadingFailed if that was an OSError
-        or lack of memory, or if processes cannot start, end again or are late; errors of `looks`.
+        or lack of memory, or if processes cannot start, end again or are late; errors of `on_wait`.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
@@ -308,18 +308,18 @@ class BatchLoader:
     def _next(self) -> Any:
         assert self._iterator is not None, "it was started"
         if not self._loading.num_workers:
-            with generators_kept():
+            with preserve_generators():
                 return next(self._iterator)
         signs = None
         while True:
             delivered, has_come = self._delivered_soon()
             if has_come:
                 return delivered
-            signs = signs or LoadingSigns(processes_of(self._iterator), self._num_begun)
+            signs = signs or LoadingProgress(processes_of(self._iterator), self._num_begun)
             self._look(signs)
 
-    def _look(self, signs: LoadingSigns) -> None:
-        """Check on a late batch. If it takes too long, or if `looks` raises an error, kills the
+    def _look(self, signs: LoadingProgress) -> None:
+        """Check on a late batch. If it takes too long, or if `on_wait` raises an error, kills the
         processes, which may not react to requests, and raises LoadingFailed or that error."""
         try:
             self._check(signs)
@@ -328,9 +328,9 @@ class BatchLoader:
             self.close()
             raise
 
-    def _check(self, signs: LoadingSigns) -> None:
+    def _check(self, signs: LoadingProgress) -> None:
         limits, silent_s, waited_s = self._loading, signs.silent_s(), LOOK_S + signs.waited_s()
-        self.looks(silent_s)
+        self.on_wait(silent_s)
         if limits.timeout and waited_s >= limits.timeout:
             raise _loading_failed(limits, f"timed out after {limits.timeout:g} seconds")
         if limits.silence_s and silent_s >= limits.silence_s:
@@ -340,7 +340,7 @@ class BatchLoader:
                 " processes are alive (silence_s)",
             )
 
-    def _ends_fetch(self, signs: LoadingSigns) -> bool:
+    def _ends_fetch(self, signs: LoadingProgress) -> bool:
         """`is_over` of `_FetchWatch`: kills the processes if the wait is to end, so that the fetch
         raises."""
         try:
@@ -358,7 +358,7 @@ class BatchLoader:
         try:
             if ended := ended_processes_of(self._iterator):
                 raise _ProcessEnded(f"process {', '.join(map(str, ended))} has ended")
-            with self._watching(), raising_at_their_end(self._iterator):
+            with self._watching(), raise_on_process_end(self._iterator):
                 return next(self._iterator), True
         except (RuntimeError, OSError, EOFError) as error:
             refusal, self._refusal = self._refusal, None
@@ -379,7 +379,7 @@ class BatchLoader:
     def _watching(self) -> _FetchWatch:
         if self._watch is None:
             processes = processes_of(self._iterator)
-            signs = partial(LoadingSigns, processes, self._num_begun)
+            signs = partial(LoadingProgress, processes, self._num_begun)
             self._watch = _FetchWatch(self._ends_fetch, signs)
         return self._watch
 
@@ -407,7 +407,7 @@ class BatchLoader:
                 "timeout": min(LOOK_S, loading.timeout or LOOK_S),
             }
         loader = DataLoader(
-            _Feed(self._samples, self._run, self._num_begun),
+            _BatchDataset(self._samples, self._run, self._num_begun),
             sampler=_Endless(self._requests),
             batch_size=None,
             collate_fn=_as_it_is,
@@ -418,7 +418,7 @@ class BatchLoader:
             **more,
         )
         iterator = iter(loader)
-        raise_nothing_at_their_end(iterator)
+        defer_process_errors(iterator)
         return iterator
 
 

@@ -152,7 +152,7 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
     return KeyedPermutation(num_samples, seed)(positions)
 
 
-def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
+def range_of_rank(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return a rank's contiguous share of [start, stop); shares differ in size by at most one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)

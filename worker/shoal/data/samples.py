@@ -161,7 +161,7 @@ def _seed_generators(number: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Restore the random generators at the end of the context. Used by a trainer that loads samples
     itself, and for reading shards."""
     numpy_random: Any = sys.modules.get("numpy.random")

@@ -18,7 +18,7 @@ from typing import IO, Any
 import fsspec
 from torch.utils.data import Dataset
 
-from shoal.data.samples import generators_kept
+from shoal.data.samples import preserve_generators
 from shoal.torch_private.dataloader import hidden_worker_info
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
@@ -167,7 +167,7 @@ class Shards(Dataset[Any]):
         """Iterate over the samples of one shard, from the first."""
         return iter(self._read(self.shards[number]))
 
-    def named(self, number: int) -> str:
+    def shard_name(self, number: int) -> str:
         shard = self.shards[number]
         return str(shard) if isinstance(shard, str | os.PathLike) else f"shard {number}"
 
@@ -206,12 +206,12 @@ class _OpenShard:
     """One shard, read up to the highest sample that was requested."""
 
     def __init__(self, shards: Shards, number: int, keep: int) -> None:
-        self._name, self._length = shards.named(number), shards.lengths[number]
+        self._name, self._length = shards.shard_name(number), shards.lengths[number]
         self._keep = keep
         self._num_read = 0
         self._kept: dict[int, Any] = {}
         """The samples read last, at most `keep`, by offset in ascending order."""
-        with hidden_worker_info(), generators_kept():
+        with hidden_worker_info(), preserve_generators():
             self._samples = shards.samples_of(number)
 
     def has(self, offset: int) -> bool:
@@ -221,7 +221,7 @@ class _OpenShard:
         if offset >= self._num_read:
             # A reader that divides samples by torch's worker info must not do so here. Its random
             # numbers must not change those that are drawn for samples.
-            with hidden_worker_info(), generators_kept():
+            with hidden_worker_info(), preserve_generators():
                 self._read_to(offset)
         return self._kept[offset]
 

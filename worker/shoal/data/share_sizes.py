@@ -51,13 +51,13 @@ class ShareSizes:
         too few."""
         return self.smallest_batch // LEAST
 
-    def look_at(self, model: nn.Module) -> None:
+    def warn_of_norm_layers(self, model: nn.Module) -> None:
         """Warn of layers that usually have one value for each sample, before a batch is loaded."""
         layers = (each for each in model.modules() if type(each) is nn.BatchNorm1d)
         if any(each.training for each in layers):
             self._warn()
 
-    def look_at_sizes(self, size: Sequence[int]) -> None:
+    def check_norm_input(self, size: Sequence[int]) -> None:
         """Check the sizes of an input that a layer is about to normalise over the batch."""
         samples = step_context.current().samples
         values = size[0] * math.prod(size[2:])
@@ -103,4 +103,4 @@ def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
 
 def _look(size: Sequence[int]) -> None:
     if not torch.compiler.is_compiling() and (sizes := step_context.current().sizes) is not None:
-        sizes.look_at_sizes(size)
+        sizes.check_norm_input(size)

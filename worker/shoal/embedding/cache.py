@@ -60,7 +60,7 @@ class HotRows:
             epochs=self._epochs[slots],
         )
 
-    def put(self, ids: Ids, held: CachedRows, step: int) -> None:
+    def store_rows(self, ids: Ids, held: CachedRows, step: int) -> None:
         """Store rows that were looked up at this step; of several rows with one slot, one row."""
         slots = self._slots(ids)
         self._ids[slots] = ids

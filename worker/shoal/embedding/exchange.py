@@ -102,7 +102,7 @@ class TableExchange:
         routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
-            values = self._rows[table].use(routed, held, device)
+            values = self._rows[table].make_leaf(routed, held, device)
         return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
@@ -121,7 +121,7 @@ class TableExchange:
         rows = self._rows[table]
         with self._lock:
             lookup = rows.begin(routed)
-            requested = lookup.asked()
+            requested = lookup.ids_by_shard()
             replies = self._connected().look_up(requested) if requested else {}
             return rows.finish(lookup, replies)
 

@@ -22,7 +22,7 @@ class RowCodec:
         self.message = GradientCodec(kind=kind)
         self._kind = kind
 
-    def shrinks(self, dim: int, dtype: torch.dtype) -> bool:
+    def reduces_size(self, dim: int, dtype: torch.dtype) -> bool:
         """True if rows of `dim` values become smaller; else they are to be sent uncompressed."""
         num_bytes = SCALE_BYTES + dim if self._kind == "int8" else 2 * dim
         return num_bytes < dim * dtype.itemsize

@@ -34,7 +34,7 @@ FATES = {
 
 
 @dataclass(frozen=True)
-class RowUse:
+class UsedRows:
     """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
 
     routed: RoutedIds
@@ -52,7 +52,7 @@ class Lookup:
     missing: RoutedIds
     table: str
 
-    def asked(self) -> dict[Where, bytes]:
+    def ids_by_shard(self) -> dict[Where, bytes]:
         """Return the ids to look up, by shard."""
         return {
             (self.table, shard): self.missing.ids[start:stop].tobytes()
@@ -97,13 +97,13 @@ class TableRows:
             )
         self.spec = spec
         self._dtype = DTYPES[spec.dtype]
-        self._codec = codec if codec and codec.shrinks(spec.dim, self._dtype) else None
+        self._codec = codec if codec and codec.reduces_size(spec.dim, self._dtype) else None
         self._bound = staleness_bound
         self._cache = HotRows(cache_rows, spec.dim, self._dtype)
         self._seen_versions: Ids = np.zeros(spec.num_shards, np.int64)
         self._step = 0
         self._table_step = 0
-        self._uses: list[RowUse] = []
+        self._uses: list[UsedRows] = []
         self.fates = dict.fromkeys(FATES.values(), 0)
         """Number of rows pushed so far, by fate."""
 
@@ -137,15 +137,15 @@ class TableRows:
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
         held = _held(rows, counts, self.spec.dim, self._dtype)
-        self._cache.put(lookup.missing.ids, held, self._step)
+        self._cache.store_rows(lookup.missing.ids, held, self._step)
         return lookup.merged(held)
 
-    def use(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
+    def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
         """Return the rows as a leaf of the graph, whose gradient is to be pushed."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
-            self._uses.append(RowUse(routed, held, values))
+            self._uses.append(UsedRows(routed, held, values))
         return values
 
     # Pushes.
@@ -224,7 +224,7 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
     )
 
 
-def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
+def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
     """Sum the gradients of each row. Returns ids, births, the oldest (version, epoch) that the
     gradients are based on, and the sums."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from shoal.backends.choice import init_static_world
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
 from shoal.layouts.tensor.parts import local
@@ -83,7 +83,7 @@ class KerasModule(nn.Module):
 
     def split_over(self, mesh: DeviceMesh) -> None:
         """See `shoal.layouts.tensor.layout.SelfSplittingModule`."""
-        for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
+        for variable, dim in _splits_of(self.keras_model).split_variables(mesh.get_group()):
             owner, name = self._owner_of(variable)
             whole = parameter_table(owner)[name]
             assert whole is not None, "only trained weights are split"
@@ -230,7 +230,7 @@ class _Shares(Sampler[list[int]]):
             order = torch.randperm(self._num_samples, generator=drawn)
         for start in range(0, self._num_samples, self._batch_size):
             stop = min(self._num_samples, start + self._batch_size)
-            own = share(start, stop, dist.get_rank(), dist.get_world_size())
+            own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
         # Counted at the end: Keras also reads one batch before it trains, which is no epoch.
         self._epoch += 1

@@ -132,7 +132,7 @@ class FittedModule(KerasModule):
         return loss, outputs
 
 
-class Fitting:
+class KerasFit:
     """Training of one Keras model in one session."""
 
     def __init__(self, session: "Session", module: FittedModule, steps: KerasSteps) -> None:
@@ -224,7 +224,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
         )
     module = FittedModule(model)
     steps = KerasSteps(model.optimizer, [(v, v.value) for v in model.trainable_variables])
-    fitting = Fitting(session, module, steps)
+    fitting = KerasFit(session, module, steps)
     fitting.trained, _ = session.distribute(module, steps, chosen, **options)
     model.__dict__[_MARK] = fitting
     for name, body in (("train_step", _train_step), ("test_step", _test_step)):
@@ -244,9 +244,9 @@ def _test_step(model: Any, data: Any) -> Any:
     return model.__dict__["shoal_plain_test_step"](data)
 
 
-def _fitting_of(model: Any) -> Fitting:
+def _fitting_of(model: Any) -> KerasFit:
     fitting = model.__dict__.get(_MARK)
-    if not isinstance(fitting, Fitting):
+    if not isinstance(fitting, KerasFit):
         raise InvalidSpec(
             "the Keras model is in no session",
             seen=type(model).__name__,

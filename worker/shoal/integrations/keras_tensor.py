@@ -92,8 +92,8 @@ def track_values(model: Any) -> None:
 class LayerSplits:
     """Splits of a Keras model's layers over the ranks of one generation after another.
 
-    Between `over` and `undo` the layers compute with parts. The caller passes in the values of
-    their variables, see `keras.StatelessScope`.
+    Between `split_variables` and `undo` the layers compute with parts. The caller passes in the
+    values of their variables, see `keras.StatelessScope`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -101,7 +101,7 @@ class LayerSplits:
         self._active: list[_Split] = []
         self._shapes: list[tuple[Any, tuple[int, ...]]] = []
 
-    def over(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
+    def split_variables(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
         """Split over this group. Returns each split variable and the dimension of the split."""
         self.undo()
         if group.size() == 1:

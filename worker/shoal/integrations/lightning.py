@@ -303,7 +303,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
             # The same step, divided among the remaining members; None after the job's last step.
-            repeated = batches.take_again()
+            repeated = batches.next_batch()
             if repeated is None:
                 self._trainer().should_stop = True
                 return result

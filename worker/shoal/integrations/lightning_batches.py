@@ -55,7 +55,7 @@ class LightningBatches:
         """Wait for the job's first batch, and set the counters to its step."""
         self._counters, self._ahead = counters, self._job.take()
         self.is_over = self._ahead is None
-        counters.stand_at(self._job.step_number if self._ahead is None else self._ahead.step)
+        counters.before_epoch(self._job.step_number if self._ahead is None else self._ahead.step)
 
     def end(self) -> None:
         """Set the number of committed steps: Lightning must not count the last attempt."""
@@ -69,7 +69,7 @@ class LightningBatches:
     def __iter__(self) -> Iterator[Any]:
         while (content := self.take()) is not None:
             assert self._counters is not None and self._batch is not None, "taken"
-            self._counters.before(self._batch.step)
+            self._counters.set_before_count(self._batch.step)
             yield content
             if self._job.epoch_is_done:
                 return
@@ -80,11 +80,11 @@ class LightningBatches:
         self.is_over = self._batch is None
         return None if self._batch is None else self._content(self._batch)
 
-    def take_again(self) -> Any:
+    def next_batch(self) -> Any:
         """Return the next batch, for a step that Lightning has already begun."""
         content = self.take()
         if self._batch is not None and self._counters is not None:
-            self._counters.again(self._batch.step)
+            self._counters.set_after_count(self._batch.step)
         return content
 
     def parts(self, num_parts: int) -> Iterator[Any]:

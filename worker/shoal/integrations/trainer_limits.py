@@ -81,13 +81,13 @@ class JobCounters:
         self._loop: Any = trainer.fit_loop
         self._steps_per_epoch = steps_per_epoch
 
-    def stand_at(self, step: int) -> None:
+    def before_epoch(self, step: int) -> None:
         """Set the counters to their values before the epoch of this step."""
         epoch = step // self._steps_per_epoch
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
 
-    def before(self, step: int) -> None:
+    def set_before_count(self, step: int) -> None:
         """Set the counters before Lightning counts this step's batch."""
         self._take(step, ready=step % self._steps_per_epoch)
 
@@ -95,7 +95,7 @@ class JobCounters:
         """Set the number of committed steps, without the attempts that Lightning counted."""
         self._set_steps(step)
 
-    def again(self, step: int) -> None:
+    def set_after_count(self, step: int) -> None:
         """Set the counters to this step, taken in place of a batch that Lightning has counted."""
         ready = step % self._steps_per_epoch + 1
         self._take(step, ready=ready)

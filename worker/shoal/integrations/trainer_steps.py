@@ -63,7 +63,7 @@ class TrainerSteps:
         self._parts = iter((batch,)) if num_parts == 1 else batch.parts(num_parts)
         return True
 
-    def last_wanted(self, reason: str) -> None:
+    def stop_after_step(self, reason: str) -> None:
         """Make the open step the job's last, if there are samples for more steps."""
         if self._session.step_number + 1 < len(self._batches):
             self._session.stop(reason)

@@ -63,7 +63,7 @@ def run(config: RunConfig) -> int:
 
     def leave(number: int, frame: FrameType | None) -> None:
         # A repeated signal must not interrupt the clean-up.
-        if not orders.repeats(number):
+        if not orders.is_repeated(number):
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
@@ -90,10 +90,10 @@ def run(config: RunConfig) -> int:
             alone=True,
         )
         if hosts:
-            cluster.when_given_up(hosts.give_up)
+            cluster.call_on_failure(hosts.give_up)
             return hosts.run(config)
         launcher = Launcher(config, orders)
-        cluster.when_given_up(launcher.give_up)
+        cluster.call_on_failure(launcher.give_up)
         return launcher.run()
 
 

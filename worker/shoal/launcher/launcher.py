@@ -33,8 +33,8 @@ from types import FrameType
 
 from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
-from shoal.launcher.worker_ends import WorkerEnds
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
+from shoal.launcher.worker_termination import WorkerTermination
 from shoal_client.connection.admission import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats, WorkerStatus
 from shoal_client.host.outputs import HostOutputs
@@ -106,7 +106,7 @@ class Launcher:
         self._output_closed = False
         self._interrupted = 0
         self._given_up = False
-        self._worker_ends = WorkerEnds(
+        self._worker_ends = WorkerTermination(
             self.slots, job=config.job, grace_s=config.restart.grace_s, say=self._say
         )
 
@@ -121,7 +121,7 @@ class Launcher:
             self._outputs(),
             self._lifelines(),
             self._open_logs(),
-            metrics.served(self._config.output.metrics, self.slots),
+            metrics.serve_metrics(self._config.output.metrics, self.slots),
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
             for slot in self.slots:
@@ -299,7 +299,7 @@ class Launcher:
     @property
     def _over(self) -> str:
         """The job's phase if no member can join it any more, as far as known here; else empty."""
-        return "" if self._completed else self._reporter.over
+        return "" if self._completed else self._reporter.final_phase
 
     @property
     def _lost(self) -> bool:
@@ -309,9 +309,9 @@ class Launcher:
     def _completed(self) -> bool:
         """True if a worker of this launcher has finished the job, or found it finished. A script
         that ends before the last batch, by `break` or sys.exit(0), does not finish it."""
-        if any(slot.found_it_finished for slot in self.slots):
+        if any(slot.joined_too_late for slot in self.slots):
             return True
-        return self._num_done > 0 and not self._reporter.goes_on
+        return self._num_done > 0 and not self._reporter.is_job_running
 
     @property
     def _num_done(self) -> int:
@@ -327,12 +327,12 @@ class Launcher:
             f"{num_left} of at least {self._config.min_members} workers left and none can come: "
             "ending them"
         )
-        self._worker_ends.tell_all()
+        self._worker_ends.order_stop()
 
     def _end_given_up(self, reason: str) -> None:
         self._given_up = True
         self._say(f"ending the workers: {reason}")
-        self._worker_ends.tell_all()
+        self._worker_ends.order_stop()
 
     def _on_worker_status(self, status: WorkerStatus) -> None:
         if status.job == self._config.job and status.phase:
@@ -341,7 +341,7 @@ class Launcher:
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         over = self._over or (FINISHED if self._reporter.finished else "")
-        self._worker_ends.due(over, board)
+        self._worker_ends.kill_overdue(over, board)
         for slot in self._worker_ends.left_behind(ends=bool(over) or self._is_ending):
             assert slot.process is not None
             supervisor.leave(slot.process)
@@ -363,7 +363,7 @@ class Launcher:
             else f"{num} workers finish their step and end"
         )
         self._say(f"{name}: {consequence}; once more kills {'it' if num == 1 else 'them'}")
-        self._worker_ends.tell_all()
+        self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:
         """Return the exit code of the run. If the job was completed it is 0, even if signals came,
@@ -385,8 +385,8 @@ class Launcher:
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
-        idle = [slot.member_id for slot in self.slots if slot.found_it_finished]
-        last = {s.member_id: s.exits[-1].code for s in self.slots if not s.found_it_finished}
+        idle = [slot.member_id for slot in self.slots if slot.joined_too_late]
+        last = {s.member_id: s.exits[-1].code for s in self.slots if not s.joined_too_late}
         done = sum(code == 0 for code in last.values())
         drained = [member for member, code in last.items() if code == DRAINED]
         lost = [member for member, code in last.items() if code not in (0, DRAINED)]
@@ -473,7 +473,7 @@ class Launcher:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
-            if not self._orders.repeats(number):
+            if not self._orders.is_repeated(number):
                 self._events.put(_Signalled(number))
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

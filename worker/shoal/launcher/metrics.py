@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
-from shoal_client.local.process import how_it_ended
+from shoal_client.local.process import describe_exit
 from shoal_proto.errors import AddressInUse, InvalidSpec
 
 LOOPBACK = "127.0.0.1"
@@ -24,7 +24,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
+def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
     """Serve the metrics within the block; no effect without an address.
 
     Raises InvalidSpec if prometheus_client is not installed, AddressInUse if the port is taken.
@@ -100,4 +100,4 @@ def _cause(exited: Exit) -> str:
         return "drained"
     if exited.code == 0:
         return "completed"
-    return how_it_ended(exited.code).removeprefix("was killed by ").removeprefix("ended with ")
+    return describe_exit(exited.code).removeprefix("was killed by ").removeprefix("ended with ")

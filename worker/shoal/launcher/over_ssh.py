@@ -347,7 +347,7 @@ class HostLaunchers:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
-            if not self._orders.repeats(number):
+            if not self._orders.is_repeated(number):
                 self._events.put((None, number))
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from shoal_client.host.output_tail import OutputTail
 from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
-from shoal_client.local.process import Process, how_it_ended
+from shoal_client.local.process import Process, describe_exit
 from shoal_proto.back_off import doubled_s
-from shoal_proto.secrets import drawn
+from shoal_proto.secrets import new_secret
 
 DRAINED = 128 + signal.SIGTERM
 """The exit code of a worker that was asked to leave its job, and was drained."""
@@ -42,21 +42,21 @@ class Exit:
         return self._failed and self.ending in (MembershipEnding.FENCED, MembershipEnding.PASSING)
 
     @property
-    def found_it_finished(self) -> bool:
+    def joined_too_late(self) -> bool:
         """True if the process was a standby, or too late: others had completed the job."""
         return self._failed and self.ending is MembershipEnding.FINISHED
 
     @property
     def is_scripts_own(self) -> bool:
         """True if the script itself has failed."""
-        return self._failed and not self.may_pass and not self.found_it_finished
+        return self._failed and not self.may_pass and not self.joined_too_late
 
     @property
     def _failed(self) -> bool:
         return self.code > 0 and self.code != DRAINED
 
     def __str__(self) -> str:
-        if self.found_it_finished:
+        if self.joined_too_late:
             return f"was not needed: the job was finished without it (exit code {self.code})"
         if self.may_pass and self.ending is MembershipEnding.FENCED:
             return f"had been declared lost and was fenced (exit code {self.code})"
@@ -71,7 +71,7 @@ class WorkerSlot:
 
     index: int
     member_id: str
-    launch_secret: str = field(default_factory=drawn, repr=False)
+    launch_secret: str = field(default_factory=new_secret, repr=False)
     """Secret that proves to the coordinator that a report comes from the launcher."""
     process: Process | None = None
     halted: bool = False
@@ -99,9 +99,9 @@ class WorkerSlot:
         return self.process is None and self.start_at_s is None
 
     @property
-    def found_it_finished(self) -> bool:
+    def joined_too_late(self) -> bool:
         """True if other members had completed the job before this slot's newest process joined."""
-        return bool(self.exits) and self.exits[-1].found_it_finished
+        return bool(self.exits) and self.exits[-1].joined_too_late
 
     @property
     def advice(self) -> str:
@@ -123,7 +123,7 @@ class WorkerSlot:
 def describe(code: int) -> str:
     """Describe the end of a process by its exit code."""
     if code < 0:
-        return how_it_ended(code)
+        return describe_exit(code)
     if code == DRAINED:
         return f"was drained (exit code {code})"
     return "completed" if code == 0 else f"failed with exit code {code}"

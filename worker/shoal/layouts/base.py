@@ -159,7 +159,7 @@ class Layout(ABC):
         none (another rank publishes it)."""
         return (self.world.rank,) if self.counts(name) else ()
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
         that peers need a copy. By default: all, as an unneeded copy does no harm."""
         return True
@@ -174,7 +174,7 @@ class Layout(ABC):
         """Counter that rises with each exchange of ranks that bypasses the group. Thread-safe."""
         return 0
 
-    def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
+    def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
         """Name each rank's failure domain: ranks of one domain may be lost together, so copies are
         placed in other domains. By default: the host."""
         return hosts
@@ -247,7 +247,7 @@ class Layout(ABC):
         self.backward(loss, weight)
         return loss.detach()
 
-    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+    def communicates_in_forward(self, *, is_first_step: bool) -> bool:
         """True if a forward pass with gradients communicates with other ranks. `is_first_step`:
         True in the first step of the generation."""
         return True
@@ -280,7 +280,7 @@ class Layout(ABC):
         return ()
 
     @property
-    def stepped_by_others(self) -> Collection[str]:
+    def names_stepped_elsewhere(self) -> Collection[str]:
         """Names of the parameters that are whole on this rank, but that only another rank's
         optimizer has stepped in this generation."""
         return ()

@@ -40,7 +40,7 @@ class BuffersBySamples:
         """True while the values that members computed are still compared."""
         return bool(self._tables) and self._num_shared < FIRST_STEPS
 
-    def look(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def compare_buffers(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Compare this member's values with the first member's, which are about to replace them."""
         self._num_shared += 1
         first = {id(one): other for one, other in zip(own, given, strict=True)}
@@ -78,11 +78,11 @@ class RunningBuffers:
             if buffer_table(part)
         ]
 
-    def share(self, group: dist.ProcessGroup) -> None:
+    def broadcast_buffers(self, group: dist.ProcessGroup) -> None:
         """Broadcast the first rank's buffers to every rank. Collective, unless there are none."""
         if self._tables and group.size() > 1 and (buffers := list(self._each_once())):
             is_early = self._by_samples.is_early
-            broadcast_packed(buffers, group, self._by_samples.look if is_early else None)
+            broadcast_packed(buffers, group, self._by_samples.compare_buffers if is_early else None)
 
     def _each_once(self) -> Iterator[Tensor]:
         known: set[int] = set()

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
@@ -175,7 +175,7 @@ class RowGathers:
             else:
                 _all_to_all(sends, receives, p2p.group)
 
-    def go_by_messages(self, rows: Tensor) -> bool:
+    def uses_host_messages(self, rows: Tensor) -> bool:
         """True if these rows go from rank to rank, over the host."""
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
@@ -230,7 +230,7 @@ class RowGathers:
     ) -> InvalidSpec:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
-            meet_after_collective(self._p2p.group)
+            barrier_after_collective(self._p2p.group)
         by_member = zip(self._members, messages, strict=True)
         seen = "; ".join(f"{name}: {_description(message)}" for name, message in by_member)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
@@ -283,7 +283,7 @@ class _RowRoutes:
 
     def _placed(self, rows: Tensor) -> Tensor:
         """Return the rows contiguous, on the device that sends them."""
-        device = torch.device("cpu") if self._gathers.go_by_messages(rows) else rows.device
+        device = torch.device("cpu") if self._gathers.uses_host_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
     def _all(self) -> range:
@@ -297,7 +297,7 @@ class _RowRoutes:
         rows: Tensor,
     ) -> None:
         receives = [(buffers[index], self._ranks[index]) for index in self._others]
-        is_by_messages = self._gathers.go_by_messages(rows)
+        is_by_messages = self._gathers.uses_host_messages(rows)
         self._gathers.exchange(sends, receives, self._call, kind, by_messages=is_by_messages)
 
 

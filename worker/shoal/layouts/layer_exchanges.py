@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import gather, meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
@@ -44,7 +44,7 @@ class ExchangeRecord:
     last: Sequence[str]
     """Descriptions of the newest exchanges, in order."""
 
-    def at(self, position: int) -> str | None:
+    def exchange_at(self, position: int) -> str | None:
         """Return the exchange at this position; None if not yet made, or no longer kept."""
         index = position - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
@@ -98,13 +98,13 @@ class LayerExchanges:
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before this rank raises a refusal that not all ranks know of."""
 
-    def among(self, peers: Sequence[int]) -> None:
+    def set_peers(self, peers: Sequence[int]) -> None:
         """Set the peers that split layers with this rank. If the script's models have different
         peers, nothing is compared."""
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
-    def site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
+    def add_site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
         """Add the layer of this name; all ranks add the same layers in the same order.
         `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
@@ -169,7 +169,7 @@ class LayerExchanges:
             own = json.dumps([self.summary(), record and vars(record)]).encode()
             digests, records = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(digests):
-                meet_after_collective(group)
+                barrier_after_collective(group)
             check_exchanges(digests, [each and ExchangeRecord(**each) for each in records])
 
     def record(self) -> ExchangeRecord | None:
@@ -220,7 +220,7 @@ def check_exchanges(
         return
     differing = difference(by_name)
     counts = {name: f"{each.count - 1} exchanges for layers" for name, each in by_name.items()}
-    raise different_layers(in_words(counts if differing is None else differing))
+    raise different_layers(describe_exchanges(counts if differing is None else differing))
 
 
 def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
@@ -244,14 +244,14 @@ def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | Non
     same = {name: each for name, each in records.items() if each.step == newest}
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for index in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
-        at = {name: each.at(index) for name, each in same.items()}
+        at = {name: each.exchange_at(index) for name, each in same.items()}
         reached = {name: exchange for name, exchange in at.items() if exchange is not None}
         if len(set(reached.values())) > 1:
             return reached
     return None
 
 
-def in_words(exchanges: Mapping[str, str]) -> str:
+def describe_exchanges(exchanges: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {where}" for name, where in exchanges.items())
 
 

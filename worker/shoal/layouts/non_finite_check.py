@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
-from shoal.model.losses import UnseenLosses
+from shoal.model.losses import PendingLosses
 from shoal_proto.errors import GenerationBroken
 
 # A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
@@ -26,7 +26,7 @@ class NonFiniteCheck:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self.losses = UnseenLosses()
+        self.losses = PendingLosses()
         """Losses of this rank: one that is not finite counts as this rank's own fault."""
         self.begin()
 
@@ -38,14 +38,14 @@ class NonFiniteCheck:
         self._flags: Tensor | None = None
         self._has_looked = False
 
-    def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def scan(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Examine this rank's own gradients of the whole step, before they are reduced."""
         self.check_after_pass(parameters)
         self._look_at_losses()
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `look` has examined the whole step. They must
+        """Examine the gradients of one pass, unless `scan` has examined the whole step. They must
         not include reduced gradients of earlier passes."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
@@ -59,9 +59,9 @@ class NonFiniteCheck:
         """True if this rank's own gradients were not finite."""
         return bool(self._own)
 
-    def found(self, name: str) -> None:
+    def set_non_finite(self, name: str) -> None:
         """Set the parameter whose gradients on this rank were not finite, or empty. Called in place
-        of `look` if the backward pass has examined the gradients."""
+        of `scan` if the backward pass has examined the gradients."""
         self._own = name
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:

@@ -37,7 +37,7 @@ from shoal.state.optimizer_state import (
     take_settings,
     take_slots,
 )
-from shoal.state.replicated import beside, check_no_more, missing, names_in, refuse_tensors
+from shoal.state.replicated import check_no_more, missing, names_in, place_state, refuse_tensors
 from shoal.state.resharding import whole_model
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal.torch_private.modules import parameter_table
@@ -280,7 +280,7 @@ class OptimizerBinding:
         return frozenset(self._known)
 
     @property
-    def begun(self) -> frozenset[str]:
+    def collected_names(self) -> frozenset[str]:
         """Names of all tensors of the optimizer's state that `collect` has returned so far: those
         that existed after a committed step."""
         return frozenset(OPTIM + each for each in self._outlines)
@@ -294,8 +294,8 @@ class OptimizerBinding:
     # --- filling ---
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
-        """Return memory of the layout into which a chunk from `needs` can be received; `fill` then
-        copies nothing. None if the layout has no memory of that size on the host."""
+        """Return memory of the layout into which a chunk from `needed_chunk` can be received;
+        `fill` then copies nothing. None if the layout has no memory of that size on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
@@ -303,7 +303,7 @@ class OptimizerBinding:
         else:
             key = name.removeprefix(OPTIM).rpartition("/")[0]
             own = self.layout.shard(key, self._parameters[key])
-        # The optimizer decides on which device a scalar lies: see `beside`.
+        # The optimizer decides on which device a scalar lies: see `place_state`.
         if not shape or own.shape != shape or own.chunk != chunk or own.tensor.device.type != "cpu":
             return None
         is_model = name.startswith(MODEL)
@@ -311,7 +311,7 @@ class OptimizerBinding:
         self._placed[name] = target
         return target
 
-    def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+    def needed_chunk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
 
         Raises ShapeMismatch or DtypeMismatch if the state is that of another model, and
@@ -338,8 +338,8 @@ class OptimizerBinding:
 
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
-        """Fill the layout and the optimizer from a state; `needs` was called for each of its names.
-        Raises ShapeMismatch if the state has other parameters or buffers than the model, and
+        """Fill the layout and the optimizer from a state; `needed_chunk` was called for each of its
+        names. Raises ShapeMismatch if the state has other parameters or buffers than the model, and
         InvalidSpec if it is the state of another optimizer.
         """
         check_no_more(self._model_names, self._known)
@@ -384,7 +384,7 @@ class OptimizerBinding:
             local = given.tensor if given and is_placed else _filled(parameter, given, dtype)
             return placed_like(parameter, local)
         assert given is not None, "state of another shape is whole on every rank"
-        return beside(parameter, given.tensor, self.optimizer)
+        return place_state(parameter, given.tensor, self.optimizer)
 
 
 def _is_meta(value: Any) -> bool:

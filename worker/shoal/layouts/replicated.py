@@ -101,7 +101,7 @@ class ReplicatedLayout(Layout):
         # Only the first rank publishes buffers: `stepped` broadcasts its values.
         return range(self.world.world_size if name in self._parameters else 1)
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
@@ -122,8 +122,8 @@ class ReplicatedLayout(Layout):
     def end_pass(self) -> None:
         self._ddp.end_backward()
 
-    def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        return self._ddp.meets_in_forward(is_first_step=is_first_step)
+    def communicates_in_forward(self, *, is_first_step: bool) -> bool:
+        return self._ddp.communicates_in_forward(is_first_step=is_first_step)
 
     def begin(self) -> None:
         self.exchange.begin(self.step)
@@ -150,7 +150,7 @@ class ReplicatedLayout(Layout):
 
     def stepped(self) -> None:
         """Broadcast the first rank's buffers."""
-        self._buffers.share(self.world.group)
+        self._buffers.broadcast_buffers(self.world.group)
 
     def synchronised(self) -> bool:
         return self.exchange.complete
@@ -183,7 +183,7 @@ class Zero1Layout(ReplicatedLayout):
         owners = partition([parameter.nbytes for parameter in trained.values()], n)
         self._owner = dict(zip(trained, owners, strict=True))
         self._memory = [
-            lay_in_one_piece([p for name, p in trained.items() if self._owner[name] == owner])
+            move_to_flat_storage([p for name, p in trained.items() if self._owner[name] == owner])
             for owner in range(n)
         ]
         self._originals = [(parameter, parameter.detach()) for parameter in trained.values()]
@@ -199,7 +199,7 @@ class Zero1Layout(ReplicatedLayout):
         # The first rank counts tensors that no rank steps: frozen parameters and buffers.
         return self._owner.get(name, 0) == self.world.rank
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         return name.startswith(OPTIM)
 
     def open(self) -> nn.Module:
@@ -226,7 +226,7 @@ class Zero1Layout(ReplicatedLayout):
         self._forget_gradients_of_others()
 
     @property
-    def stepped_by_others(self) -> Collection[str]:
+    def names_stepped_elsewhere(self) -> Collection[str]:
         return self._stepped_by_others
 
     def stepped(self) -> None:
@@ -263,7 +263,7 @@ def partition(sizes: Sequence[int], n: int) -> list[int]:
 
 
 @torch.no_grad()
-def lay_in_one_piece(parameters: Sequence[nn.Parameter]) -> Tensor:
+def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Move the parameters into one contiguous piece of memory; returns it, as bytes.
 
     Their contents are not kept, but their strides (such as channels last) are.

@@ -61,10 +61,10 @@ class SeveralLayouts(Layout):
         model, _, own = name.partition(".")
         return self.layouts[model].replicas(own)
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         kind = MODEL if name.startswith(MODEL) else OPTIM
         model, _, own = name.removeprefix(kind).partition(".")
-        return self.layouts[model].travels(kind + own)
+        return self.layouts[model].is_lost_with_rank(kind + own)
 
     def watch(self, ours: Callable[[], bool]) -> None:
         for each in self.layouts.values():
@@ -119,7 +119,7 @@ class SeveralLayouts(Layout):
         for each in self.layouts.values():
             each.finish_passes()
 
-    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+    def communicates_in_forward(self, *, is_first_step: bool) -> bool:
         raise InvalidSpec("several models have no forward pass in common")
 
     def reduce(self) -> None:
@@ -149,9 +149,9 @@ class SeveralLayouts(Layout):
         return [f"{name}.{each}" for name, own in self.layouts.items() for each in own.idle()]
 
     @property
-    def stepped_by_others(self) -> Collection[str]:
+    def names_stepped_elsewhere(self) -> Collection[str]:
         layouts = self.layouts.items()
-        return [f"{name}.{each}" for name, own in layouts for each in own.stepped_by_others]
+        return [f"{name}.{each}" for name, own in layouts for each in own.names_stepped_elsewhere]
 
     def synchronised(self) -> bool:
         return all(each.synchronised() for each in self._active)

@@ -221,5 +221,5 @@ class LoneMember:
         return -math.inf
 
     @property
-    def is_away(self) -> bool:
+    def is_disconnected(self) -> bool:
         return False

@@ -83,7 +83,7 @@ class DrainSignal:
             self._installed = True
 
     @contextmanager
-    def while_joining(self) -> Iterator[None]:
+    def handler_installed(self) -> Iterator[None]:
         """Install the handler; remove it if the block fails."""
         self.install()
         try:
@@ -104,7 +104,7 @@ class DrainSignal:
         return _get_handler(signal.SIGTERM) == self._handle
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._orders.repeats(number):
+        if self._orders.is_repeated(number):
             return
         if self._installed and not self._was_ordered:
             self._was_ordered = True

@@ -32,7 +32,7 @@ def as_torch(model: nn.Module) -> nn.Module:
     return adapter_of(model).as_torch(model) if _is_keras(model) else model
 
 
-def fits_by_itself(model: nn.Module, optimizer: Any) -> bool:
+def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
     """True if this is a Keras model with its own optimizer, which `fit` trains."""
     return _is_keras(model) and not isinstance(optimizer, Optimizer)
 

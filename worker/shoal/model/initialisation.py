@@ -38,7 +38,7 @@ def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def refuse_taken(model: nn.Module) -> None:
+def refuse_reused(model: nn.Module) -> None:
     """Raise InvalidSpec for a model whose weights an earlier session has taken: it is on the meta
     device now, so its modules would draw new initial values."""
     for name, parameter in model.named_parameters():

@@ -26,7 +26,7 @@ def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
     )
 
 
-class UnseenLosses:
+class PendingLosses:
     """Losses of a step that are on a GPU. Reading a loss before its backward pass would idle the
     GPU, so losses are checked together with the step's gradients.
 

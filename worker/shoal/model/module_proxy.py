@@ -49,7 +49,7 @@ class ModuleProxy(nn.Module):
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compile calls of the module, as torch does, and of the modules that replace it later."""
-        module = shown(self)
+        module = unwrap_proxy(self)
         module.compile(*arguments, **options)
         compile_alike(module, module)
 
@@ -111,7 +111,7 @@ def _forward_like(forward: FunctionType) -> Callable[..., Any]:
     return routed
 
 
-def shown(proxy: nn.Module) -> nn.Module:
+def unwrap_proxy(proxy: nn.Module) -> nn.Module:
     """Return the present module behind a proxy; a module that is no proxy is returned itself."""
     module = proxy
     while isinstance(module, ModuleProxy):
@@ -125,10 +125,10 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
     share_tables(proxy, module)
 
 
-def take_modes(held: nn.Module, module: nn.Module) -> None:
+def copy_modes(held: nn.Module, module: nn.Module) -> None:
     """Copy the modes of the user's module, part by part, to a new generation's module: training or
     evaluation, and compiled or not."""
-    parts = {name: shown(part) for name, part in held.named_modules()}
+    parts = {name: unwrap_proxy(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
             part.training = parts[name].training

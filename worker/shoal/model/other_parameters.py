@@ -53,7 +53,7 @@ class OtherParameters:
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def look(self, loss: Tensor) -> None:
+    def note_loss(self, loss: Tensor) -> None:
         """Note the other parameters of a loss whose backward pass begins."""
         model_ids = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))

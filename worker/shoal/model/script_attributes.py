@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.model.module_proxy import shown
+from shoal.model.module_proxy import unwrap_proxy
 from shoal.torch_private.modules import buffer_table, transient_buffers
 
 _PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
@@ -32,7 +32,7 @@ class ScriptAttributes:
         """Note the attributes of a model that was just laid out: later changes are the script's."""
         self._seen = {name: _attributes(part) for name, part in _parts(model).items()}
 
-    def carry(self, model: nn.Module, into: nn.Module) -> None:
+    def copy_to(self, model: nn.Module, into: nn.Module) -> None:
         """Copy the attributes set since `note` to another model of the same structure."""
         others = _parts(into)
         for name, part in _parts(model).items():
@@ -52,7 +52,7 @@ class ScriptModes:
         self._tables: list[dict[str, Any]] = []
         self._noted: list[bool] = []
 
-    def look_at(self, models: Iterable[nn.Module]) -> None:
+    def watch_models(self, models: Iterable[nn.Module]) -> None:
         """Watch these models, which stand behind the script's proxies from now on."""
         tables = [vars(part) for model in models for part in model.modules()]
         # A proxy within a stage of a pipeline has no mode of its own.
@@ -63,7 +63,7 @@ class ScriptModes:
         """Note the modes when a step begins: 3 us for 150 modules."""
         self._noted = [each["training"] for each in self._tables]
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Restore the modes after a step's block was left early."""
         for each, training in zip(self._tables, self._noted, strict=False):
             each["training"] = training
@@ -81,7 +81,7 @@ def _carry(part: nn.Module, seen: Mapping[str, Any], into: nn.Module) -> None:
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: shown(part) for name, part in model.named_modules()}
+    return {name: unwrap_proxy(part) for name, part in model.named_modules()}
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:

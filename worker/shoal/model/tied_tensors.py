@@ -33,7 +33,7 @@ def tied(model: nn.Module) -> dict[str, str]:
     return first_names
 
 
-def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
+def with_tied_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
     """Return `values`, whose keys are first names, with the further names of the same objects.
 
     `further`: from `tied`. A tensor whose first name is not in `values` is left out.

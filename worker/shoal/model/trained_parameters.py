@@ -12,7 +12,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor, nn
 
-from shoal.model.module_proxy import shown
+from shoal.model.module_proxy import unwrap_proxy
 from shoal.model.several import models_of
 from shoal.torch_private.fsdp import gathered_parameters
 from shoal.torch_private.modules import contents_of, parameter_table
@@ -56,7 +56,7 @@ class TrainedParameters:
 
     def note(self) -> None:
         """Note the parameters of a new generation, if other modules are behind the model now."""
-        behind = self.behind()
+        behind = self.modules()
         if not are_same(behind, self._shown):
             self._shown, self._layers = behind, self._layers_now()
             self._own = dict(self._model.named_parameters(remove_duplicate=False))
@@ -66,9 +66,9 @@ class TrainedParameters:
         """Return the model's parameters in the present generation."""
         return self._model.parameters()
 
-    def behind(self) -> list[nn.Module]:
+    def modules(self) -> list[nn.Module]:
         """Return the modules behind the model in the present generation."""
-        return [shown(each) for each in models_of(self._model).values()]
+        return [unwrap_proxy(each) for each in models_of(self._model).values()]
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
         """True if one of the parameters is the model's in the present generation."""
@@ -77,7 +77,7 @@ class TrainedParameters:
 
     def check(self, step: int) -> list[nn.Module]:
         """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
-        Returns the modules `behind` the model: the same list object until a module changes."""
+        Returns the modules `modules` the model: the same list object until a module changes."""
         if self._is_unchanged():
             return self._shown
         self._check(step)
@@ -98,7 +98,7 @@ class TrainedParameters:
 
     def _contents_now(self) -> list[object]:
         """Return the modules behind the model, and the contents of the modules found last."""
-        return [*self.behind(), *contents_of(self._modules)]
+        return [*self.modules(), *contents_of(self._modules)]
 
     def _check(self, step: int) -> None:
         self.note()
@@ -151,7 +151,9 @@ class TrainedParameters:
         others = [name for name, each in now.items() if self._own.get(name) is not each]
         if not others:
             return
-        cut = {id(whole): own for part in self.behind() for own, whole in gathered_parameters(part)}
+        cut = {
+            id(whole): own for part in self.modules() for own, whole in gathered_parameters(part)
+        }
         others = [name for name in others if cut.get(id(now[name])) is not self._own.get(name)]
         if others:
             raise self._other_parameters(others, step)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.layouts.hybrid.layout import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.pipeline.schedules import StepInputs, num_microbatches
 from shoal.layouts.pipeline.stages import Stage
@@ -24,8 +24,8 @@ from shoal.planning.figures import (
     RankFigures,
 )
 from shoal.planning.meta_device import on_meta, to_meta
-from shoal.planning.rehearsal import RehearsedPass, SilentGroup
-from shoal.planning.tensor import first_alike, non_finite_message, split_alone, tensor_groups
+from shoal.planning.rehearsal import RehearsalGroup, RehearsedPass
+from shoal.planning.tensor import first_equal_rank, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
 """Size of the loss, which the last stage sends to the others."""
@@ -44,7 +44,7 @@ class _Part:
     """Ids of the parameters that are split over ranks."""
     stage: Stage | None
     """Stage of this part; None if the model is not cut into stages."""
-    group: SilentGroup
+    group: RehearsalGroup
     """Group of the ranks over which the part is split."""
 
     @property
@@ -87,7 +87,7 @@ class MeshFigures:
     def _part(self, index: int, split: int) -> _Part:
         model = on_meta(self._subject.model)
         stage = Stage(model, *self._plan.cut, index) if self._plan.cut is not None else None
-        group = SilentGroup(split, self._mesh.tensor)
+        group = RehearsalGroup(split, self._mesh.tensor)
         cut: frozenset[int] = frozenset()
         if self._mesh.tensor > 1:
             ranks = TensorGroup(group, torch.device("meta"))
@@ -131,10 +131,10 @@ class MeshFigures:
             return
         whole = to_meta(self._subject.inputs)
         samples = StepInputs(inputs={"": whole})
-        start, stop = share(0, samples.num_samples, copy, self._mesh.data)
+        start, stop = range_of_rank(0, samples.num_samples, copy, self._mesh.data)
         # A rank without a share computes with one stand-in sample.
         num_samples = max(stop - start, 1)
-        split = first_alike(self._plan.tensor, split)
+        split = first_equal_rank(self._plan.tensor, split)
         key = split, num_samples
         if key not in self._passes:
             inputs = samples.samples(whole, 0, num_samples)

@@ -18,7 +18,7 @@ from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 
-class SilentGroup(CollectiveGroup):
+class RehearsalGroup(CollectiveGroup):
     """Group with only one rank present. Every collective ends at once and changes nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -50,7 +50,7 @@ class SilentGroup(CollectiveGroup):
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
         return CompletedWork(outputs, 0.0)
 
-    def meet(self) -> dist.Work:
+    def start_barrier(self) -> dist.Work:
         return CompletedWork([], 0.0)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
@@ -59,7 +59,7 @@ class SilentGroup(CollectiveGroup):
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
         return CompletedWork([tensor], 0.0)
 
-    def taken(self) -> dict[str, Count]:
+    def pop_counts(self) -> dict[str, Count]:
         """Return the counts since the last call, and reset them."""
         taken, self.counts = self.counts, {}
         return taken
@@ -69,13 +69,13 @@ class RehearsedPass:
     """A forward and a backward pass on meta tensors, with the group's counts of each. Raises
     InvalidSpec if the model cannot be run on the meta device, or not with these inputs."""
 
-    def __init__(self, group: SilentGroup, run: Callable[[], Any]) -> None:
-        group.taken()
+    def __init__(self, group: RehearsalGroup, run: Callable[[], Any]) -> None:
+        group.pop_counts()
         try:
             # Tensors that the model creates itself, such as masks, must be on meta too.
             with torch.enable_grad(), torch.device("meta"):
                 self.outputs = run()
-            self._forward = group.taken()
+            self._forward = group.pop_counts()
             leaves = pytree.tree_leaves(self.outputs)
             ends = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
@@ -86,7 +86,7 @@ class RehearsedPass:
                 expected="a model that runs on the meta device, on inputs= of its own shape",
                 fix="Plan without inputs; figures that depend on them are then left out.",
             ) from error
-        self._backward = group.taken()
+        self._backward = group.pop_counts()
 
     def collectives(self, times: int = 1) -> tuple[Collective, ...]:
         """Return the collectives of `times` passes like this one."""

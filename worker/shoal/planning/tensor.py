@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from shoal.layouts.tensor.layer_group import TensorGroup
-from shoal.layouts.tensor.layout import take_part
+from shoal.layouts.tensor.layout import make_partial
 from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
 from shoal.layouts.tensor.sequence import spread_positions, summed_parameters
 from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, PlanInput, RankFigures
 from shoal.planning.meta_device import on_meta, to_meta
-from shoal.planning.rehearsal import RehearsedPass, SilentGroup
+from shoal.planning.rehearsal import RehearsalGroup, RehearsedPass
 from shoal.torch_private.modules import parameter_table
 
 NOTE = "without inputs, activations and their gradients, which the ranks exchange, are not counted"
@@ -20,7 +20,7 @@ NOTE = "without inputs, activations and their gradients, which the ranks exchang
 def tensor_figures(subject: PlanInput, tensor_plan: TensorPlan) -> Plan:
     """Compute the plan. Gradients of replicated parameters are whole on every rank."""
     # Ranks that hold parts of the same shapes share one computation.
-    firsts = [first_alike(tensor_plan, rank) for rank in range(subject.world_size)]
+    firsts = [first_equal_rank(tensor_plan, rank) for rank in range(subject.world_size)]
     ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
     return Plan(
         strategy="tensor",
@@ -30,7 +30,7 @@ def tensor_figures(subject: PlanInput, tensor_plan: TensorPlan) -> Plan:
     )
 
 
-def first_alike(tensor_plan: TensorPlan, rank: int) -> int:
+def first_equal_rank(tensor_plan: TensorPlan, rank: int) -> int:
     """Return the first rank that holds parts of the same shapes as this one."""
 
     def shapes(of: int) -> list[tuple[int, ...]]:
@@ -71,7 +71,7 @@ def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> froz
         if entry.style == WHOLE:
             continue
         owner = module.get_submodule(entry.module)
-        for path, dim in take_part(owner, entry, ranks).items():
+        for path, dim in make_partial(owner, entry, ranks).items():
             path_of_owner, _, key = path.rpartition(".")
             held = parameter_table(owner.get_submodule(path_of_owner))
             whole = held[key]
@@ -119,7 +119,7 @@ def _collectives(
         return ()
     moved: tuple[Collective, ...] = ()
     if subject.inputs is not None:
-        group = SilentGroup(rank, subject.world_size)
+        group = RehearsalGroup(rank, subject.world_size)
         model = on_meta(subject.model)
         ranks = TensorGroup(group, torch.device("meta"))
         split_alone(model, tensor_plan, ranks)

@@ -36,7 +36,7 @@ class _SamplePoint:
         self._samples = samples
 
     def __enter__(self) -> None:
-        self._before = put(self._samples)
+        self._before = set_samples(self._samples)
 
     def __exit__(
         self,
@@ -44,7 +44,7 @@ class _SamplePoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        put(self._before)
+        set_samples(self._before)
 
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ def part(start: int, stop: int) -> AbstractContextManager[None]:
     return _SamplePoint(replace(whole, first=whole.first + start, count=stop - start))
 
 
-def put(samples: PresentSamples | None) -> PresentSamples | None:
+def set_samples(samples: PresentSamples | None) -> PresentSamples | None:
     """Set the samples that this thread computes on; return the samples that were set before."""
     context = current()
     set_current(replace(context, samples=samples))

@@ -275,7 +275,7 @@ class Batches(Iterator[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Raises InvalidSpec if an earlier loop has reached the last batch."""
         if self._is_over:
-            raise one_loop("the batches of session.batches are over, and a second loop begins")
+            raise second_loop("the batches of session.batches are over, and a second loop begins")
         try:
             while True:
                 try:
@@ -300,7 +300,7 @@ class Batches(Iterator[Batch]):
         return num_steps
 
 
-def one_loop(what: str) -> InvalidSpec:
+def second_loop(what: str) -> InvalidSpec:
     """Return the error for a script that loops once for each epoch: one loop covers all epochs."""
     return InvalidSpec(
         what,

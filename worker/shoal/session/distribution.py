@@ -28,7 +28,7 @@ from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.digests import listings_of
 from shoal.model.frameworks import as_torch
-from shoal.model.initialisation import initialise, refuse_taken
+from shoal.model.initialisation import initialise, refuse_reused
 from shoal.model.other_parameters import references
 from shoal.model.several import (
     Training,
@@ -42,7 +42,7 @@ from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout, unkey_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
-from shoal.session.script_calls import OwnCounts, ScriptCalls
+from shoal.session.script_calls import SchedulerWarnings, ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful
 from shoal.strategies.base import Strategy
@@ -180,7 +180,7 @@ class Distribution:
     ) -> tuple[nn.Module, Optimizer]:
         """Distribute one model; `held` collects the calls that undo its changes afterwards."""
         refuse_wrapped(model)
-        refuse_taken(model)
+        refuse_reused(model)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
             held.callback(unkey_dropout, model)
@@ -236,13 +236,13 @@ class Distribution:
         models: Sequence[nn.Module],
         chosen: Strategy,
         options: DistributeOptions,
-    ) -> ScriptCalls | OwnCounts | None:
+    ) -> ScriptCalls | SchedulerWarnings | None:
         """Return the watch on calls of schedulers and averages; None if the strategy needs none."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
         if chosen.schedule_option:
             fix = f"Pass it as {chosen.schedule_option}, and leave out its step()."
-            return OwnCounts(optimizers, chosen.given_schedule, fix)
+            return SchedulerWarnings(optimizers, chosen.given_schedule, fix)
         return None
 
     def _choose_backend(
@@ -366,7 +366,7 @@ class Distribution:
         spec = self._controller.member.spec
         is_bounded = spec.max_members < MAX_MEMBERS
         shares = ShareSizes(order, spec.max_members if is_bounded else spec.desired_members)
-        shares.look_at(self._model)
+        shares.warn_of_norm_layers(self._model)
         return shares
 
     def release(self) -> None:

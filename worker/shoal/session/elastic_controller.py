@@ -160,7 +160,7 @@ class ElasticController:
                 token=lambda: self.membership.token,
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
-                is_away=lambda: self.membership.is_away,
+                is_away=lambda: self.membership.is_disconnected,
                 leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
                 ended=lambda: self.membership.failure,
                 stores=self._stores(),
@@ -245,7 +245,7 @@ class ElasticController:
             else:
                 return generation
 
-    def stand(self, fields: dict[str, str]) -> Generation:
+    def present_or_next_generation(self, fields: dict[str, str]) -> Generation:
         """Return the present generation, or form the next one if it has ended. For calls between
         two steps, during which no planned change takes place.
 
@@ -280,7 +280,7 @@ class ElasticController:
         except Exception as error:
             if not self.is_break(error):
                 raise
-            log.debug("not_concluded", reason=str(error)[:300])
+            log.debug("session_end_not_reported", reason=str(error)[:300])
 
     def _hand_over_and_leave(self) -> None:
         """Hand over to the next generation, which trains without this member."""
@@ -316,7 +316,8 @@ class ElasticController:
 
     def recover(self, error: BaseException) -> None:
         """Roll back to the last committed step after a peer was lost in the generation, and report
-        that step. `ensure_generation` or `stand` then forms the next generation.
+        that step. `ensure_generation` or `present_or_next_generation` then forms the next
+        generation.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
         GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
@@ -505,7 +506,7 @@ class ElasticController:
         self.call.has_too_few = self.call.is_under_way and is_small
         self.on_entered()
         strategy = self.strategy
-        self.job_log.entered(
+        self.job_log.record_generation(
             generation.record, synchronous=strategy.synchronous, step=strategy.step
         )
 
@@ -513,7 +514,7 @@ class ElasticController:
         membership = self.membership
         if membership.is_broken(number):
             return
-        hang = self.strategy.hang_in(number)
+        hang = self.strategy.hang_report(number)
         if not reported:
             membership.report_broken(hang or f"{type(error).__name__}: {error}")
         if not membership.await_break(number, membership.limits.collective_s):

@@ -15,7 +15,7 @@ from shoal.data.content import content_of
 from shoal.data.order import Order
 from shoal.data.samples import Collate
 from shoal.membership.generation import Generation
-from shoal.session.shared_calls import SharedCalls, named, reduce
+from shoal.session.shared_calls import SharedCalls, reduce, values_by_name
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
@@ -86,7 +86,7 @@ class Evaluation:
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
             # Measured even without samples in the batch: a forward pass may need all members.
-            measured = named(self._measured(batch))
+            measured = values_by_name(self._measured(batch))
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}
             if sums and sums.keys() != measured.keys():

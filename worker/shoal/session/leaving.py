@@ -73,7 +73,7 @@ class SessionEnd:
         else:
             self._leave(reason="left before the last batch")
 
-    def because_of(self, error: BaseException) -> None:
+    def leave_on_error(self, error: BaseException) -> None:
         """Leave because of an error that the caller raises. A failure while leaving is logged and
         added to that error as a note, not raised."""
         try:
@@ -81,7 +81,7 @@ class SessionEnd:
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised
             if failure is not error:
                 text = f"{type(failure).__name__}: {failure}"[:500]
-                log.warning("session_left_with_an_error", reason=text)
+                log.warning("session_failed", reason=text)
                 error.add_note(f"Leaving the session failed, too: {text}")
 
     def _has_ended(self) -> bool:
@@ -100,4 +100,4 @@ class SessionEnd:
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, ShoalError):
             self._controller.membership.failed(error)
-        self.because_of(error)
+        self.leave_on_error(error)

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from shoal import randomness
 from shoal.data.batches import Batch
-from shoal.data.order import share
+from shoal.data.order import range_of_rank
 from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts.base import LossFunction
 from shoal.layouts.buffers import BuffersAside
@@ -36,7 +36,7 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 
 @contextmanager
-def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
+def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
     """Return a context whose value is the loss to call backward on. With weight 0, all gradients in
     the loss's graph are set to 0 there: the mean over no tokens is NaN, and so are its gradients.
     """
@@ -177,11 +177,11 @@ class MicroBatches:
         for index in range(num_parts):
             self._check_passed()
             self._restore()
-            start, stop = share(0, batch.num_samples, index, num_parts)
+            start, stop = range_of_rank(0, batch.num_samples, index, num_parts)
             # No pass has an empty batch: an empty part repeats the first sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
-                self.stand_in()
+                self.begin_stand_in()
                 if states is not None:
                     randomness.restore_generators(states)
             self._part = replace(
@@ -201,7 +201,7 @@ class MicroBatches:
         self._part = None
         set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
-    def stand_in(self) -> None:
+    def begin_stand_in(self) -> None:
         """Note that the next passes have a stand-in instead of samples. Their changes to the
         model's buffers are undone after the part, or before the step is committed."""
         if self._aside is None:
@@ -213,7 +213,7 @@ class MicroBatches:
             self._aside.restore()
             self._aside = None
 
-    def passing(self, *, by_weight: bool = False) -> float:
+    def begin_pass(self, *, by_weight: bool = False) -> float:
         """Begin a backward pass; returns its fraction of this member's share.
 
         Raises InvalidSpec if the part already had its pass or the loop over parts has ended, or if
@@ -246,7 +246,7 @@ class MicroBatches:
         """Compute gradients of a loss. If `counted` is None, the loss is the mean over this
         fraction of the share; else it is the mean over `counted` items, such as tokens."""
         if counted is not None:
-            with counting(loss, counted) as counts:
+            with loss_to_backward(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
         else:
             weight = self._batch.weight if self._batch is not None else 1.0

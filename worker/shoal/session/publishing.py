@@ -10,13 +10,13 @@ from shoal.session.elastic_controller import ElasticController
 from shoal.weights.pieces import HeldWeights
 from shoal.weights.series import (
     Contributor,
+    PendingPublication,
     Publications,
     PublisherRank,
     SeriesOptions,
-    Ticket,
     held_state,
 )
-from shoal.weights.subscription import looking_at
+from shoal.weights.subscription import version_lookup
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
@@ -49,7 +49,7 @@ class SessionSeries:
         self._check_closed = check_closed
         self._generation: Generation | None = None
         self._has_tables = options.tables
-        look = looking_at(member.coordinators, self.name)
+        look = version_lookup(member.coordinators, self.name)
         self._publications = Publications(self.name, self._connect, options, look)
 
     def publish(
@@ -57,7 +57,7 @@ class SessionSeries:
         model: nn.Module | Mapping[str, Tensor] | None = None,
         *,
         metadata: Mapping[str, object] | None = None,
-    ) -> Ticket:
+    ) -> PendingPublication:
         """Publish the model after the last step, as the next version of the series.
 
         All members call it at the same point between two steps:
@@ -85,7 +85,7 @@ class SessionSeries:
         strategy = self._controller.strategy
         if self._has_tables and strategy.synchronous:
             strategy.own_weights()  # Raises the strategy's refusal, on all members.
-        generation = self._generation = self._controller.stand(self._fields)
+        generation = self._generation = self._controller.present_or_next_generation(self._fields)
         rank, world_size = generation.rank, generation.world_size
         if not strategy.synchronous:
             if rank:
@@ -136,7 +136,7 @@ def _check_without_tables(series: str, *, has_tables: bool) -> None:
         )
 
 
-def _empty_ticket(step: int) -> Ticket:
-    ticket = Ticket(0, step)
+def _empty_ticket(step: int) -> PendingPublication:
+    ticket = PendingPublication(0, step)
     ticket.nothing_to_publish()
     return ticket

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from shoal.state.registered.objects import RegisteredState
-from shoal.torch_private.schedulers import is_being_made
+from shoal.torch_private.schedulers import is_in_constructor
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_watched"
@@ -32,7 +32,7 @@ _MARK = "_shoal_watched"
 log = structlog.get_logger(__name__)
 
 
-class OwnCounts:
+class SchedulerWarnings:
     """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
     counts only the steps of its member, which make a part of the job's updates, and begins at 0
     when the member is restarted."""
@@ -56,7 +56,7 @@ class OwnCounts:
         """End the watch with the session. May be called twice."""
         _forget(self._optimizers, self)
 
-    def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make the script's call on its scheduler; log a warning the first time."""
         if stateful is not self._given and not self._is_warned:
             self._is_warned = True
@@ -93,7 +93,7 @@ class ScriptCalls:
         """End the watch with the session. May be called twice."""
         _forget(self._owners, self)
 
-    def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make the script's call on its object: at once, or within a step after the optimizer's
         step. Raises InvalidSpec for an object that is not registered, and for an average of a model
         that the strategy divides among members."""
@@ -112,11 +112,11 @@ class ScriptCalls:
         return None
 
 
-_watching: WeakKeyDictionary[Any, ScriptCalls | OwnCounts] = WeakKeyDictionary()
+_watching: WeakKeyDictionary[Any, ScriptCalls | SchedulerWarnings] = WeakKeyDictionary()
 """Watches by optimizer and by model, for all sessions of this process."""
 
 
-def _forget(owners: Sequence[Any], calls: ScriptCalls | OwnCounts) -> None:
+def _forget(owners: Sequence[Any], calls: ScriptCalls | SchedulerWarnings) -> None:
     for owner in owners:
         if _watching.get(owner) is calls:
             del _watching[owner]
@@ -130,7 +130,7 @@ _depth = _Depth()
 
 
 def _optimizer_of(scheduler: Any) -> Any:
-    return None if is_being_made(scheduler) else getattr(scheduler, "optimizer", None)
+    return None if is_in_constructor(scheduler) else getattr(scheduler, "optimizer", None)
 
 
 def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
@@ -193,7 +193,7 @@ def _watched(
         given = (*args, *kwargs.values())
         owner = None if _depth.calls else owner_of(self, given)
         calls = _watching.get(owner) if owner is not None else None
-        return call() if calls is None else calls.made(self, given, call)
+        return call() if calls is None else calls.make_call(self, given, call)
 
     setattr(watched, _MARK, True)
     return watched

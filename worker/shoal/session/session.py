@@ -22,13 +22,13 @@ from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Validator, ValidatorSet, validators_of
-from shoal.model.frameworks import adapter_of, fits_by_itself
+from shoal.model.frameworks import adapter_of, is_trained_by_fit
 from shoal.session.batch_sources import (
     Batches,
     BatchSource,
     LeasedBatches,
     SynchronousBatches,
-    one_loop,
+    second_loop,
 )
 from shoal.session.distribution import (
     Chosen,
@@ -70,7 +70,7 @@ class ScriptPause:
         self._controller = controller
         self.is_on = False
 
-    def also(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
+    def hold_unless_paused(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
         """Pause as `hold` does, unless the script is in a pause already."""
         return nullcontext() if self.is_on else self.hold(reason, limit_s)
 
@@ -138,7 +138,7 @@ class Session:
         with ExitStack() as held:
             held.enter_context(own_gpu_used(self._local_rank))
             held.callback(self._steps.release)
-            with self._signal.while_joining():
+            with self._signal.handler_installed():
                 self._attend()
             # No effect if `_leaving.end` has left already.
             held.callback(self.leave, reason="left by an error")
@@ -247,7 +247,7 @@ class Session:
                 "a session distributes once",
                 expected="one distribute(), of several models in a list or by name",
             )
-        if isinstance(model, nn.Module) and fits_by_itself(model, optimizer):
+        if isinstance(model, nn.Module) and is_trained_by_fit(model, optimizer):
             rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
             rest["sync_batchnorm"] = sync_batchnorm
             return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
@@ -310,7 +310,7 @@ class Session:
         """
         strategy = self._controller.strategy
         if self._source is not None:
-            raise one_loop("session.batches was called twice")
+            raise second_loop("session.batches was called twice")
         self._trained.check_model()
         options = BatchOptions.of(
             global_batch_size=global_batch_size,
@@ -321,7 +321,7 @@ class Session:
             options=loading,
         )
         loader = options.loader(dataset, together=strategy.synchronous)
-        loader.while_waiting(self._leaving.check_drain)
+        loader.set_wait_callback(self._leaving.check_drain)
         samples = self._trained.note_samples(dataset, lambda: loader.order)
         strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
@@ -340,7 +340,7 @@ class Session:
         an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
-            source=self._source, reports=self._reports, leave=self._leaving.because_of
+            source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
         )
 
     def backward(
@@ -450,7 +450,7 @@ class Session:
         return evaluation.run(
             SharedCalls(self._controller, self._trained.fields),
             self._controller.strategy,
-            lambda: self._pause.also("evaluation", limit_s),
+            lambda: self._pause.hold_unless_paused("evaluation", limit_s),
         )
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import gather, gather_if_different, meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather, gather_if_different
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
@@ -56,24 +56,24 @@ class SharedCalls:
             if position.unconfirmed:
                 # A member was lost at the end of the last call: some may lack its result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
-                self._controller.stand(self._fields)
+                self._controller.present_or_next_generation(self._fields)
             position.in_call = True
             while True:
-                generation = self._controller.stand(self._fields)
+                generation = self._controller.present_or_next_generation(self._fields)
                 self._controller.call.check_end(call, strategy.step)
                 group = strategy.group
-                position.mark_wait(call, is_call=True)
+                position.set_wait_point(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
                     result = attempt(generation, group)
                 except Exception as error:  # noqa: BLE001 - raised again, unless a peer was lost
                     self._recover_in(call, error)
                 else:
-                    position.returns(confirmed=self._confirm(group))
+                    position.note_result(confirmed=self._confirm(group))
                     return result
         finally:
             self._controller.call.is_under_way = position.in_call = False
-            position.mark_wait("")
+            position.set_wait_point("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
         """Wait until all members have the result. Return False if a member is lost meanwhile: some
@@ -90,7 +90,7 @@ class SharedCalls:
         """See `Session.all_reduce`."""
         if op not in _OF_NUMBERS:
             raise InvalidSpec("op is unknown", seen=op, expected=str([*_OF_NUMBERS]))
-        values = named(value, op)
+        values = values_by_name(value, op)
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             return reduce(values, op, group, generation)
@@ -135,7 +135,7 @@ class SharedCalls:
     def _check_call(self, call: str, generation: Generation, group: dist.ProcessGroup) -> None:
         calls = gather_if_different(call.encode(), group)
         if calls is not None:
-            meet_after_collective(group)
+            barrier_after_collective(group)
             by_member = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
                 "the members make different calls between two steps",
@@ -168,7 +168,7 @@ def present(
             expected="to ask for rank and world size after session.batches(...), or from"
             " the first step on",
         )
-    return controller.stand(fields)
+    return controller.present_or_next_generation(fields)
 
 
 def note_loss(error: BaseException, controller: ElasticController) -> None:
@@ -181,7 +181,7 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
         )
 
 
-def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
+def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
     """Return values by name, in the form in which they are reduced; a single one has the name "".
 
     Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
@@ -246,7 +246,7 @@ def reduce(
     messages = [json.loads(message) for message in gather(json.dumps([part, own]).encode(), group)]
     outlines = [{name: each[0] for name, each in row.items()} for _, row in messages]
     if any(outline != outlines[0] for outline in outlines):
-        meet_after_collective(group)
+        barrier_after_collective(group)
         members = [entry.member_id for entry in generation.entries]
         raise InvalidSpec(
             "the members reduce different values",

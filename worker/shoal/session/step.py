@@ -115,7 +115,7 @@ class Step:
             )
         )
         if batch is not None and batch.is_stand_in:
-            self.micro_batches.stand_in()
+            self.micro_batches.begin_stand_in()
 
     def _close(self) -> None:
         """Undo `_open`, even if it failed half-way."""
@@ -144,7 +144,7 @@ class Step:
             else:
                 self.committed = True
             return True
-        self.guard.modes.take_back()
+        self.guard.modes.restore()
         return self._recovers(error)
 
     @property
@@ -356,11 +356,11 @@ class Steps:
         step = self._open("backward")
         _check_loss(loss)
         self._trained.choose(optimizer, "session.backward", weight=weight)
-        fraction = step.micro_batches.passing(by_weight=weight is not None)
+        fraction = step.micro_batches.begin_pass(by_weight=weight is not None)
         counted = step.micro_batches.counted(fraction if weight is None else weight)
         scaler = self._trained.registered.scaler
         step.note_loss(loss if scaler is None else loss.detach() / scale_of(scaler), counted)
-        step.guard.look_at_loss(loss)
+        step.guard.check_loss_graph(loss)
         if weight is None:
             step.micro_batches.check_samples()
         if step.guard.is_early:
@@ -389,10 +389,10 @@ class Steps:
                 "session.forward_backward with several optimizers",
                 expected="session.backward(loss, optimizer=...), which says what the loss trains",
             )
-        fraction = step.micro_batches.passing()
+        fraction = step.micro_batches.begin_pass()
         step.micro_batches.check_samples()
         if step.guard.is_early:
-            loss_function = step.micro_batches.checked(loss_function, step.guard.look_at_loss)
+            loss_function = step.micro_batches.checked(loss_function, step.guard.check_loss_graph)
         whole = batch if fraction == 1.0 or step.batch is None else step.batch
         with step.guard.computing():
             loss = self._controller.strategy.forward_backward(

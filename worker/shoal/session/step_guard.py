@@ -124,7 +124,7 @@ class StepGuard:
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         if modules is not self._modules:
             self._group_parameters, self._modules = list(map(list, groups)), modules
-            self.modes.look_at(modules)
+            self.modes.watch_models(modules)
         elif len(groups) != len(self._group_parameters) or not all(
             map(are_same, groups, self._group_parameters)
         ):
@@ -152,12 +152,12 @@ class StepGuard:
         context raises InvalidSpec after the pass of a loss that the scaler did not scale."""
         return _Within(self._set_computes, self._check_scaled)
 
-    def look_at_loss(self, loss: Tensor) -> None:
+    def check_loss_graph(self, loss: Tensor) -> None:
         """Check the graph of a loss before its backward pass, only in the member's first step:
         graphs may be large and later losses are similar. Raises InvalidSpec for functions that
         train differently on several members; `refuse_layers` finds layers of that kind only."""
         if self._step() == self._first_step:
-            self._others.look(loss)
+            self._others.note_loss(loss)
             strategy = self._strategy
             shares_passes = strategy.synchronous and strategy.passes_meet
             if shares_passes and any(map(divides_by_frequency, nodes_of(loss))):
@@ -189,7 +189,7 @@ class StepGuard:
                 expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
             )
 
-    def emptying(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:
+    def note_zero_grad(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:
         """Note that the script drops the gradients of these parameters."""
         if self._commits or self._computes:
             return
@@ -213,7 +213,7 @@ class StepGuard:
                     " nothing in this step on purpose, set each parameter's grad to None.",
                 )
 
-    def look_at_scaling_down(self, weight: Tensor) -> None:
+    def check_weight_rescaling(self, weight: Tensor) -> None:
         """Check a forward pass that rescales those rows of a weight that its samples use
         (`max_norm` of an embedding). Raises InvalidSpec if members would get different weights, as
         `refuse_layers` does for layers."""
@@ -230,7 +230,7 @@ class StepGuard:
         self._note_norm(max_norm)
         return _Within(self._set_clips)
 
-    def look_at_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+    def check_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
         """Check a call of torch's `clip_grad_norm_` on these parameters. Raises InvalidSpec if this
         member has only a part of the gradients, or scaled ones: their norm would be wrong."""
         if self._clips:
@@ -321,12 +321,12 @@ def _look_at_clipping(parameters: Sequence[Tensor], max_norm: float) -> None:
     context = current()
     guard = context.committing or context.guard
     if isinstance(guard, StepGuard):
-        guard.look_at_clipping(parameters, max_norm)
+        guard.check_clipping(parameters, max_norm)
 
 
 def _look_at_scaling_down(weight: Tensor) -> None:
     if (guard := _guard()) is not None:
-        guard.look_at_scaling_down(weight)
+        guard.check_weight_rescaling(weight)
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
@@ -389,7 +389,7 @@ def _watched_zeroing(plain: Callable[..., Any], parameters: Callable[..., Iterab
     @functools.wraps(plain)
     def watched(self: Any, set_to_none: bool = True) -> Any:
         if (guard := _guard()) is not None:
-            guard.emptying(parameters(self), to_none=set_to_none)
+            guard.note_zero_grad(parameters(self), to_none=set_to_none)
         return plain(self, set_to_none)
 
     setattr(watched, _MARK, True)

@@ -246,7 +246,7 @@ class StepReports:
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,
             writes_checkpoints=strategy.writes_checkpoints,
-            logged=job_log.newest(),
+            logged=job_log.newest_values(),
             run=self._origin if job_log.is_writer else None,
         )
 

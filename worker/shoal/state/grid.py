@@ -46,7 +46,7 @@ class Grid:
             )
             yield Chunk(offsets=start, sizes=sizes), self._held.get(cell, ())
 
-    def gaps(self) -> Iterator[Chunk]:
+    def uncovered_cells(self) -> Iterator[Chunk]:
         """Yield the cells that no chunk contains."""
         if len(self._held) < math.prod(len(cuts) - 1 for cuts in self._cuts):
             shape = tuple(cuts[-1] for cuts in self._cuts)

@@ -52,7 +52,7 @@ class HostBuffer:
 
 class StepCopies:
     """Copies that one rank keeps of one step: its own snapshot, and the copies received from peers.
-    One thread at a time may write; any thread may call `shown`."""
+    One thread at a time may write; any thread may call `complete_copies`."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -100,7 +100,7 @@ class StepCopies:
         """Block until this rank's snapshot can be read. Any thread."""
         self._copy_in_progress.wait()
 
-    def know(self, names: frozenset[str]) -> None:
+    def record_names(self, names: frozenset[str]) -> None:
         """Record the names of all tensors that exist at this step."""
         assert self.own is not None
         self._names |= names
@@ -121,14 +121,14 @@ class StepCopies:
     def show(
         self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]
     ) -> None:
-        """Add this peer's copy, now complete, to the copies that `shown` returns."""
+        """Add this peer's copy, now complete, to the copies that `complete_copies` returns."""
         assert self.step is not None
         state_shard = StateShard(
             step=self.step, shards=shards, values=values, elsewhere=self._names
         )
         self._peers = {**self._peers, peer: state_shard}
 
-    def shown(self) -> list[StateShard]:
+    def complete_copies(self) -> list[StateShard]:
         """Return all complete copies.
 
         This rank's snapshot is among them only once it names the tensors that other ranks hold.

@@ -47,10 +47,10 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUn
     sources may change on return: later work on the caller's stream runs after the copy."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
-    return work_so_far(sources)
+    return queued_work(sources)
 
 
-def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
+def queued_work(tensors: Sequence[Tensor]) -> CopyUnderWay:
     """Return a handle for all work queued so far on the current streams of the tensors' GPUs."""
     return CopyUnderWay(_gpus(tensors))
 
@@ -103,7 +103,7 @@ def _take_error(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
-        log.debug("cuda_refused_to_pin", reason=str(error))
+        log.debug("host_memory_pin_refused", reason=str(error))
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

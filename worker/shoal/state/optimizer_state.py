@@ -21,8 +21,8 @@ from shoal.state.plain_values import (
     CARRIED_EXACTLY,
     Refusal,
     fault_of,
-    put_together,
-    take_apart_exactly,
+    join_state,
+    split_state_exactly,
 )
 from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
@@ -65,7 +65,7 @@ def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -
         elif _is_small(value):
             values[key] = value
         else:
-            values[key], inner = take_apart_exactly(value, (key,), refused, taken=taken)
+            values[key], inner = split_state_exactly(value, (key,), refused, taken=taken)
             tensors |= {INNER + path: tensor for path, tensor in inner.items()}
     return Slots(tensors=tensors, values=values)
 
@@ -78,7 +78,7 @@ def put_slots(slots: Slots) -> dict[str, Any]:
         if key.startswith(INNER)
     }
     own = {key: t for key, t in slots.tensors.items() if not key.startswith(INNER)}
-    return {**own, **{key: put_together(value, inner) for key, value in slots.values.items()}}
+    return {**own, **{key: join_state(value, inner) for key, value in slots.values.items()}}
 
 
 def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
@@ -111,7 +111,7 @@ def plain_setting(
     if _is_small(value):
         small: Json = value
         return small
-    return take_apart_exactly(value, path, refused, inline=True, taken=taken)[0]
+    return split_state_exactly(value, path, refused, inline=True, taken=taken)[0]
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
@@ -123,9 +123,7 @@ def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the settings in a state's values, by group."""
     groups: Sequence[Mapping[str, Json]] = values.get("groups") or ()
-    return [
-        {key: put_together(value, {}) for key, value in settings.items()} for settings in groups
-    ]
+    return [{key: join_state(value, {}) for key, value in settings.items()} for settings in groups]
 
 
 def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

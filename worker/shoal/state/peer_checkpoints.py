@@ -6,7 +6,7 @@ from dataclasses import replace
 import structlog
 import torch.distributed as dist
 
-from shoal.state.peer_copies import LaterGroup, PeerCopies
+from shoal.state.peer_copies import DeferredGroup, PeerCopies
 from shoal.state.shards import OPTIM, StateShard
 from shoal_proto.errors import InvalidSpec, RefusedError
 from shoal_proto.numbers_given import as_index
@@ -89,7 +89,7 @@ class PeerCheckpoints:
         self._copies = (
             PeerCopies(
                 # Made at the first copy, so that bring-up does not wait for its connections.
-                LaterGroup(new_group),
+                DeferredGroup(new_group),
                 copies=num_copies,
                 every_steps=self._every_steps,
                 before=self._copies,
@@ -108,12 +108,12 @@ class PeerCheckpoints:
             self._copies.offer(state_shard)
             self._copies.flush()
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if the state after `step` steps is to be offered for a copy."""
         if self._copies is None:
             return False
         # After the first step an optimizer has state, whose names must be recorded.
-        return self._uncopied or step == 1 or self._copies.due(step)
+        return self._uncopied or step == 1 or self._copies.is_due(step)
 
     def offer(self, state_shard: StateShard) -> None:
         """Copy the state to peers, in the background; all members offer the same steps. Waits for
@@ -165,7 +165,7 @@ class PeerCheckpoints:
                 self._names = frozenset(live.shards)
             self._since = self._begun_by_others(live, stepped_by_others)
 
-    def stop_within_update(self, step: int, names: frozenset[str]) -> None:
+    def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
         part of the state after `step` steps. `names`: the tensors of that part."""
         self._live = None

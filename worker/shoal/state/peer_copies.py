@@ -115,7 +115,7 @@ class _Ring:
 
 
 @dataclass(frozen=True)
-class LaterGroup:
+class DeferredGroup:
     """Stand-in for a process group that all ranks create when the first copy is offered."""
 
     make: Callable[[], dist.ProcessGroup]
@@ -154,7 +154,7 @@ class PeerCopies:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | LaterGroup,
+        group: dist.ProcessGroup | DeferredGroup,
         *,
         copies: int,
         every_steps: int,
@@ -195,8 +195,8 @@ class PeerCopies:
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
-        self._later = group if isinstance(group, LaterGroup) else None
-        if self._ring.has_peers and not isinstance(group, LaterGroup):
+        self._later = group if isinstance(group, DeferredGroup) else None
+        if self._ring.has_peers and not isinstance(group, DeferredGroup):
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
@@ -209,7 +209,7 @@ class PeerCopies:
 
     # --- the trainer's side ---
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if the state after `step` committed steps is to be offered."""
         return self._ring.has_peers and step % self._every_steps == 0
 
@@ -253,7 +253,7 @@ class PeerCopies:
         return [
             state_shard
             for slot in (*self._earlier_copies, *self._slots)
-            for state_shard in slot.shown()
+            for state_shard in slot.complete_copies()
         ]
 
     @property
@@ -316,7 +316,7 @@ class PeerCopies:
                     self._busy = False
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
-            log.info("copies_ended", reason=str(error), closed=self._closed)
+            log.info("peer_copies_ended", reason=str(error), closed=self._closed)
             with self._changed:
                 # Drop the traceback: its frames hold the group.
                 self._failure = error.with_traceback(None)
@@ -330,7 +330,7 @@ class PeerCopies:
         slot.wait()
         targets, sources = self._ring.peers(ranks)
         values = self._catalogue.announce(own, group)
-        slot.know(self._catalogue.names)
+        slot.record_names(self._catalogue.names)
         receives = {}
         for peer in sources:
             chunks, metas = self._catalogue.of(peer)

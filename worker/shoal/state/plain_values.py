@@ -36,7 +36,7 @@ Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
 """Function of (path, what was seen, what is expected) that returns the error to raise."""
 
 
-def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
+def split_state(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
     """Split the state into JSON and tensors; the JSON refers to the tensors by their dotted paths.
     Tensors are not copied. Raises InvalidSpec, with the path, for a value that cannot be sent to
     another member."""
@@ -53,7 +53,7 @@ def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
     return converter.plain(state, ()), converter.tensors
 
 
-def take_apart_exactly(
+def split_state_exactly(
     value: Any,
     path: tuple[str, ...],
     refused: Refusal,
@@ -61,7 +61,7 @@ def take_apart_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Split as `take_apart` does, but refuse values that `put_together` would rebuild with another
+    """Split as `split_state` does, but refuse values that `join_state` would rebuild with another
     type, so that plain torch finds the values unchanged in a checkpoint. Exceptions: NumPy numbers
     and strings, enums and other subclasses of Python's scalars, and bytearrays become plain values.
 
@@ -72,8 +72,8 @@ def take_apart_exactly(
     return converter.plain(value, path), converter.tensors
 
 
-def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state given to `take_apart`. Raises MalformedMessage for other values."""
+def join_state(values: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the state given to `split_state`. Raises MalformedMessage for other values."""
     try:
         return _together(values, tensors)
     except (TypeError, ValueError, LookupError, RecursionError) as error:

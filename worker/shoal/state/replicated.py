@@ -184,7 +184,7 @@ class ReplicatedState:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             # A copy: the given state may be in use elsewhere.
-            own = beside(self.parameters[name], tensor, self._optimizer)
+            own = place_state(self.parameters[name], tensor, self._optimizer)
             by_parameter.setdefault(name, {})[key] = own
         self._optimizer.state.clear()
         for name, own_tensors in by_parameter.items():
@@ -192,7 +192,7 @@ class ReplicatedState:
             self._optimizer.state[self.parameters[name]].update(put_slots(slots))
 
 
-def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
+def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it: the
     parameter's device. A tensor without dimensions, such as a step count, stays on its own device,
     unless the group is `fused` or `capturable`: kernels read it then."""

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, meet_after_collective
+from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, barrier_after_collective, gather
 from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.backends.shared_memory.memory import SharedMemory
-from shoal.model.tied_tensors import under_all_names
+from shoal.model.tied_tensors import with_tied_names
 from shoal.state.host_copies import MESSAGE_ALIGNMENT_BYTES, aligned
 from shoal.state.inventory import (
     Meta,
@@ -115,11 +115,11 @@ def whole_model(
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
-    meet_after_collective(group)
+    barrier_after_collective(group)
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
-    found = under_all_names(tensors | copies, further)
+    found = with_tied_names(tensors | copies, further)
     return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
 
 
@@ -342,11 +342,11 @@ class _Transfer:
 
     def _target(self, part: NamedChunk) -> Tensor:
         shard = self._pieces[part.name]
-        return shard.tensor[part.chunk.within(shard.chunk)]
+        return shard.tensor[part.chunk.slices_in(shard.chunk)]
 
     def _source(self, part: NamedChunk) -> Tensor:
         for state_shard in self._held:
             shard = state_shard.shards.get(part.name)
             if shard is not None and shard.chunk.overlap(part.chunk) == part.chunk:
-                return shard.tensor.detach()[part.chunk.within(shard.chunk)]
+                return shard.tensor.detach()[part.chunk.slices_in(shard.chunk)]
         raise AssertionError(f"planned to send {part}, which this rank does not hold")

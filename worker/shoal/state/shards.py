@@ -81,7 +81,7 @@ class Chunk:
             sizes.append(stop - start)
         return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
-    def within(self, outer: "Chunk") -> tuple[slice, ...]:
+    def slices_in(self, outer: "Chunk") -> tuple[slice, ...]:
         """Return the slices that cut this chunk out of a tensor that holds `outer`."""
         return tuple(
             slice(own - base, own - base + size)
@@ -95,7 +95,7 @@ if it needs none. Called once for every tensor of a state; may raise ShapeMismat
 DtypeMismatch."""
 
 
-def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
+def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     """Return the whole tensor as a chunk: the needs of a rank that holds the whole state."""
     return Chunk.whole(shape)
 
@@ -191,7 +191,7 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
     return [(chunk, tuple(names)) for chunk, names in found.items()]
 
 
-def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
+def partition_names(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
     """Split each group into sets of names, so that any group contains all names of a set or none. A
     result that is computed for one name of a set then holds for all of them."""
     distinct = list(dict.fromkeys(groups))

@@ -45,7 +45,7 @@ class SharedExchange:
         if len(message) <= each_bytes:
             start = memory.rank * each_bytes
             memory.data[start : start + len(message)] = message
-        lengths = memory.meet(len(message))
+        lengths = memory.gather_words(len(message))
         if max(lengths) > min(each_bytes, max_bytes):
             return None
         starts = (rank * each_bytes for rank in range(memory.world_size))
@@ -54,7 +54,7 @@ class SharedExchange:
             for start, length in zip(starts, lengths, strict=True)
         ]
         # All ranks must have read the messages before any rank overwrites them.
-        memory.meet()
+        memory.gather_words()
         return messages
 
     def run(
@@ -71,13 +71,13 @@ class SharedExchange:
                 for box, piece in self._pieces(number, self._memory.rank, peer, boxes):
                     box.copy_(piece)
             # The rank that sends most determines the number of rounds.
-            num_rounds = max(self._memory.meet(own_rounds))
+            num_rounds = max(self._memory.gather_words(own_rounds))
             for peer, boxes in received.items():
                 for box, piece in self._pieces(number, peer, self._memory.rank, boxes):
                     piece.copy_(box)
             number += 1
         # The caller may overwrite the memory on return: all ranks must have read their boxes.
-        self._memory.meet()
+        self._memory.gather_words()
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
         """Pack the tensors one after the other into boxes."""

@@ -10,7 +10,7 @@ from itertools import islice
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
 from shoal.state.optimizer_state import SLOTS, is_of_value, merged
-from shoal.state.shards import MODEL, Chunk, Json, Names, alike, groups_of
+from shoal.state.shards import MODEL, Chunk, Json, Names, groups_of, partition_names
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3
@@ -76,7 +76,7 @@ def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chun
         if listing.step == step
         for chunk, names in groups_of(listing.chunks)
     ]
-    sets = alike(names for _, _, names in held)
+    sets = partition_names(names for _, _, names in held)
     found: dict[Names, dict[Chunk, list[int]]] = {}
     for rank, chunk, names in held:
         for together in sets[names]:
@@ -137,7 +137,7 @@ def _gaps(shape: tuple[int, ...], chunks: Mapping[Chunk, object]) -> list[str]:
     if Chunk.whole(shape) in chunks:
         return []
     grid = grid_of(shape, tuple(chunks))
-    return [_in_brackets(gap) for gap in islice(grid.gaps(), MAX_NAMED + 1)]
+    return [_in_brackets(gap) for gap in islice(grid.uncovered_cells(), MAX_NAMED + 1)]
 
 
 def _in_brackets(chunk: Chunk) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Meta
-from shoal.state.shards import Chunk, Names, alike, groups_of
+from shoal.state.shards import Chunk, Names, groups_of, partition_names
 from shoal.state.step_choice import ChosenStep
 
 
@@ -72,7 +72,7 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
         for receiver, chunks in enumerate(needs)
         for chunk, names in groups_of(chunks)
     ]
-    sets = alike(names for _, _, names in needed)
+    sets = partition_names(names for _, _, names in needed)
     found: dict[Names, dict[Chunk, list[int]]] = {}
     for receiver, chunk, names in needed:
         for together in sets[names]:

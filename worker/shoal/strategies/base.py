@@ -344,7 +344,7 @@ class Strategy(ABC):
     def has_state(self) -> bool:
         """True if this member holds state from a generation that it has fully entered."""
 
-    def hang_in(self, generation: int) -> str:
+    def hang_report(self, generation: int) -> str:
         """Description of the hang for which this member ended the generation; else empty."""
         return ""
 

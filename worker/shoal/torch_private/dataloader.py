@@ -84,8 +84,8 @@ def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
     return [int(each.pid or 0) for each in ended]
 
 
-def raise_nothing_at_their_end(iterator: Any) -> None:
-    """Report the end of a loader process within `raising_at_their_end` only.
+def defer_process_errors(iterator: Any) -> None:
+    """Report the end of a loader process within `raise_on_process_end` only.
 
     torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment, for
     instance in a collective.
@@ -97,7 +97,7 @@ def raise_nothing_at_their_end(iterator: Any) -> None:
 
 
 @contextmanager
-def raising_at_their_end(iterator: Any) -> Iterator[None]:
+def raise_on_process_end(iterator: Any) -> Iterator[None]:
     """Raise RuntimeError in the main thread as soon as a loader process ends, within the block.
     Elsewhere torch checks for that every five seconds while it waits for a batch."""
     _set_worker_pids(id(iterator), tuple(processes_of(iterator)))

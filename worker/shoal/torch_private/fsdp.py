@@ -45,7 +45,7 @@ def gathering_hook(state: Any) -> Any:
     return state._pre_backward
 
 
-def leave_beginnings_unmarked(group: Any) -> None:
+def disable_backward_marks(group: Any) -> None:
     """Keep torch from marking, in a forward pass, where the group's backward pass will end."""
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
@@ -135,7 +135,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield the sharded and the whole parameter, for each parameter within the module that was ever
     gathered. The whole one replaces the sharded one while it is gathered."""
     for part in fsdp_parameters(module):
-        whole = whole_of(part)
+        whole = whole_parameter(part)
         if whole is not None:
             yield part.sharded_param, whole
 
@@ -165,16 +165,16 @@ def give_memory(part: Any, device: torch.device) -> None:
     part.reset_sharded_param()
 
 
-def whole_of(part: Any) -> Any:
+def whole_parameter(part: Any) -> Any:
     """Return the whole parameter: always the same object, without memory while it is not gathered;
     None before it was first gathered."""
     return getattr(part, "_unsharded_param", None)
 
 
-def is_as_gathered(part: Any) -> bool:
+def is_unmodified(part: Any) -> bool:
     """False if torch has counted a write to the whole parameter since it was gathered, or if the
     parameter has other memory than it was gathered into; else True, also if that is unknown."""
-    whole, memory = whole_of(part), part.all_gather_outputs
+    whole, memory = whole_parameter(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True
     local = whole._local_tensor if isinstance(whole, DTensor) else whole
@@ -183,7 +183,7 @@ def is_as_gathered(part: Any) -> bool:
 
 def has_unreduced_gradient(parameter: Any) -> bool:
     """True if the parameter has a gradient that was not reduced yet."""
-    whole = whole_of(parameter)
+    whole = whole_parameter(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)
 

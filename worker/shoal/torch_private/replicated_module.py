@@ -52,7 +52,7 @@ class ReplicatedModule(DistributedDataParallel):
         self._num_checkpoints = 0
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
 
-    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+    def communicates_in_forward(self, *, is_first_step: bool) -> bool:
         """True if ranks communicate in a forward pass with gradients: they broadcast buffers, if
         there are any, and in the second pass they agree on the order of buckets."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 
-def is_being_made(scheduler: Any) -> bool:
+def is_in_constructor(scheduler: Any) -> bool:
     """True while the scheduler's constructor runs, which makes the first step."""
     # torch 2.6 to 2.15 set this mark.
     mark: Any = getattr(scheduler, "_is_initial", None)

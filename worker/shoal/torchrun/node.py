@@ -131,7 +131,7 @@ class Node:
             self._become_member()
             self._membership.end_work(reason, closes=True)
         except JobFinished:
-            log.info("job_closed_already", job=self.job)
+            log.info("job_already_closed", job=self.job)
 
     @property
     def is_closed(self) -> bool:
@@ -204,7 +204,7 @@ class Node:
                 if time.monotonic() >= self._give_up_s:
                     self._withdraw("its rendezvous took too long")
                     raise self._too_late(error) from error
-                log.info("rendezvous_goes_on", job=self.job, reason=str(error))
+                log.info("rendezvous_continued", job=self.job, reason=str(error))
 
     def num_waiting(self) -> int:
         """Return the number of nodes that wait for another rendezvous; 1 if this generation is
@@ -236,7 +236,7 @@ class Node:
             self._withdraw("it begins anew", completed=True)
         if failure is not None or not self._is_member:
             self._membership.close()
-            log.info("joining_again", job=self.job, reason=str(failure or "it had left"))
+            log.info("rejoining", job=self.job, reason=str(failure or "it had left"))
             self._membership = self._new_membership()
             self._is_member = self._proposed = self._finished = False
             self._record, self._store = GenerationRecord(), None
@@ -269,7 +269,7 @@ class Node:
             membership.report_broken("the agent restarts its workers")
             left_s = max(self._give_up_s - time.monotonic(), 0.0)
             limit_s = min(membership.limits.collective_s, left_s)
-            if not membership.wait_over(number, limit_s):
+            if not membership.wait_generation_over(number, limit_s):
                 raise DeadlineExceeded(
                     f"generation {number} did not end within {limit_s:g} s of its failure",
                     seen=membership.waiting_for,

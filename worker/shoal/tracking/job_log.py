@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from shoal.tracking.scalars import Scalar, scalars
-from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, WriteProgress
+from shoal.tracking.tracker import OpenRun, Run, RunInUse, Tracker, WriteProgress
 from shoal_proto.health import MAX_LOGGED
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_INITIAL, GenerationRecord
 
@@ -90,7 +90,7 @@ class JobLog:
 
     # --- events of the job ---
 
-    def entered(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
+    def record_generation(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
         """Note that a generation runs, and this member's step."""
         roster = record.roster
         by_id = {entry.member_id: entry for entry in roster.entries}
@@ -104,7 +104,7 @@ class JobLog:
             self.is_writer = writer == self._member_id
             self._changed.notify_all()
 
-    def newest(self) -> dict[str, tuple[int, float]]:
+    def newest_values(self) -> dict[str, tuple[int, float]]:
         """Return the newest step and value of each name if this member is the writer, else none."""
         return dict(self._newest) if self.is_writer else {}
 
@@ -203,14 +203,14 @@ class _Sink:
             return
         try:
             self._write(run, kept)
-        except Busy:
+        except RunInUse:
             self.busy = True
             return
         except Exception as error:  # noqa: BLE001 - any error of any tracker is logged and retried
             self._fails(error)
             return
         if self._is_failing:
-            log.info("tracker_writes_again", tracker=self._name)
+            log.info("tracker_writes_resumed", tracker=self._name)
         self.busy = self._is_failing = False
 
     def _unwritten(self) -> list[tuple[int, tuple[float, dict[str, float]]]]:
@@ -222,10 +222,10 @@ class _Sink:
             self._open = self._tracker.open(run)
             self._written = self._open.written
         for step, unix_s, values in kept:
-            rest = self._written.rest(step, values)
+            rest = self._written.unwritten(step, values)
             if rest:
                 self._open.write(step, rest, unix_s)
-                self._written = self._written.plus(step, frozenset(rest))
+                self._written = self._written.with_new(step, frozenset(rest))
         self._open.flush()
 
     def _fails(self, error: Exception) -> None:

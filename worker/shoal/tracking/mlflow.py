@@ -107,5 +107,5 @@ def _written(client: Any, run_id: str) -> WriteProgress:
     for name in client.get_run(run_id).data.metrics:
         step = max(each.step for each in client.get_metric_history(run_id, name))
         if step >= written.step:
-            written = written.plus(step, frozenset({name}))
+            written = written.with_new(step, frozenset({name}))
     return written

@@ -62,7 +62,7 @@ def _written(folder: Path) -> WriteProgress:
     for path in reversed(files):
         written = WriteProgress()
         for step, name in _values(path):
-            written = written.plus(step, frozenset({name})) if step >= written.step else written
+            written = written.with_new(step, frozenset({name})) if step >= written.step else written
         if written.step >= 0:
             return written
     return WriteProgress()

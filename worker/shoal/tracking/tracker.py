@@ -36,14 +36,14 @@ class WriteProgress:
     names: frozenset[str] = frozenset()
     """Names whose values of that step are written."""
 
-    def rest(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+    def unwritten(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values that are not written yet."""
         if step < self.step:
             return {}
         written_names = self.names if step == self.step else frozenset()
         return {name: value for name, value in values.items() if name not in written_names}
 
-    def plus(self, step: int, names: frozenset[str]) -> "WriteProgress":
+    def with_new(self, step: int, names: frozenset[str]) -> "WriteProgress":
         return WriteProgress(
             step=step, names=names | (self.names if step == self.step else frozenset())
         )
@@ -78,7 +78,7 @@ class Tracker(ABC):
         Raises Busy while another process still writes the run."""
 
 
-class Busy(Exception):
+class RunInUse(Exception):
     """Another process still writes this run."""
 
 
@@ -106,7 +106,7 @@ class Lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self._file.close()
-            raise Busy(str(path)) from error
+            raise RunInUse(str(path)) from error
 
     def release(self) -> None:
         """Release the lock. May be called twice."""

@@ -74,9 +74,9 @@ class _OpenWandB(OpenRun):
         self.written = written
         self._lock = lock
         for step, unix_s, values in _journalled(journal):
-            if rest := self.written.rest(step, values):
+            if rest := self.written.unwritten(step, values):
                 self._log(step, rest, unix_s)
-                self.written = self.written.plus(step, frozenset(rest))
+                self.written = self.written.with_new(step, frozenset(rest))
         self._journal = journal.open("a")
         self._journal.write("\n")  # ends a line that a kill may have cut off
 
@@ -120,7 +120,7 @@ def _written(folders: list[Path]) -> WriteProgress:
         for path in _settled(folder):
             for step, names in _rows(path):
                 if step >= written.step:
-                    written = written.plus(step, names)
+                    written = written.with_new(step, names)
         if written.step >= 0:
             return written
     return WriteProgress()

@@ -45,7 +45,7 @@ class HeldWeights:
     """First name of each tied tensor, by its other names."""
 
 
-def held_in(
+def sharded_weights(
     layout: ModelLayout,
     *,
     step: int,
@@ -65,7 +65,7 @@ def held_in(
     )
 
 
-def held_by_all(
+def replicated_weights(
     tensors: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     *,

@@ -62,8 +62,8 @@ class StoredTensor:
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
-                source = self.view(part, segments)[common.within(part.chunk)]
-                target[common.within(chunk)].copy_(source)
+                source = self.view(part, segments)[common.slices_in(part.chunk)]
+                target[common.slices_in(chunk)].copy_(source)
 
 
 class VersionLayout:

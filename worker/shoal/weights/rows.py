@@ -30,7 +30,7 @@ class ShardRows:
     births: Tensor
     values: Tensor
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.ids[positions], self.values[positions]
 
     @property
@@ -93,10 +93,10 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
         is_new, was_live = is_new.clone(), was_live.clone()
         is_new[:count] &= ~is_same
         was_live[:count] &= ~is_same
-    ids, values = now.at(is_new.nonzero().view(-1))
+    ids, values = now.rows_at(is_new.nonzero().view(-1))
     removed = ids.new_empty(0)
     if before is not None:
-        old_ids, old_values = before.at(was_live.nonzero().view(-1))
+        old_ids, old_values = before.rows_at(was_live.nonzero().view(-1))
         order = old_ids.argsort()
         old_ids, old_values = old_ids[order], old_values[order]
         if len(old_ids):

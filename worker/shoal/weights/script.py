@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from shoal.weights.series import (
     CLOSE_S,
     Contributor,
+    PendingPublication,
     Publications,
     PublisherRank,
     SeriesOptions,
-    Ticket,
     held_state,
 )
-from shoal.weights.subscription import Subscription, looking_at, reader_id
+from shoal.weights.subscription import Subscription, reader_id, version_lookup
 from shoal_client.connection.coordinators import own_address
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
@@ -95,7 +95,7 @@ def publish(
     keep: int = 2,
     copies: int = 2,
     dtype: torch.dtype | None = None,
-) -> Ticket:
+) -> PendingPublication:
     """Publish tensors by name, or a module, as the next version of a series, from outside a job.
 
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
@@ -141,12 +141,12 @@ class _PublishedSeries:
         options: SeriesOptions,
         step: int,
         metadata: Mapping[str, object] | None,
-    ) -> Ticket:
+    ) -> PendingPublication:
         with self._lock:
             held = held_state(state, step=step, rank=0, world_size=1)
             if self._publications is None:
                 connect = partial(self._connect, options, new_incarnation())
-                look = looking_at(self._addresses, self._series)
+                look = version_lookup(self._addresses, self._series)
                 self._publications = Publications(self._series, connect, options, look)
                 self._count = 0
             self._count += 1

@@ -114,7 +114,7 @@ class PublisherRank:
 Connect = Callable[[PublisherRank], Contributor]
 
 
-class Ticket:
+class PendingPublication:
     """A publication, from its copy to its commit. Any thread."""
 
     def __init__(
@@ -277,8 +277,8 @@ class _Publication:
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
-    ticket: Ticket
-    before: Ticket | None
+    ticket: PendingPublication
+    before: PendingPublication | None
     """The previous publication, which is to be committed first."""
     metadata: Mapping[str, str]
     tied: Mapping[str, str] | None
@@ -295,7 +295,7 @@ class Publications:
         options: SeriesOptions,
         look: Callable[[int, float], WeightVersion] | None = None,
     ) -> None:
-        """`look`: see `Ticket`."""
+        """`look`: see `PendingPublication`."""
         self.name = name
         self._look = look
         self.options = options
@@ -304,7 +304,7 @@ class Publications:
         """One connection for each publication that may be in progress."""
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
-        self._tickets: list[Ticket] = []
+        self._tickets: list[PendingPublication] = []
         """Tickets of the publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
@@ -318,7 +318,7 @@ class Publications:
         *,
         number: int | None = None,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> Ticket:
+    ) -> PendingPublication:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
@@ -338,7 +338,7 @@ class Publications:
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
         del memory
-        ticket = Ticket(number or self._next_number(held.step), held.step, self._look)
+        ticket = PendingPublication(number or self._next_number(held.step), held.step, self._look)
         publication = _Publication(
             contributor=self._contributors[self._num_sent % len(self._contributors)],
             part=part,
@@ -364,9 +364,9 @@ class Publications:
                 return False
             self._tickets[0].await_end(LOOK_S)
 
-    def _abandoned(self, step: int) -> Ticket:
+    def _abandoned(self, step: int) -> PendingPublication:
         self._drop()
-        ticket = Ticket(0, step)
+        ticket = PendingPublication(0, step)
         ticket.failed(
             PublicationAbandoned(
                 f"step {step} is not published: the generation is over, or the series was released",

@@ -410,7 +410,7 @@ def memory_of(segment: Segment) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def looking_at(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:
+def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:
     """Return a function that asks the coordinator for a version, within a time in seconds. It
     raises VersionGone, or DeadlineExceeded after that time or 10 minutes without a coordinator."""
 

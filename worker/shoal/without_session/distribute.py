@@ -19,9 +19,9 @@ from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.model.devices import device_of
 from shoal.model.elementwise_optimizers import refuse_lbfgs
-from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
+from shoal.model.frameworks import adapter_of, as_torch, is_trained_by_fit
 from shoal.model.gradients import refuse_layers
-from shoal.model.module_proxy import proxy_of, retarget, take_modes
+from shoal.model.module_proxy import copy_modes, proxy_of, retarget
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
 from shoal.strategies import find_strategy
@@ -49,13 +49,13 @@ class FixedRanksTraining:
             device=device_of(model),
             group=group,
         )
-        self.layout = laid_out(strategy, meta_model, optimizer, world)
+        self.layout = make_layout(strategy, meta_model, optimizer, world)
         self._binding = OptimizerBinding(meta_model, optimizer, self.layout)
         held = [meta_model.initial()] if world.rank == 0 else []
-        self._binding.fill(reshard(group, held, self._binding.needs))
+        self._binding.fill(reshard(group, held, self._binding.needed_chunk))
         self.model = proxy_of(model, self._route)
         self.model.__dict__[_MARK] = self
-        take_modes(self.model, self.layout.plain)
+        copy_modes(self.model, self.layout.plain)
         retarget(self.model, self.layout.plain)
         meta_model.forget_weights()
         self._begun = self._reduced = False
@@ -105,7 +105,7 @@ class FixedRanksTraining:
         return self._binding.whole_model(0, self.layout.world.group)
 
 
-def laid_out(
+def make_layout(
     strategy: Strategy, meta_model: MetaModel, optimizer: Optimizer, world: World
 ) -> Layout:
     """Return the layout of a strategy over a fixed set of ranks.
@@ -152,7 +152,7 @@ def distribute(
 
     Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
     the optimizer."""
-    if fits_by_itself(model, optimizer):
+    if is_trained_by_fit(model, optimizer):
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
     model = as_torch(in_place(model))

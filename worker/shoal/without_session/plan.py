@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.model.frameworks import as_torch, fits_by_itself
+from shoal.model.frameworks import as_torch, is_trained_by_fit
 from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies import find_strategy
@@ -44,7 +44,7 @@ def plan(
             seen=type(chosen).__name__,
             expected="a strategy that knows its memory and traffic before it runs",
         )
-    if optimizer is not None and fits_by_itself(model, optimizer):
+    if optimizer is not None and is_trained_by_fit(model, optimizer):
         raise InvalidSpec(
             "the state of a Keras optimizer cannot be computed beforehand",
             seen=type(optimizer).__name__,

@@ -55,7 +55,7 @@ from shoal_server.core.processes import MemberProcess
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
 from shoal_server.status.from_core import LastSeen
-from shoal_server.status.history.stories import REPORTED_WITHIN_S
+from shoal_server.status.history.change_reports import REPORTED_WITHIN_S
 
 log = structlog.get_logger(__name__)
 
@@ -155,7 +155,7 @@ class JobActor:
         self._apply_step(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
         await self._answered(call)
 
-    async def carried_out(self, within_s: float) -> None:
+    async def wait_durable(self, within_s: float) -> None:
         """Wait until all decisions are durable. Raises Unavailable at the timeout, or the error of
         the write."""
         call = asyncio.get_running_loop().create_future()
@@ -205,7 +205,7 @@ class JobActor:
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
-    def is_attended(self) -> bool:
+    def has_open_stream(self) -> bool:
         """True if any process has an open stream, admitted or not."""
         return any(True for _ in self._driver.streams)
 
@@ -359,7 +359,7 @@ class JobActor:
             case PublishRecord():
                 self.records.keep(action.record)
             case SendOnStream():
-                action.stream.put(action.notice, self._encoder)
+                action.stream.send_notice(action.notice, self._encoder)
             case CloseStream():
                 action.stream.end()
             case ForgetMember():
@@ -397,8 +397,8 @@ class JobActor:
 
     def _note(self, effect: LogJobEvent) -> None:
         job, board = self.job.spec.job, self._dependencies.board
-        if effect.story is not None:
-            board.runs(job, effect.story)
+        if effect.summary is not None:
+            board.runs(job, effect.summary)
             asyncio.get_running_loop().call_later(REPORTED_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(

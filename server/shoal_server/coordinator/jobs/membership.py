@@ -33,7 +33,7 @@ from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
-from shoal_server.serving.access.caller_proof import CallerProof, asker
+from shoal_server.serving.access.caller_proof import CallerProof, proof_of_caller
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
@@ -154,7 +154,9 @@ class MembershipService(MembershipServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
         # A member that asks for its own drain names itself by its incarnation.
         process = request.public_id or (request.incarnation and public_id(request.incarnation))
-        who = asker(known_caller(context), request.job_secret, is_itself=bool(request.incarnation))
+        who = proof_of_caller(
+            known_caller(context), request.job_secret, is_itself=bool(request.incarnation)
+        )
         actor = await self._operations.drain(
             request.job, request.member_id, request.reason, who, process=process
         )
@@ -215,7 +217,7 @@ class MembershipService(MembershipServicer):
     def _who(
         request: pb.StopJobRequest | pb.RetryJobRequest | pb.ResetJobRequest, context: Context
     ) -> CallerProof:
-        return asker(known_caller(context), request.job_secret)
+        return proof_of_caller(known_caller(context), request.job_secret)
 
     async def _submit(self, request: MemberRequest) -> pb.Ack:
         event = event_of(request)
@@ -227,7 +229,7 @@ class MembershipService(MembershipServicer):
 def _agreed_protocol(request: pb.AttendRequest) -> int:
     """Newest protocol that both sides speak. Raises ProtocolMismatch."""
     oldest = request.oldest_protocol or request.protocol
-    return OWN_PROTOCOLS.agreed_with(ProtocolRange(oldest, request.protocol))
+    return OWN_PROTOCOLS.negotiate(ProtocolRange(oldest, request.protocol))
 
 
 def _check_attendance(request: pb.AttendRequest) -> None:
@@ -263,7 +265,7 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
     A token with a generation was a member's. If its process is no member now, it was lost, possibly
     under an earlier leader, whose list of lost incarnations this coordinator does not have.
     """
-    if token.generation and not actor.job.completing:
+    if token.generation and not actor.job.is_completing:
         actor.authorize(token)
 
 
@@ -294,7 +296,7 @@ def _standing(actor: JobActor) -> pb.JobStanding:
     job = actor.job
     return pb.JobStanding(
         phase=job.phase.value,
-        finished=job.phase is Phase.FINISHED or job.completing,
+        finished=job.phase is Phase.FINISHED or job.is_completing,
         reason=job.reason,
         member_ids=sorted(job.members),
     )

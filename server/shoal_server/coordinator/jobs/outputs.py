@@ -20,7 +20,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.names import NAME_RULE, is_name
-from shoal_proto.secrets import digest_of, proves
+from shoal_proto.secrets import digest_of, matches_digest
 from shoal_proto.terminal import plain_lines
 from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsServicer
@@ -146,7 +146,7 @@ class OutputsService(OutputsServicer):
             launchers = [
                 each
                 for each in self._serving.get(member, ())
-                if proves(each.secrets[member[1]], digest)
+                if matches_digest(each.secrets[member[1]], digest)
             ]
             if not launchers:
                 raise AccessDenied(
@@ -279,9 +279,9 @@ def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
     """True if the launcher has the job's secret, if there is one, and started the member. If the
     member is gone, only the job's secret is checked."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
-    if spec.secret_digest and not proves(launcher.job_secret, spec.secret_digest):
+    if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False
-    return member is None or proves(launcher.secrets[member_id], member.info.launch_digest)
+    return member is None or matches_digest(launcher.secrets[member_id], member.info.launch_digest)
 
 
 def _no_output(actor: JobActor, member_id: str) -> UnknownMember:

@@ -1,7 +1,7 @@
 """Checks of the secrets that callers present: a job's, a launcher's."""
 
 from shoal_proto.errors import AccessDenied
-from shoal_proto.secrets import JOB_VARIABLE, proves
+from shoal_proto.secrets import JOB_VARIABLE, matches_digest
 from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_server.core.generations.roster import JobSpec
@@ -19,7 +19,7 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
             expected="the same secret for all members, or none",
             fix=f"Set {JOB_VARIABLE} for all workers of a job, from its first on.",
         )
-    if spec.secret_digest and not proves(secret, spec.secret_digest):
+    if spec.secret_digest and not matches_digest(secret, spec.secret_digest):
         raise AccessDenied(
             f"job {spec.job} has a secret",
             seen="another secret" if secret else "no secret",
@@ -31,7 +31,9 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
 def check_asker(spec: JobSpec, who: CallerProof) -> None:
     """Raise AccessDenied if the job has a secret, and the caller neither presents it nor has
     another proof (`CallerProof.is_known`)."""
-    if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
+    if spec.secret_digest and not (
+        who.is_known or matches_digest(who.job_secret, spec.secret_digest)
+    ):
         raise AccessDenied(
             f"job {spec.job} has a secret",
             seen="another secret" if who.job_secret else "no secret",
@@ -47,7 +49,7 @@ def check_launcher(
     launcher of Shoal started, any caller without TLS is accepted, and over TLS an operator."""
     digest = member.info.launch_digest
     if digest:
-        is_accepted = proves(report.launch_secret, digest)
+        is_accepted = matches_digest(report.launch_secret, digest)
     else:
         # No launcher of Shoal started the process.
         is_accepted = caller is None or caller.role is CertificateRole.OPERATOR

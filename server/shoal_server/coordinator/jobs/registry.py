@@ -37,7 +37,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.api import Delete
-from shoal_server.serving.tasks import gather_bounded, keep_on_until_done
+from shoal_server.serving.tasks import gather_bounded, run_until_done
 
 log = structlog.get_logger(__name__)
 
@@ -150,18 +150,19 @@ class Registry:
             self._add_finished(state, now_s)
         self._read_ahead = []
         self._leads = True
-        log.info("leading", jobs=len(self._actors), unread=len(self._unread))
-        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_rest, "reading-jobs"))
+        log.info("coordinator_leading", jobs=len(self._actors), unread=len(self._unread))
+        self._reading = asyncio.ensure_future(run_until_done(self._read_rest, "reading-jobs"))
         return [actor for actor in taken if actor is not None]
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
         read = partial(self._dependencies.stored.records, state.spec.job)
         job = StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
         return self._add(
-            JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read), state
+            JobActor(job.restored_job(self.limits, now_s), self._dependencies, read_records=read),
+            state,
         )
 
-    def keep_cleared(self, state: StateRecord) -> None:
+    def keep_state_only(self, state: StateRecord) -> None:
         """Replace a job that is over by its state record, the only one that etcd still has. Does
         nothing if this coordinator does not lead any more."""
         if self._leads:
@@ -182,7 +183,7 @@ class Registry:
     def _take_up(self, stored: StoredJob, now_s: float) -> JobActor | None:
         name = stored.state.spec.job
         try:
-            job = stored.begun(self.limits, now_s)
+            job = stored.restored_job(self.limits, now_s)
         except Exception as error:  # noqa: BLE001 - raised to all callers of this job
             self.quarantine(name, error)
             return None
@@ -219,7 +220,7 @@ class Registry:
         """Quarantine a job that cannot continue. Returns the error for its callers."""
         actor, task = self._actors.pop(name, None), self._tasks.pop(name, None)
         self._unread.pop(name, None)
-        why = self._quarantine.put(name, error)
+        why = self._quarantine.quarantine(name, error)
         if task is not None:
             task.cancel()
         if actor is not None:
@@ -233,7 +234,7 @@ class Registry:
         """Quarantined jobs: the reason, and the start (Unix seconds)."""
         return self._quarantine.jobs
 
-    async def take_up_again(self, name: str) -> JobActor | None:
+    async def resume_quarantined(self, name: str) -> JobActor | None:
         """Continue a quarantined job from its records in etcd; None if it has none any more. A job
         that is not quarantined is left as it is.
 
@@ -361,7 +362,7 @@ class Registry:
             raise codec.refusal_to_error(refusal, earlier.last_generation)
 
     @asynccontextmanager
-    async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
+    async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
         """Refuse all calls for the job during the block; drop the job if the block succeeds.
 
         Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
@@ -376,7 +377,7 @@ class Registry:
         try:
             yield actor
             self._quarantine.release(job)
-            self._dependencies.board.begin_anew(job)
+            self._dependencies.board.reset_reports(job)
             if actor is not None and self._actors.get(job) is actor:
                 await self._drop(actor)
         finally:
@@ -386,7 +387,7 @@ class Registry:
         """Drop the job if no member was admitted to it and etcd has no record of it."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
-        is_empty = not job.members and not actor.is_attended and not actor.is_writing
+        is_empty = not job.members and not actor.has_open_stream and not actor.is_writing
         if is_known and is_empty and not self._dependencies.jobs.has_written(name):
             await self._drop(actor)
 
@@ -422,7 +423,7 @@ class Registry:
         name = actor.job.spec.job
         self._dependencies.jobs.keep(name, stored)
         if earlier := self.earlier_runs.get(name):
-            earlier.continued_by(actor.job)
+            earlier.prepare_run(actor.job)
         self._actors[name] = actor
         self._run(actor)
         return actor

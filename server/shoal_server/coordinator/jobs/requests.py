@@ -70,7 +70,7 @@ def event_of(request: MemberRequest) -> events.MemberEvent:
             event = events.BreakReported(
                 **who,
                 generation=generation,
-                error=plain(request.error)[:MAX_REPORT],
+                error=first_line(request.error)[:MAX_REPORT],
                 own=request.own,
                 state_lost=request.state_lost,
             )
@@ -95,7 +95,7 @@ def event_of(request: MemberRequest) -> events.MemberEvent:
     return event
 
 
-def plain(error: str) -> str:
+def first_line(error: str) -> str:
     """First line of an error, without source positions of native libraries. The member's own log
     has the rest."""
     return _SOURCE.sub("", error.strip().partition("\n")[0]).strip()

@@ -34,7 +34,7 @@ class NoticeStream:
     _shown: str = ""
     """Digest of the roster in the newest Prepare of this stream."""
 
-    def put(self, notice: Notice, encoder: "Encoder") -> None:
+    def send_notice(self, notice: Notice, encoder: "Encoder") -> None:
         if self.ended:
             return
         try:

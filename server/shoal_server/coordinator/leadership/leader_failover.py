@@ -38,7 +38,7 @@ CONNECT_WITHIN_S = 1.0
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool", 1),)
 
 
-async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
+async def end_term_when_gone(store: KeyValueStore, leader: Leader) -> None:
     """End the leader's term as soon as its process is gone. Returns then, even if etcd could not
     end it. Cancel this when the leader changes."""
     known = False
@@ -48,7 +48,9 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
             known = True
             pauses.reset()
         if known and await refuses(leader.address):
-            log.warning("leader_gone", leader=leader.address, reason="it refuses connections")
+            log.warning(
+                "leader_process_ended", leader=leader.address, reason="it refuses connections"
+            )
             break
         await asyncio.sleep(pauses.pause_s())
     try:
@@ -66,7 +68,7 @@ async def answered_until_broken(address: str) -> bool:
             async for _ in health_pb2_grpc.HealthStub(channel).Watch(request):
                 answered = True
         except grpc.aio.AioRpcError as error:
-            log.debug("leader_call_broke", leader=address, reason=error.details())
+            log.debug("leader_call_failed", leader=address, reason=error.details())
     return answered
 
 

@@ -117,7 +117,7 @@ class DurableJobs:
             except NotLeader:
                 raise
             except (RetryError, AccessDenied) as error:
-                log.warning("etcd_away", job=job, reason=str(error))
+                log.warning("etcd_unreachable", job=job, reason=str(error))
             await asyncio.sleep(ETCD_RETRY_S)
 
     async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:

@@ -46,7 +46,7 @@ class EarlierRuns:
             ended_unix_s=time.time(),
         )
 
-    def continued_by(self, job: Job) -> None:
+    def prepare_run(self, job: Job) -> None:
         """Make the new run continue these generation numbers and refuse processes of these runs."""
         job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:

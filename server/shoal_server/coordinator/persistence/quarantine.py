@@ -50,7 +50,7 @@ class Quarantine:
         self._on_event = on_event
         self._jobs: dict[str, tuple[JobQuarantined, float]] = {}
 
-    def put(self, job: str, error: Exception) -> JobQuarantined:
+    def quarantine(self, job: str, error: Exception) -> JobQuarantined:
         """Quarantine the job. Returns the error for its callers; the first reason stays."""
         if job not in self._jobs:
             why = error if isinstance(error, JobQuarantined) else failed(job, error)

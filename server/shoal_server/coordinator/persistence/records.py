@@ -79,7 +79,7 @@ class Records:
                 while (record := self._found(generation)) is None and wait_s > 0:
                     await self._recorded.wait()
         except TimeoutError:
-            log.info("record_awaited_in_vain", job=self._job)
+            log.info("record_not_received", job=self._job)
         record = self._found(generation)
         if record is None:
             raise UnknownGeneration(

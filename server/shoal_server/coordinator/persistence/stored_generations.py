@@ -21,7 +21,7 @@ from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORD
 from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster, Verdict
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation
-from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, check_format, taken_apart
+from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable, check_format
 
 MAX_VALUE_BYTES = 1_400_000
 """Bound on a value. etcd takes requests of 1.5 MiB, including keys and the other writes."""
@@ -38,7 +38,7 @@ def record_to_json(record: GenerationRecord) -> bytes:
 
 def stored_record(job: str, number: int, data: bytes) -> GenerationRecord:
     """Record stored at the key of that generation of the job. Raises UnreadableRecord."""
-    with taken_apart():
+    with as_unreadable():
         record = _record_from_json(json.loads(data))
     if record.job != job or record.roster.generation != number:
         raise UnreadableRecord(

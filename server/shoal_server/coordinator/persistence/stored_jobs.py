@@ -19,7 +19,7 @@ from shoal_server.coordinator.persistence.stored_generations import (
     size_problem,
     stored_record,
 )
-from shoal_server.coordinator.persistence.stored_json import named_under, state_from_json
+from shoal_server.coordinator.persistence.stored_json import name_in_key, state_from_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import (
     Generation,
@@ -68,7 +68,7 @@ class StoredJob:
     generations: StoredGenerations
     """All generations in etcd: those in `records` and older ones."""
 
-    def begun(self, limits: Limits, now_s: float) -> Job:
+    def restored_job(self, limits: Limits, now_s: float) -> Job:
         """The job as a new leader continues it."""
         committed = [r for r in self.records if r.verdict is Verdict.COMMITTED]
         numbers = [record.roster.generation for record in self.records]
@@ -144,7 +144,7 @@ class StoredJobs:
         for key in stored_keys:
             if not key.endswith("/state"):
                 continue
-            name = named_under(keys.JOBS, key, suffix="/state")
+            name = name_in_key(keys.JOBS, key, suffix="/state")
             if name is None:
                 log.warning("key_of_no_job", key=key)
             else:
@@ -170,7 +170,7 @@ class StoredJobs:
         )
         members = {}
         for item in stored_members.items:
-            name = named_under(keys.members(job), item.key)
+            name = name_in_key(keys.members(job), item.key)
             if name is None:
                 log.warning("key_of_no_member", key=item.key)
                 continue

@@ -67,7 +67,7 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         ended_s=fields.seconds("ended_unix_s"),
         done=fields.texts("done") if fields.has("done") else (),
     )
-    return replace(record, more=fields.rest())
+    return replace(record, more=fields.unread_fields())
 
 
 def _tally(fields: Fields) -> LifetimeFigures:
@@ -111,7 +111,7 @@ def spec_from(bounds: Fields) -> JobSpec:
     )
 
 
-def named_under(prefix: str, key: str, *, suffix: str = "") -> str | None:
+def name_in_key(prefix: str, key: str, *, suffix: str = "") -> str | None:
     """Name of the job, member or server in a key under the prefix; None if the key has no valid
     name."""
     name = key.removeprefix(prefix)

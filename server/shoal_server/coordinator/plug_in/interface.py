@@ -4,7 +4,7 @@ The coordinator calls a `PlugIn` to add services, when it resets or removes jobs
 page. The services of the base class refuse every call. `Host` is the part of the coordinator that a
 plug-in may use.
 There is one plug-in, `parameters`: shards of parameters on servers, with their snapshots, and the
-samples and clocks of members that train at their own pace. `plugged_in` imports it only if the
+samples and clocks of members that train at their own pace. `load_plug_in` imports it only if the
 coordinator is to serve parameters.
 """
 
@@ -175,7 +175,7 @@ class PlugIn:
         return None
 
 
-def plugged_in(host: Host, options: ParameterOptions | None) -> PlugIn:
+def load_plug_in(host: Host, options: ParameterOptions | None) -> PlugIn:
     """Import and return the plug-in for parameters; without options a PlugIn that refuses calls."""
     if options is None:
         return PlugIn()

@@ -73,7 +73,7 @@ class SeriesActor:
         self.num_watchers = 0
         self._view: pb.SeriesView | None = None
 
-    async def ask(self, event: Callable[[Call], Event]) -> Answer:
+    async def submit_request(self, event: Callable[[Call], Event]) -> Answer:
         """Submit a request, and wait for its answer. Raises the refusal, or the error with which
         the actor ends: NotLeader when the term ends."""
         self.check_lives()
@@ -234,7 +234,7 @@ class SeriesActor:
                 log.warning("layout_not_kept", series=self.series.name, reason=str(error))
             await asyncio.sleep(pauses.pause_s())
 
-    async def care(self) -> None:
+    async def apply_limits(self) -> None:
         """Apply time limits. Check which servers still hold the versions, drop versions that are
         lost, and name other holders in place of servers that are gone or leaving."""
         self.submit(TimePassed())
@@ -242,8 +242,10 @@ class SeriesActor:
         if not versions or not self._stores.mirror.is_in_sync:
             return  # it is unknown which servers are gone
         name, now_s = self.series.name, self._clock
-        self.holders.see(self._stores.present, versions, now_s())
-        for server, asked, answer in await self._stores.ask(name, self.holders.questions(versions)):
+        self.holders.note_registered(self._stores.present, versions, now_s())
+        for server, asked, answer in await self._stores.query_holders(
+            name, self.holders.questions(versions)
+        ):
             self.holders.note(server, asked, answer)
         versions = list(self.series.versions.values())
         self.holders.note_versions(versions, now_s())

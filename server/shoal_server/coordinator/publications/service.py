@@ -55,7 +55,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import series as records
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on, running
+from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, run_restarting, running
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[Publi
 
 
 class WeightSeriesService(WeightSeriesServicer):
-    """All series of a coordinator, on its event loop; serves calls during `leading`."""
+    """All series of a coordinator, on its event loop; serves calls during `coordinator_leading`."""
 
     def __init__(
         self,
@@ -115,7 +115,10 @@ class WeightSeriesService(WeightSeriesServicer):
             log.error("series_unreadable", series=name, reason=str(why))
         for name, (stored, writer) in readable.items():
             self._actors[name] = self._actor(PublishedSeries(name, stored, self._clock()), writer)
-        async with self._stores.mirror, running(keep_on(self._maintain_all, "published-weights")):
+        async with (
+            self._stores.mirror,
+            running(run_restarting(self._maintain_all, "published-weights")),
+        ):
             try:
                 yield
             finally:
@@ -156,10 +159,10 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def _clear(self, actor: SeriesActor, *, forgets_numbers: bool) -> None:
         name = actor.series.name
-        await actor.ask(lambda call: ClearRequested(call=call))
+        await actor.submit_request(lambda call: ClearRequested(call=call))
         if forgets_numbers and self._actors.pop(name, None) is not None:
             actor.end(UnknownSeries(f"series {name} was removed with its job"))
-            await actor.writer.take_away()
+            await actor.writer.delete_records()
 
     def _servers_changed(self) -> None:
         """Notify all readers: they fetch from servers at the addresses in their last view."""
@@ -173,7 +176,7 @@ class WeightSeriesService(WeightSeriesServicer):
             await asyncio.sleep(MAINTAIN_EACH_S)
 
     async def _maintain(self, actor: SeriesActor) -> None:
-        await actor.care()
+        await actor.apply_limits()
         self._drop_if_idle(actor)
 
     def _drop_if_idle(self, actor: SeriesActor) -> None:
@@ -259,7 +262,7 @@ class WeightSeriesService(WeightSeriesServicer):
                     fix="Start one with `shoal ps`.",
                 )
         actor = await self._find(request.series)
-        begun = await actor.ask(
+        begun = await actor.submit_request(
             lambda call: BeginRequested(
                 call=call,
                 publisher=publisher,
@@ -307,7 +310,7 @@ class WeightSeriesService(WeightSeriesServicer):
             actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
-                answer = await actor.ask(contributed)
+                answer = await actor.submit_request(contributed)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"publication {request.publication} of {request.series} is not committed yet",
@@ -435,12 +438,14 @@ class WeightSeriesService(WeightSeriesServicer):
     async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:
         actor = await self._existing(request.series)
         pins = not request.unpin
-        await actor.ask(lambda call: PinRequested(call=call, number=request.number, pins=pins))
+        await actor.submit_request(
+            lambda call: PinRequested(call=call, number=request.number, pins=pins)
+        )
         return self._view(actor)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.VersionRecord:
         actor = await self._existing(request.series)
-        return _version(await actor.ask(partial(_rollback, request.to)))
+        return _version(await actor.submit_request(partial(_rollback, request.to)))
 
     def _view(self, actor: SeriesActor) -> pb.SeriesView:
         view = messages.view_of(actor.series, self._stores.addresses)

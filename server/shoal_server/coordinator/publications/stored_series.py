@@ -127,7 +127,7 @@ class SeriesWriter:
             raise _no_layout(self._name, f"chunks that do not belong to {digest.hex()[:12]}")
         return serialized
 
-    async def take_away(self) -> None:
+    async def delete_records(self) -> None:
         """Delete all records of the series: its name and version numbers are free again. Raises
         what the store raises."""
         await self._store.transact(

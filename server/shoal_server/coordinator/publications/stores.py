@@ -65,10 +65,10 @@ class Stores:
         for segment in segments:
             for holder in segment.holders:
                 questions.setdefault(holder, []).append(segment.digest)
-        answers = await self.ask(series, questions)
+        answers = await self.query_holders(series, questions)
         return {server.server_id: answer.held for server, _, answer in answers}
 
-    async def ask(
+    async def query_holders(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
         """Ask servers if they hold segments. `questions`: the segments' digests, by server id.
@@ -95,7 +95,7 @@ class Stores:
                 ANSWER_S,
             )
         except ShoalError as error:
-            log.warning("store_not_asked", server=server.server_id, reason=str(error))
+            log.warning("store_not_queried", server=server.server_id, reason=str(error))
             return None
         return HoldsAnswer(
             held=frozenset(reply.held),

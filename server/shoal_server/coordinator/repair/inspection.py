@@ -61,7 +61,7 @@ class FaultyRecord:
     """True if a later release wrote the record."""
 
     @property
-    def is_mendable(self) -> bool:
+    def is_repairable(self) -> bool:
         return self.kind in REMEDIES and not self.is_later
 
     @property
@@ -102,7 +102,9 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     return [*items, runs] if runs is not None else items
 
 
-def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> list[FaultyRecord]:
+def unreadable_records(
+    job: str, items: Sequence[KeyValue], check_other: CheckRecord
+) -> list[FaultyRecord]:
     """Records of a job that cannot be read; each is read by itself. `check_other` checks those of
     the plug-in."""
     bad = []

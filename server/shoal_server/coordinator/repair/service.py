@@ -18,7 +18,7 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.plug_in.interface import CheckRecord
-from shoal_server.coordinator.repair import inspection, mending
+from shoal_server.coordinator.repair import inspection, state_repair
 from shoal_server.coordinator.repair.inspection import FaultyRecord, RecordKind
 from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.etcd import keys
@@ -58,14 +58,14 @@ class RepairService(RepairsServicer):
         quarantined = self._registry.quarantined.get(job)
         if not items and known is None and quarantined is None:
             raise UnknownJob(f"there is no job {job!r}", fix="`shoal status` lists the jobs.")
-        broken = inspection.broken(job, items, self._check_other)
+        broken = inspection.unreadable_records(job, items, self._check_other)
         reply = pb.RepairReply(goes_on=quarantined is None)
         if quarantined is not None:
             why, since_s = quarantined
             reply.quarantined, reply.reason, reply.since_unix_s = True, str(why), since_s
         moved: dict[str, str] = {}
         if request.apply and quarantined is not None:
-            moved = await self._mend(request, items, [b for b in broken if b.is_mendable])
+            moved = await self._mend(request, items, [b for b in broken if b.is_repairable])
             reply.phase, reply.goes_on = await self._take_up(job), True
             log.warning("job_repaired", job=job, moved=list(moved.values()), phase=reply.phase)
         elif known is not None:
@@ -119,13 +119,13 @@ class RepairService(RepairsServicer):
         job = request.job
         numbers, records = _generations(job, items)
         try:
-            bounds = mending.bounds_of(
+            bounds = state_repair.bounds_of(
                 job, request.min_members, request.max_members, request.desired_members
             )
             if bounds is None and not any(i.key.startswith(keys.members(job)) for i in items):
                 # The first member to join states the bounds.
-                bounds = mending.bounds_of(job, 1, 0, 0)
-            state = mending.mended_state(
+                bounds = state_repair.bounds_of(job, 1, 0, 0)
+            state = state_repair.repaired_state(
                 job, item.value, generations=numbers, records=records, bounds=bounds
             )
         except UnreadableRecord as error:
@@ -162,6 +162,6 @@ def _broken_record(broken: FaultyRecord, moved: dict[str, str]) -> pb.BrokenReco
         excerpt=broken.excerpt,
         num_bytes=len(broken.item.value),
         remedy=broken.remedy,
-        mendable=broken.is_mendable,
+        mendable=broken.is_repairable,
         moved_to=moved.get(broken.item.key, ""),
     )

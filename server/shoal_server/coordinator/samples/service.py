@@ -222,7 +222,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 if opened is not None:
                     self._keep(job, opened)
 
-    async def books(self, job: str) -> Mapping[str, Any] | None:
+    async def ledger_json(self, job: str) -> Mapping[str, Any] | None:
         """The job's current ledger, as JSON types; None if it has none.
 
         Raises Unavailable if the ledger is not open and etcd cannot be reached, JobQuarantined if
@@ -232,7 +232,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return ledger.to_json() if ledger is not None else None
 
     async def counts(self, job: str) -> LedgerCounts | None:
-        """Counts of a job's ledger, open or not; None if it has none. Raises as `books` does."""
+        """Counts of a job's ledger, open or not; None if it has none. Raises as `ledger_json`
+        does."""
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 
@@ -395,7 +396,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             due = [
                 (job, opened)
                 for job, opened in self._open.items()
-                if opened.changed or (whole and not opened.stored.is_whole)
+                if opened.changed or (whole and not opened.stored.has_no_deltas)
             ]
             for job, opened in due:
                 try:

@@ -32,7 +32,7 @@ from shoal_server.etcd.api import (
     absent,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import UnreadableRecord, taken_apart
+from shoal_server.etcd.json_fields import UnreadableRecord, as_unreadable
 from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_DELTAS = 128
@@ -46,7 +46,7 @@ def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
     Raises JobQuarantined if base or deltas cannot be read."""
     key = where = keys.sample_ledger(job)
     try:
-        with taken_apart():
+        with as_unreadable():
             data = json.loads(_unpacked(base))
             deltas: list[bytes] = []
             token = data.pop("deltas", "")
@@ -85,7 +85,7 @@ class StoredLedger:
         return ledger
 
     @property
-    def is_whole(self) -> bool:
+    def has_no_deltas(self) -> bool:
         """True if this coordinator has written no deltas since its last base. Deltas of an earlier
         coordinator, which `read` found, are not counted."""
         return self._num_deltas == 0
@@ -98,7 +98,7 @@ class StoredLedger:
         read back. The next call then writes all changes, or returns False if this write took effect
         after all.
         """
-        touched = ledger.take_touched()
+        touched = ledger.pop_touched()
         try:
             if not whole and self._numbers is not None and self._num_deltas < MAX_DELTAS:
                 part = ledger.to_json(touched)

@@ -36,7 +36,7 @@ async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[H
     """Servers to which a job's shards may be assigned now, with their addresses. `choose` leaves
     out dead servers, which stay registered until their lease ends. Raises NoServers, and what the
     store raises."""
-    listed = await shard_map.takers(store)
+    listed = await shard_map.servers_for_shards(store)
     present = await choose(listed)
     if not present:
         raise NoServers(

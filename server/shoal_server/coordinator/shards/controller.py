@@ -25,9 +25,9 @@ from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
-from shoal_server.core.shards.sightings import Sightings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Revision, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
@@ -36,7 +36,7 @@ from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import ended_servers, shard_map
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on, running
+from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, run_restarting, running
 
 log = structlog.get_logger(__name__)
 
@@ -78,8 +78,8 @@ class ShardController:
         self._num_bytes: dict[str, dict[int, int]] = {}
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
-        self._sightings: defaultdict[str, Sightings] = defaultdict(
-            lambda: Sightings(DEAD_AFTER_S, LONGEST_GAP_S)
+        self._observed: defaultdict[str, ObservedServers] = defaultdict(
+            lambda: ObservedServers(DEAD_AFTER_S, LONGEST_GAP_S)
         )
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
@@ -103,7 +103,10 @@ class ShardController:
             resync=True,
         )
         versions = watching_torch_versions(self._store)
-        work = keep_on(self._work, "shards"), keep_on(self._look_for_ever, "measuring-shards")
+        work = (
+            run_restarting(self._work, "shards"),
+            run_restarting(self._look_for_ever, "measuring-shards"),
+        )
         async with servers, self._assignments, versions, running(*work):
             try:
                 yield self
@@ -179,7 +182,7 @@ class ShardController:
             self._num_bytes,
             self._pushed,
             self._weights,
-            self._sightings,
+            self._observed,
             self._loads,
         ):
             by_job.pop(job, None)
@@ -196,7 +199,7 @@ class ShardController:
     async def _reconcile(self, job: str) -> None:
         if (finished := await self._finished(job)) is not None:
             # The condition fails if the job was started over meanwhile.
-            await self._store.transact([finished], [records.taken_away(job)])
+            await self._store.transact([finished], [records.delete_assignments(job)])
             return
         weights = await self._weights_of(job)
         before = self._assignments.assembled(job)
@@ -206,13 +209,13 @@ class ShardController:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         seen = await self._servers()
-        sightings = self._sightings[job]
-        servers = sightings.judged(before, seen, asked_s=asked_s, now_s=loop.time())
-        if sightings.is_due_soon:
+        observed = self._observed[job]
+        servers = observed.judged(before, seen, asked_s=asked_s, now_s=loop.time())
+        if observed.is_due_soon:
             self._look_again(job)
         is_restoring = self._restores.is_restoring(job)
         servers = replace(servers, are_loading=is_restoring)
-        known = self._loads[job].given_up(before, is_restoring=is_restoring, now_s=loop.time())
+        known = self._loads[job].mark_lost(before, is_restoring=is_restoring, now_s=loop.time())
         if self._loads[job].is_due_soon:
             self._look_again(job)
         lost = num_lost(known, servers)
@@ -228,7 +231,7 @@ class ShardController:
         if known == before:
             # In a thread: thousands of shards take a while, and heartbeats must not wait.
             target = await asyncio.to_thread(rebalance, before, servers, weights)
-        after = self._losses.noted(known, target, attempt.reason)
+        after = self._losses.with_loss_details(known, target, attempt.reason)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }
@@ -243,7 +246,7 @@ class ShardController:
 
         if await self._assignments.change(job, changes, rebalanced):
             current = self._assignments.assembled(job) or before
-            sightings.wrote(after, current)
+            observed.note_written(after, current)
             self._seen(current, seen.present)
             log.debug("shards_rebalanced", job=job, **_summary(before, after))
 

@@ -34,7 +34,7 @@ _SAMPLES = {
 _SAMPLES_NUMBERS = {fate: number for number, fate in _SAMPLES.items()}
 
 
-class SampleBooks(Protocol):
+class LedgerAccess(Protocol):
     """The sample ledgers, as used when a loss is accepted."""
 
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
@@ -69,7 +69,7 @@ class LossAcceptance:
         self,
         store: LeaderStore,
         loss_log: LossLog,
-        samples: SampleBooks,
+        samples: LedgerAccess,
         require_leading: Callable[[], None],
     ) -> None:
         self._store = store
@@ -84,7 +84,7 @@ class LossAcceptance:
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
         InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
-        does not. Raises as `SampleBooks.counts` does. If etcd fails between two transactions, some
+        does not. Raises as `LedgerAccess.counts` does. If etcd fails between two transactions, some
         shards are given up already.
         """
         self._require_leading()
@@ -134,7 +134,8 @@ class LossAcceptance:
             for start in range(0, len(plan.lost), size):
                 batch = plan.lost[start : start + size]
                 targets = [
-                    losses.given_up(shard, by, now_unix_s, samples_anew=anew) for shard in batch
+                    losses.give_up_shard(shard, by, now_unix_s, samples_anew=anew)
+                    for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
                 # In the first transaction already: if only half of the shards were given up with

@@ -51,7 +51,9 @@ class LossLog:
         log.info(kind, job=job, reason=message)
         self._on_event(job, kind, message)
 
-    def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
+    def with_loss_details(
+        self, before: JobAssignments, after: JobAssignments, snapshot: str
+    ) -> JobAssignments:
         """A copy of `after` that records, for each lost shard, what is known of its loss."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
@@ -115,7 +117,7 @@ class LossLog:
     def _lost(self, job: str, shards: Collection[ShardAssignment]) -> None:
         listed = losses.shards_in_short(shards)
         log.error("shards_lost", job=job, num_shards=len(shards), shards=listed)
-        cure = losses.cure(job, next(iter(shards)))
+        cure = losses.recovery_advice(job, next(iter(shards)))
         message = f"{listed}: the last server that held them is gone. {cure}"
         self._on_event(job, "shards_lost", message)
 

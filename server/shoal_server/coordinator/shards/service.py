@@ -228,7 +228,7 @@ class ShardsService(ShardsServicer):
             operations=[layout.head],
         )
         if result.succeeded:
-            await shard_map.take_others_away(self._store, layout, result.revision)
+            await shard_map.delete_other_layouts(self._store, layout, result.revision)
         return result.succeeded
 
     async def _await_map(self, job: str, wait_s: float) -> None:

@@ -68,7 +68,7 @@ class SnapshotLoader:
                 if holder in present or choice == MAX_CHOICES:
                     raise error
             log.warning(
-                "servers_chosen_anew",
+                "servers_reassigned",
                 job=manifest.job,
                 gone=sorted(holder.server_id for holder in failed),
                 reasons=sorted({str(error) for error in failed.values()}),
@@ -128,7 +128,7 @@ class SnapshotLoader:
                 return moved
             held = [each.assignment for each in stored if each not in unloaded]
             shards = [each.assignment for each in unloaded]
-            targets = given_to(shards, held, manifest.parts, present)
+            targets = assign_to_servers(shards, held, manifest.parts, present)
             for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
                 is_done, _ = await assignments.change(self._store, unloaded[batch], targets[batch])
@@ -143,7 +143,7 @@ def _is_unloaded(shard: ShardAssignment, gone: Collection[Holder]) -> bool:
     return shard.content is ShardContent.LOADING and shard.primary in gone
 
 
-def given_to(
+def assign_to_servers(
     shards: Sequence[ShardAssignment],
     held: Collection[ShardAssignment],
     parts: Sequence[ManifestEntry],
@@ -172,4 +172,4 @@ def given_to(
     return [moved[shard.shard_id] for shard in shards]
 
 
-__all__ = ["SnapshotLoader", "given_to"]
+__all__ = ["SnapshotLoader", "assign_to_servers"]

@@ -222,7 +222,7 @@ class SnapshotRestorer:
             if result.succeeded:
                 break
         _require(result, job)
-        await shard_map.take_others_away(self._store, stored, result.revision)
+        await shard_map.delete_other_layouts(self._store, stored, result.revision)
         self._on_cursor(job)
         return None if before is None else before.assignments, wanted
 
@@ -240,9 +240,9 @@ class SnapshotRestorer:
         """Delete the records of a failed restore, unless the job was restored again since."""
         job = wanted.job
         try:
-            await self._store.transact([_is_placed(wanted)], [assignments.taken_away(job)])
+            await self._store.transact([_is_placed(wanted)], [assignments.delete_assignments(job)])
         except ShoalError as error:
-            log.error("half_restored", job=job, reason=str(error))
+            log.error("restore_incomplete", job=job, reason=str(error))
 
     async def _record_loss(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
         """Record that the job's shards are lost, since servers have dropped them. Does nothing if
@@ -253,7 +253,7 @@ class SnapshotRestorer:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
             # Shards that no server loads are declared lost later (`AbandonedLoads`).
-            log.error("half_restored", job=record.job, reason=str(error))
+            log.error("restore_incomplete", job=record.job, reason=str(error))
 
 
 def _wanted(

@@ -20,7 +20,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.serving.locations import AllowedRoots, Location
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import SupervisedTasks, keep_on, running
+from shoal_server.serving.tasks import SupervisedTasks, run_restarting, running
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
@@ -91,7 +91,7 @@ class SnapshotService(SnapshotsServicer):
         self._require_leading()
         library = await self._library(request.url, request.job)
         restored = await self._restorer.restore(library, request.number)
-        self._on_restored(request.job, restored.lost, in_words(restored.manifest, library))
+        self._on_restored(request.job, restored.lost, describe_snapshot(restored.manifest, library))
         summary = _summary(restored.manifest, library)
         return pb.RestoreSnapshotReply(snapshot=summary, servers=restored.servers)
 
@@ -124,7 +124,7 @@ class SnapshotService(SnapshotsServicer):
             which = f"Snapshot {number}, its source, is not" if number else "No snapshot of it is"
             return _not_restored(f"{which} at {library.storage.url}")
         age_s = time.time() - restored.manifest.taken_unix_s
-        message = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
+        message = f"{describe_snapshot(restored.manifest, library)}, {age_s:.0f} s old"
         self._on_restored(job, restored.lost, message)
         return RestoreAttempt(is_restored=True)
 
@@ -139,7 +139,7 @@ class SnapshotService(SnapshotsServicer):
         if not self._policy.every_s:
             yield
             return
-        async with running(keep_on(partial(self._take_for_ever, store), "snapshots")):
+        async with running(run_restarting(partial(self._take_for_ever, store), "snapshots")):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
@@ -203,7 +203,7 @@ class SnapshotService(SnapshotsServicer):
         return await asyncio.to_thread(lambda: SnapshotLibrary(open_below(roots, where), job))
 
 
-def in_words(manifest: Manifest, library: SnapshotLibrary) -> str:
+def describe_snapshot(manifest: Manifest, library: SnapshotLibrary) -> str:
     """Describe a snapshot: its number, step and location."""
     step = manifest.training.get("step")
     of_step = f" of step {step}" if step else ""

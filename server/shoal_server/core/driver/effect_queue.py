@@ -62,7 +62,9 @@ class EffectQueue(Generic[CallT]):
         """True while a write is in progress: a decision is not durable yet."""
         return self._write is not None
 
-    def put(self, entry: QueuedEffects[CallT], now_s: float) -> list[Carried | AnswerCall[CallT]]:
+    def submit(
+        self, entry: QueuedEffects[CallT], now_s: float
+    ) -> list[Carried | AnswerCall[CallT]]:
         """Add the entry, and return what is to be carried out now: nothing while a write is in
         progress."""
         self._waiting.append(entry)

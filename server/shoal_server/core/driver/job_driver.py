@@ -126,7 +126,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     def heartbeat(self, event: HeartbeatReceived, step: int, now_s: float) -> None:
         """Note a heartbeat. It leads to no action at once."""
-        self.liveness.beat(event.member_id, step, now_s)
+        self.liveness.record_heartbeat(event.member_id, step, now_s)
         self.job.note_step(event.member_id, event.incarnation, Step(step))
         self.job.heartbeat(event, now_s)
 
@@ -235,7 +235,7 @@ class JobDriver(Generic[StreamT, CallT]):
         if self.failure is not None:
             error, effects = self.failure, ()
         entry = QueuedEffects(effects=effects, call=call, error=error)
-        return self._translated(self._queue.put(entry, now_s))
+        return self._translated(self._queue.submit(entry, now_s))
 
     def _translated(
         self, carried: Iterable[Carried | AnswerCall[CallT | _InternalCall]]

@@ -34,7 +34,7 @@ class HeartbeatHistory:
     _intervals: "array[float]" = field(default_factory=lambda: array("f"))
     _next: int = 0
 
-    def beat(self, step: int, now_s: float) -> None:
+    def record_heartbeat(self, step: int, now_s: float) -> None:
         if self._beat_s is not None:
             self._keep(now_s - self._beat_s)
         self.at_s = self._beat_s = now_s
@@ -77,9 +77,9 @@ class Liveness:
         pulse.resume(now_s)
         self._pulses[member_id] = pulse
 
-    def beat(self, member_id: str, step: int, now_s: float) -> None:
+    def record_heartbeat(self, member_id: str, step: int, now_s: float) -> None:
         pulse = self._pulses.pop(member_id, None) or HeartbeatHistory(at_s=now_s)
-        pulse.beat(step, now_s)
+        pulse.record_heartbeat(step, now_s)
         self._pulses[member_id] = pulse
 
     def forget(self, member_id: str) -> None:

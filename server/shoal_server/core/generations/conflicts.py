@@ -92,7 +92,7 @@ def _entry(lines: Sequence[str], line_number: int) -> str:
     return f"nothing after {lines[-1]}" if lines else "nothing"
 
 
-def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
+def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
     """The conflicts, shortened so that they fit into a record that all members get."""
     return tuple(
         replace(

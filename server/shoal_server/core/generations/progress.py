@@ -59,7 +59,7 @@ class JobProgress:
     def note_reached(self, step: Step) -> None:
         self.reached = max(self.reached, step)
 
-    def ran(self, generation: Generation, start: Step) -> bool:
+    def record_run(self, generation: Generation, start: Step) -> bool:
         """Note that a synchronous generation runs from the state after `start` steps. True for the
         job's first one."""
         is_first = self.trained_in == NO_GENERATION

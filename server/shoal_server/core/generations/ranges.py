@@ -17,7 +17,7 @@ def device_problem(info: MemberInfo) -> str:
     return ""
 
 
-def confined_members(candidates: Sequence[Candidate]) -> list[Candidate]:
+def unreachable_members(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates with an address that other hosts cannot reach, if there are several hosts."""
     if len({c.info.host for c in candidates}) < 2:
         return []

@@ -209,7 +209,7 @@ def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> 
     )
 
 
-def draw_up(
+def build_roster(
     generation: Generation,
     candidates: Sequence[Candidate],
     *,

@@ -61,7 +61,7 @@ class Arrivals:
             raise EventRefused(refusals.bad_devices(event.member_id, problem))
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
-            self._state.table.show_life(known)
+            self._state.table.note_stream_back(known)
             self._repeat_notices(known, event.generation, now_s)
             return
         if reason := self._state.end.stopping:
@@ -112,7 +112,7 @@ class Arrivals:
             self._state.table.halt(member, now_s)
             self._state.log("member_halted", f"a signal halted {member.member_id}", member)
         else:
-            self._state.table.go_on(member)
+            self._state.table.note_continued(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
     def _repeat_notices(self, member: MemberState, generation: Generation, now_s: float) -> None:

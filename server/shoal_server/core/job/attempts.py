@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.generations.conflicts import find_conflicts
-from shoal_server.core.generations.ranges import confined_members
+from shoal_server.core.generations.ranges import unreachable_members
 from shoal_server.core.generations.roster import (
     Candidate,
     Conflict,
@@ -13,7 +13,7 @@ from shoal_server.core.generations.roster import (
     GenerationRoster,
     Step,
     Verdict,
-    draw_up,
+    build_roster,
 )
 from shoal_server.core.job.endings import Drains, Endings, Removal
 from shoal_server.core.job.job_state import JobState
@@ -67,7 +67,7 @@ class Attempts:
             self._refuse_confined(blamed, candidates, now_s)
             return False
         generation = Generation(self._state.last_generation + 1)
-        roster = draw_up(
+        roster = build_roster(
             generation,
             candidates,
             previous=self._state.previous,
@@ -97,13 +97,13 @@ class Attempts:
     def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
         """Refuse the members that are `at_fault` for the size. The others go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
-        for member in self._state.at_fault(chosen):
+        for member in self._state.suspects_of(chosen):
             self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
         """Members to refuse because an address works on one host only: their own address, or that
         of a member that stays."""
-        confined = confined_members(candidates)
+        confined = unreachable_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
         hosts = {m.info.host for m in staying}
         if self._state.running is None and (len(staying) == len(chosen) or len(hosts) > 1):
@@ -220,7 +220,7 @@ class Attempts:
         self._state.deadlines.bring_up_over_s = now_s + longest_s
         self._state.table.settle(self._state.members_of(roster), settled=not roster.synchronous)
         notice = OutcomeNotice(reason=reason, record=record)
-        for member in self._state.concerned(roster):
+        for member in self._state.members_to_notify(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
             self._state.notify_member(member, notice)
 
@@ -232,7 +232,7 @@ class Attempts:
             if not member.is_in(roster):
                 drained = member.drain.since_s is not None
                 why = f"drained: {member.drain.reason}" if drained else member.waiting_for
-                changes.gone(member.member_id, why, lost=False)
+                changes.record_departure(member.member_id, why, lost=False)
 
     def offered(self, member: MemberState, event: NextStepReached) -> None:
         agreement = self._state.agreement
@@ -303,11 +303,11 @@ class Attempts:
             reason = f"generation {roster.generation} continues under a new leader"
             self._state.log("leader_took_over", reason)
         else:
-            story = changes.story(roster, cause, start=start, reached=reached, now_s=now_s)
+            story = changes.summarize(roster, cause, start=start, reached=reached, now_s=now_s)
             begun_s = self._state.tally.begun_s
             self._state.tally.idle_s += now_s - begun_s if changes.before is None else story.down_s
             reason = self._state.stage.reason
-            self._state.log("generation_runs", reason, story=story)
+            self._state.log("generation_running", reason, story=story)
         changes.runs(roster)
 
     def _note_start(self, agreement: Agreement, trainers: list[MemberState]) -> Step:
@@ -321,8 +321,8 @@ class Attempts:
             return start
         if start < reached:
             reason = f"generation {agreement.generation} continues from step {start}"
-            self._state.log("went_back", f"{reason}; the job had reached step {reached}")
-        if self._state.progress.ran(agreement.generation, start):
+            self._state.log("job_rolled_back", f"{reason}; the job had reached step {reached}")
+        if self._state.progress.record_run(agreement.generation, start):
             # Durable before any member takes a step: each waits for the answer to its Ready.
             self._state.emit(SaveJobRecord())
         return start

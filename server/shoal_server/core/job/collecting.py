@@ -5,7 +5,7 @@ from dataclasses import replace
 from shoal_server.core.generations.conflicts import find_conflicts
 from shoal_server.core.generations.roster import Conflict, Proposal
 from shoal_server.core.job.endings import Drains
-from shoal_server.core.job.job_state import JobState, passed
+from shoal_server.core.job.job_state import JobState, limit_passed
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import EventRefused, StandbyNotice, WaitingNotice
 from shoal_server.core.membership.member import MemberState, names_of
@@ -72,7 +72,7 @@ class Collecting:
             self._hold_newcomers(now_s)
             if not self._state.table.draining:
                 return "", []
-        newcomer = any(m.settled and not m.is_in(self._state.running) for m in self._state.able)
+        newcomer = any(m.settled and not m.is_in(self._state.running) for m in self._state.eligible)
         if not newcomer and not self._state.table.draining:
             return "", []
         if any(m.proposal is None for m in self._state.members_of(self._state.running)):
@@ -81,7 +81,7 @@ class Collecting:
         chosen = self.chosen(now_s)
         joiners = [m for m in chosen if not m.is_in(self._state.running)]
         leavers = self._drains.leavers(chosen)
-        if len(chosen) < self._state.least_members or not (joiners or leavers):
+        if len(chosen) < self._state.min_roster_size or not (joiners or leavers):
             return "", []
         texts = [f"{names_of(joiners)} joins"] if joiners else []
         texts += [f"{names_of(leavers)} leaves"] if leavers else []
@@ -89,7 +89,7 @@ class Collecting:
 
     def _hold_newcomers(self, now_s: float) -> None:
         running = self._state.running
-        newcomers = [m for m in self._state.able if not m.is_in(running)]
+        newcomers = [m for m in self._state.eligible if not m.is_in(running)]
         reason = "standing by: members of the generation that trains have done their work"
         for position, member in enumerate(newcomers, start=1):
             self._stand_by(member, reason, position, now_s)
@@ -109,7 +109,7 @@ class Collecting:
         if not first.proposal.stateless or self._state.end.completing:
             return
         trainers = self._state.table.trainers(running)
-        num = sum(not m.is_in(running) for m in self._state.able)
+        num = sum(not m.is_in(running) for m in self._state.eligible)
         num = min(num, self._state.spec.max_members - len(trainers))
         if self._state.table.has_finished_in(running):
             num = 0
@@ -127,7 +127,7 @@ class Collecting:
         first (unless a generation runs), then former trainers by rank, then by arrival. Puts the
         others on standby."""
         # A member that has not settled may have missed its notice and still be training.
-        candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
+        candidates = [m for m in self._state.eligible if m.settled or m.is_in(self._state.running)]
         if amid := self.amid_call():
             names = {m.member_id for m in amid}
             self._keep_out([m for m in candidates if m.member_id not in names], now_s)
@@ -170,12 +170,12 @@ class Collecting:
         """
         if self._state.previous is None or not self._state.table.all_settled or self.are_enough:
             return
-        waiting = [m for m in self._state.able if m.settled]
+        waiting = [m for m in self._state.eligible if m.settled]
         if not self.waits_for_members:
             for member in [m for m in waiting if m.is_standby]:
                 member.waits("other members", now_s)
             return
-        missing = self._state.least_members - len(waiting)
+        missing = self._state.min_roster_size - len(waiting)
         limit_s = self._state.limits.wait_for_members_s
         until = "no limit" if limit_s is None else f"until it has waited for {limit_s:g} s"
         reason = f"{missing} more member{'' if missing == 1 else 's'}, {until}"
@@ -193,7 +193,7 @@ class Collecting:
 
     def may_form(self, now_s: float) -> bool:
         """True if a roster can be drawn up now. Called only while no generation runs."""
-        num_ready = len(self._state.able) + len(self._state.table.finished)
+        num_ready = len(self._state.eligible) + len(self._state.table.finished)
         # Wait for survivors that have not settled yet.
         if not self._state.table.all_settled or not self.are_enough:
             return False
@@ -204,20 +204,20 @@ class Collecting:
             or self._has_survivors
         ):
             return True
-        return passed(self._state.deadlines.first_proposal_s, self.last_call_s, now_s)
+        return limit_passed(self._state.deadlines.first_proposal_s, self.last_call_s, now_s)
 
     @property
     def are_enough(self) -> bool:
         """True if enough members are present for a roster, while no generation runs."""
         amid = self.amid_call()
-        return len(amid or self._state.able) >= self.num_needed(amid)
+        return len(amid or self._state.eligible) >= self.num_needed(amid)
 
     def num_needed(self, amid: list[MemberState]) -> int:
         """The number of members that a roster needs. `amid`: members in a call; empty: all
         count."""
         # A call between two steps takes no step, so the job's minimum does not apply.
         enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
-        least = self._state.least_members
+        least = self._state.min_roster_size
         return least if enough is None else min(least, enough)
 
     def amid_call(self) -> list[MemberState]:
@@ -229,9 +229,11 @@ class Collecting:
         table = self._state.table
         if self._state.running is not None or not table.in_call:
             return []
-        newest = max((m.stands_at for m in self._state.able), default=None)
+        newest = max((m.state_and_step for m in self._state.eligible), default=None)
         return [
-            m for m in self._state.able if m.member_id in table.in_call and m.stands_at == newest
+            m
+            for m in self._state.eligible
+            if m.member_id in table.in_call and m.state_and_step == newest
         ]
 
     def _keep_out(self, members: list[MemberState], now_s: float) -> None:
@@ -242,7 +244,7 @@ class Collecting:
     def awaits_state(self) -> bool:
         """True if the missing state may be held by a member that has not proposed yet under this
         leader, or whose next try is put off."""
-        if not self._state.lacks_state(self._state.able):
+        if not self._state.lacks_state(self._state.eligible):
             return False
         candidates = self._state.table.candidates.values()
         return bool(self._state.table.unproposed) or not self._state.lacks_state(candidates)
@@ -256,7 +258,7 @@ class Collecting:
         """True if a member that trained before is present: then a roster waits for no others."""
         if self._state.previous is None:
             return False
-        staying = self._state.able
+        staying = self._state.eligible
         leaving = self._state.table.draining.values()
         return any(m.is_in(self._state.previous) for m in staying) or any(
             m.holds_state for m in leaving

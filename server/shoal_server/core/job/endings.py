@@ -1,10 +1,10 @@
 """Ends of an attempt, a generation, a membership and the job."""
 
 from shoal_proto.back_off import doubled_s
-from shoal_server.core.generations.conflicts import in_short
+from shoal_server.core.generations.conflicts import shorten_conflicts
 from shoal_server.core.generations.progress import JobProgress, JobResult
 from shoal_server.core.generations.roster import Conflict, Generation, GenerationRoster, Verdict
-from shoal_server.core.job.job_state import JobEnd, JobState, passed
+from shoal_server.core.job.job_state import JobEnd, JobState, limit_passed
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     BreakNotice,
@@ -42,7 +42,7 @@ class Endings:
         """
         agreement = self._state.agreement
         assert agreement is not None
-        roster, concerned = agreement.roster, self._state.concerned(agreement.roster)
+        roster, concerned = agreement.roster, self._state.members_to_notify(agreement.roster)
         brought_up = self._state.stage.phase is Phase.COMMITTED and roster.synchronous
         if brought_up:
             self._state.tries.failed_roster = roster
@@ -55,7 +55,7 @@ class Endings:
             # Sent before the outcome: members at the boundary must not take the abort as permission
             # to train.
             old, self._state.running = self._state.running, None
-            self._state.tries.changes.broke(reason, now_s)
+            self._state.tries.changes.record_break(reason, now_s)
             self.notify_broken(old, (), reason, now_s)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in concerned:
@@ -90,7 +90,7 @@ class Endings:
         if not self._state.end.stopping:
             self._state.tally.num_breaks += 1
         if running.synchronous:
-            self._state.tries.changes.broke("" if lost else reason, now_s)
+            self._state.tries.changes.record_break("" if lost else reason, now_s)
         if self._state.stage.phase is not Phase.ABORTED:
             self._state.to(Trigger.BROKEN, reason, now_s)
         self.notify_broken(running, lost, reason, now_s)
@@ -109,7 +109,7 @@ class Endings:
             member.waits(f"its trainer to stop after the break ({reason})", now_s)
             self._state.notify_member(member, notice)
 
-    def believe_left(self, member: MemberState, left: Generation, now_s: float) -> None:
+    def end_left_generation(self, member: MemberState, left: Generation, now_s: float) -> None:
         """End the attempt or generation that the member has left: an earlier leader notified the
         member of a break, but did not make the break durable."""
         reason = f"{member.member_id} has left generation {left}"
@@ -151,7 +151,7 @@ class Removal:
         calls of its process. `cause`: the reason in a word or two. `lost`: True if the member did
         not leave in order.
         """
-        self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
+        self._state.tries.changes.record_departure(member.member_id, cause or reason, lost=lost)
         has_work = not self._state.table.has_finished(member)
         trained = member.is_in(self._state.running) and has_work
         attempted = member.is_in(self._state.attempt) and has_work
@@ -195,9 +195,9 @@ class Removal:
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
         """Abort, and refuse the roster's members that are `at_fault`, whichever of them differ."""
-        roster, conflicts = self._state.attempt, in_short(conflicts)
+        roster, conflicts = self._state.attempt, shorten_conflicts(conflicts)
         assert roster is not None
-        at_fault = self._state.at_fault(self._state.members_of(roster))
+        at_fault = self._state.suspects_of(self._state.members_of(roster))
         reason = "members differ in " + "; ".join(str(c) for c in conflicts)
         self._endings.abort(reason, now_s, conflicts)
         for member in at_fault:
@@ -282,14 +282,14 @@ class Drains:
         self._state = state
         self._removal = removal
 
-    def ask(self, member: MemberState, event: DrainRequested, now_s: float) -> None:
+    def request_drain(self, member: MemberState, event: DrainRequested, now_s: float) -> None:
         if self._state.table.has_finished(member):
             self._state.notify_member(member, DrainNotice(reason=event.reason, now=True))
             return
         if member.drain.since_s is None:
             self._state.table.drain(member, event.reason, now_s)
             self._state.log(
-                "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
+                "drain_requested", f"{member.member_id} is to leave: {event.reason}", member
             )
         self._notify_drain(member, event.reason, now=member.drain.is_released, now_s=now_s)
 
@@ -321,7 +321,7 @@ class Drains:
             return member.holds_state and len(self._state.table.draining) == len(
                 self._state.members
             )
-        overdue = passed(member.drain.since_s, self._state.limits.drain_s, now_s)
+        overdue = limit_passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         return running.synchronous and member.is_in(running) and not overdue
 
     def _is_worth_waiting(self, member: MemberState, now_s: float) -> bool:
@@ -329,16 +329,16 @@ class Drains:
         # A planned change in progress is finished first, even if all its members are to leave by
         # now: a member that left in the middle of it would take the job's state along.
         if self._may_hand_over(member) or self._is_changing(member):
-            return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
+            return not limit_passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
         if roster is None or not roster.synchronous or not member.is_in(roster):
             return False
-        if self._state.end.completing or passed(
+        if self._state.end.completing or limit_passed(
             member.drain.since_s, self._state.limits.drain_s, now_s
         ):
             return False
         candidates = self._state.table.candidates
-        if len(candidates) >= self._state.least_members and any(
+        if len(candidates) >= self._state.min_roster_size and any(
             m.is_in(roster) for m in candidates.values()
         ):
             return True
@@ -412,7 +412,7 @@ class Lifetime:
             self._state.emit(SaveJobRecord())
         for member in list(self._state.members.values()):
             process = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self._drains.ask(member, DrainRequested(**process, reason=reason), now_s)
+            self._drains.request_drain(member, DrainRequested(**process, reason=reason), now_s)
         if not self._state.members:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 

@@ -34,7 +34,7 @@ from shoal_server.core.job.arrivals import Arrivals
 from shoal_server.core.job.attempts import Attempts, RosterChecks
 from shoal_server.core.job.collecting import Collecting
 from shoal_server.core.job.endings import Drains, Endings, Lifetime, Removal
-from shoal_server.core.job.job_state import JobState, PhaseState, passed
+from shoal_server.core.job.job_state import JobState, PhaseState, limit_passed
 from shoal_server.core.job.running import Breaks, BringUps, PauseKeeper
 from shoal_server.core.job.timeouts import Timeouts
 from shoal_server.core.limits import Limits
@@ -124,23 +124,23 @@ class Job:
         self._advance(now_s)
         self._pause_keeper.announce_pauses(now_s)
         self._collecting.notify_waiting()
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
         """Make all members leave at a step boundary; the job is over once they have left."""
         self._lifetime.stop(reason, now_s)
         self._advance(now_s)
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def abandon(self, reason: str, now_s: float) -> list[Effect]:
         """End the job as failed: it has had no members for too long."""
         self._lifetime.abandon(reason, now_s)
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def keep_result(self, result: JobResult) -> list[Effect]:
         """Note the result of a job that is over, in the job's own record."""
         self._lifetime.keep_result(result)
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
@@ -148,7 +148,7 @@ class Job:
         Raises EventRefused as `Lifetime.retry` does, for example if the job runs or is finished.
         """
         self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def tick(self, now_s: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
@@ -156,11 +156,11 @@ class Job:
         for member, reason, cause in self.state.table.overdue(now_s):
             if self.state.members.get(member.member_id) is member:
                 self._removal.remove(member, reason, now_s, cause=cause)
-        if passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
+        if limit_passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
             self._endings.break_off(
                 (), f"{self.state.stage.reason}; all members still answer", now_s
             )
-        if passed(self.state.deadlines.broken_since_s, self.state.limits.collective_s, now_s):
+        if limit_passed(self.state.deadlines.broken_since_s, self.state.limits.collective_s, now_s):
             self._breaks.drop_unsettled(now_s)
         if (
             self.state.deadlines.overdue_check_s is not None
@@ -171,7 +171,7 @@ class Job:
         self._advance(now_s)
         self._pause_keeper.announce_pauses(now_s)
         self._collecting.notify_waiting()
-        return self.state.take_effects()
+        return self.state.pop_effects()
 
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
         """Note the state of the member's trainer in a heartbeat. Has no effects.
@@ -251,7 +251,7 @@ class Job:
         return self.state.progress
 
     @property
-    def completing(self) -> bool:
+    def is_completing(self) -> bool:
         return self.state.end.completing
 
     @property
@@ -303,7 +303,7 @@ class Job:
             case ReadinessReported():
                 self._attempts.became_ready(member, event, now_s)
             case BreakReported():
-                self._breaks.broke(member, event, now_s)
+                self._breaks.handle_break(member, event, now_s)
             case StreamDisconnected():
                 self._arrivals.disconnected(member, now_s)
             case ProcessHalted() | ProcessContinued():
@@ -386,8 +386,8 @@ class Job:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Wait a little for members that have not proposed yet, and for further drains, which mostly
         # come together: one stop then serves all of them.
-        coming = self.state.table.num_on_the_way > 0 or bool(self.state.table.draining)
-        if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
+        coming = self.state.table.num_not_proposed > 0 or bool(self.state.table.draining)
+        if not coming or limit_passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 
     def _freeze(self, chosen: list[MemberState], now_s: float) -> None:
@@ -403,7 +403,7 @@ class Job:
         """Handle a request to drain, pause or resume the member; a drain may be an operator's."""
         match event:
             case DrainRequested():
-                self._drains.ask(member, event, now_s)
+                self._drains.request_drain(member, event, now_s)
             case MemberPaused():
                 self._pause_keeper.begin(member, event, now_s)
             case MemberResumed():

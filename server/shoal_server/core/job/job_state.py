@@ -31,11 +31,11 @@ from shoal_server.core.membership.events import (
 )
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
-from shoal_server.core.membership.phases import Phase, Trigger, after
+from shoal_server.core.membership.phases import Phase, Trigger, next_phase
 from shoal_server.core.membership.setbacks import Setbacks
 
 
-def passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
+def limit_passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
     return since_s is not None and now_s >= since_s + limit_s
 
 
@@ -70,7 +70,7 @@ class Deadlines:
         self.suspect_since_s = _later(self.suspect_since_s, by_s)
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
-    def hold(self, by_s: float) -> None:
+    def extend(self, by_s: float) -> None:
         """Move the limits by the time of a pause, except that of a failed collective, after which a
         loss has to be reported in time."""
         self.deadline_s = _later(self.deadline_s, by_s)
@@ -173,7 +173,7 @@ class JobState:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
-    def concerned(self, roster: GenerationRoster) -> list[MemberState]:
+    def members_to_notify(self, roster: GenerationRoster) -> list[MemberState]:
         """Members to notify of an attempt's outcome: members of its roster, and of a synchronous
         generation that runs."""
         members = self.members_of(roster)
@@ -218,7 +218,7 @@ class JobState:
         return roster.ranks[member.member_id] if roster is not None else None
 
     @property
-    def able(self) -> Collection[MemberState]:
+    def eligible(self) -> Collection[MemberState]:
         """Candidates that may be in a roster now: all but those whose next try is put off.
 
         A member that trains is never put off. A member that holds state is tried again at once
@@ -239,13 +239,13 @@ class JobState:
         """True if the member trains or has `keeps_job`: newcomers are left out first."""
         return member.is_in(self.running) or member.keeps_job
 
-    def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
+    def suspects_of(self, members: Iterable[MemberState]) -> list[MemberState]:
         """Newcomers among the members; if there are none, all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
     @property
-    def least_members(self) -> int:
+    def min_roster_size(self) -> int:
         """The number of members that a roster needs. Members that have done their work count."""
         return max(1, self.spec.min_members - len(self.table.finished))
 
@@ -270,7 +270,7 @@ class JobState:
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def take_effects(self) -> list[Effect]:
+    def pop_effects(self) -> list[Effect]:
         effects, self.effects = self.effects, []
         return effects
 
@@ -295,13 +295,13 @@ class JobState:
                 reason=reason,
                 member_id=member_id,
                 generation=generation,
-                story=story,
+                summary=story,
             )
         )
 
     def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
         self.stage = PhaseState(
-            phase=after(self.stage.phase, trigger), reason=reason, since_s=now_s
+            phase=next_phase(self.stage.phase, trigger), reason=reason, since_s=now_s
         )
         if self.stage.phase is Phase.COLLECT:
             self.deadlines.overdue_check_s = now_s + self.limits.join_s

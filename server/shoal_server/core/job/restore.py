@@ -133,4 +133,4 @@ def _continue_generation(
     elif roster.synchronous and present:
         # A member was lost while no coordinator led: survivors are notified when they attend.
         state.deadlines.broken_since_s = now_s
-        state.tries.changes.broke("", now_s)
+        state.tries.changes.record_break("", now_s)

@@ -99,7 +99,7 @@ class BringUps:
     def left_out(self, member_id: str, error: str) -> Refusal:
         return refusals.cannot_bring_up(self._state.spec.job, member_id, MAX_TRIES, error)
 
-    def has_no_way_back(self, member: MemberState, generation: Generation) -> bool:
+    def has_no_intact_generation(self, member: MemberState, generation: Generation) -> bool:
         """True if the member's attempt has no intact running generation to return to."""
         agreement = self._state.agreement_of(member, generation, Phase.COMMITTED)
         intact = (
@@ -107,7 +107,7 @@ class BringUps:
         )
         return agreement is not None and agreement.roster.synchronous and not intact
 
-    def lost_its_old(self, agreement: Agreement, member: MemberState) -> bool:
+    def has_lost_old_generation(self, agreement: Agreement, member: MemberState) -> bool:
         """True if the member is still to enter a planned generation and no old one runs."""
         waits = self._state.stage.phase is Phase.COMMITTED and agreement.has_boundary
         return waits and self._state.running is None and member.member_id in agreement.unready
@@ -124,18 +124,18 @@ class Breaks:
         self._removal = removal
         self._bring_ups = bring_ups
 
-    def broke(self, member: MemberState, event: BreakReported, now_s: float) -> None:
+    def handle_break(self, member: MemberState, event: BreakReported, now_s: float) -> None:
         """Handle a failed collective. Disconnected members are lost; if no member is disconnected,
         a loss may still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement
-        if event.state_lost and self._bring_ups.has_no_way_back(member, event.generation):
+        if event.state_lost and self._bring_ups.has_no_intact_generation(member, event.generation):
             self._removal.lose_state(event.error, now_s)
             return
         if self._bring_ups.failed_under(member, event, now_s):
             return
-        if agreement is not None and self._bring_ups.lost_its_old(agreement, member):
+        if agreement is not None and self._bring_ups.has_lost_old_generation(agreement, member):
             # A new leader could not know that members still had to train in the old generation.
             self._endings.abort(f"the old generation broke under {member.member_id}", now_s)
             return
@@ -169,7 +169,7 @@ class Breaks:
         if event.left < member.entered or self._state.table.has_finished(member):
             return  # Late: the member has trained since.
         member.entered = event.left
-        self._endings.believe_left(member, event.left, now_s)
+        self._endings.end_left_generation(member, event.left, now_s)
         committed = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
         if member.is_in(self._state.running) or member.is_in(committed):
             return
@@ -257,7 +257,7 @@ class PauseKeeper:
         by_s = self._state.table.pauses.hold(now_s, held=bool(self.pausing()))
         if not by_s:
             return
-        self._state.deadlines.hold(by_s)
+        self._state.deadlines.extend(by_s)
         self._state.table.postpone_drains(by_s)
 
     def announce_pauses(self, now_s: float) -> None:

@@ -55,7 +55,7 @@ class Timeouts:
         """
         over_s = self._state.deadlines.bring_up_over_s
         is_over = over_s is not None and now_s >= over_s
-        concerned = self._state.concerned(agreement.roster)
+        concerned = self._state.members_to_notify(agreement.roster)
         moved_s = max((m.trainer.moved_s for m in concerned), default=float("-inf"))
         if now_s < moved_s + self._state.limits.bring_up_s and not is_over:
             self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
@@ -101,7 +101,7 @@ class Timeouts:
         if self._collecting.waits_for_members:
             limit_s = self._state.limits.wait_for_members_s or math.inf
         ready = list(self._state.table.candidates.values())
-        left_out = self._state.setbacks.all_left_out(now_s)
+        left_out = self._state.setbacks.left_out_errors(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
         seen = f"{self._ready_in_words(ready)}{without}"
         reason = f"no generation formed within {limit_s:g} s: {seen}"

@@ -60,7 +60,7 @@ class PendingChanges:
     broke_s: float | None = None
     """Time since which no synchronous generation runs; None if one runs, or none ever did."""
 
-    def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
+    def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
         """Note that a member is gone. The first cause counts: if a later process of that name is
         also gone before the next generation, it has not trained. Ignored for a member that was not
         in the newest roster that ran."""
@@ -68,7 +68,7 @@ class PendingChanges:
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
 
-    def broke(self, trouble: str, now_s: float) -> None:
+    def record_break(self, trouble: str, now_s: float) -> None:
         """Note that the running generation is over."""
         if self.broke_s is None:
             self.broke_s = now_s
@@ -91,7 +91,7 @@ class PendingChanges:
             how = how.replace(" go on", " goes on")
         return "; ".join([*([", ".join(parts)] if parts else []), f"{num}{how}"])[:MAX_LINE]
 
-    def story(
+    def summarize(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> ChangeSummary:
         """Sum up the changes once the roster runs. `cause` is the reason in its record."""

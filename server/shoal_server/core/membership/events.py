@@ -326,7 +326,7 @@ class LogJobEvent:
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
-    story: ChangeSummary | None = None
+    summary: ChangeSummary | None = None
     """Summary of the changes that led to a generation that now runs."""
 
 

@@ -113,7 +113,7 @@ class MemberState:
         return self.proposal.has_state or trained_alone
 
     @property
-    def stands_at(self) -> tuple[bool, int]:
+    def state_and_step(self) -> tuple[bool, int]:
         """The pair (holds state, step) of the member. The largest pair of all is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 

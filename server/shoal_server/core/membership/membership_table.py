@@ -62,7 +62,7 @@ class MembershipTable:
         self._unsettled.discard(name)
         self.unproposed.discard(name)
         self.in_call.pop(name, None)
-        self.pauses.gone(member)
+        self.pauses.forget_process(member)
         self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]
@@ -121,16 +121,16 @@ class MembershipTable:
             member.halted_s = now_s
             self._halted[member.member_id] = member
 
-    def go_on(self, member: MemberState) -> None:
+    def note_continued(self, member: MemberState) -> None:
         """Note that a halted process goes on."""
         member.halted_s = None
         self._halted.pop(member.member_id, None)
 
-    def show_life(self, member: MemberState) -> None:
+    def note_stream_back(self, member: MemberState) -> None:
         """Note that the member's stream is back."""
         member.disconnected_s = None
         self._disconnected.pop(member.member_id, None)
-        self.go_on(member)
+        self.note_continued(member)
 
     def postpone(self, by_s: float) -> None:
         """Extend the time limits of disconnected and draining members: see `JobState.postpone`."""
@@ -166,7 +166,7 @@ class MembershipTable:
         return [m for m in self.of(roster) if m.member_id not in self.finished]
 
     @property
-    def num_on_the_way(self) -> int:
+    def num_not_proposed(self) -> int:
         """The number of members that have not proposed yet, and are not to leave."""
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)

@@ -69,7 +69,7 @@ class Pauses:
             del self._paused[member.member_id]
         return known
 
-    def gone(self, member: MemberState) -> None:
+    def forget_process(self, member: MemberState) -> None:
         """Forget a process that is no longer a member."""
         self.end(member)
         if (over := self._over.get(member.member_id)) is not None and over[0] is member:

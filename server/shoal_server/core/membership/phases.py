@@ -69,7 +69,7 @@ class IllegalTransition(Exception):
     """Raised for a transition that is not in the table: a bug in the state machine."""
 
 
-def after(phase: Phase, trigger: Trigger) -> Phase:
+def next_phase(phase: Phase, trigger: Trigger) -> Phase:
     """The phase that `trigger` leads to from `phase`. Raises IllegalTransition."""
     try:
         return TRANSITIONS[phase, trigger]

@@ -1,6 +1,6 @@
 """Refusals of the membership, all worded in this file."""
 
-from shoal_server.core.generations.conflicts import in_short
+from shoal_server.core.generations.conflicts import shorten_conflicts
 from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
 from shoal_server.core.membership.events import MemberEvent, Refusal, RefusalKind
@@ -159,7 +159,7 @@ def no_checkpoint(member_id: str, step: Step, others: str) -> Refusal:
 
 
 def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
-    conflicts = in_short(conflicts)
+    conflicts = shorten_conflicts(conflicts)
     return Refusal(
         kind=RefusalKind.CONFLICT,
         what=f"members of job {job} differ",

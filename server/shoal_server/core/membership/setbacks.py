@@ -99,7 +99,7 @@ class Setbacks:
             return ""
         return setback.error
 
-    def all_left_out(self, now_s: float) -> Iterator[tuple[str, str]]:
+    def left_out_errors(self, now_s: float) -> Iterator[tuple[str, str]]:
         """Names and errors of the members that are left out."""
         for name in self._setbacks:
             if error := self.left_out(name, now_s):

@@ -86,7 +86,7 @@ class Holders:
         self._write_to_disk: set[str] = set()
         self._missing_since_s: dict[bytes, float] = {}
 
-    def see(
+    def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
         """Note which servers are registered now, and since when holders of versions are not."""

@@ -39,7 +39,9 @@ class KnownRecords:
     def is_of_another_run(self, key: Key, run: str) -> bool:
         return self._runs.get(key, run) != run
 
-    def put(self, key: Key, new: ShardAssignment | None, run: str) -> ShardAssignment | None:
+    def store_record(
+        self, key: Key, new: ShardAssignment | None, run: str
+    ) -> ShardAssignment | None:
         """Store a record, or remove it if `new` is None; return the previous one."""
         old = self._assignments.pop(key, None)
         if new is None:

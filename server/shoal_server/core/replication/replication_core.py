@@ -44,7 +44,7 @@ from shoal_server.core.replication.protocol.messages import BackupRefusalReason,
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
-    promoted,
+    promote,
     was_handed_over,
 )
 
@@ -134,7 +134,7 @@ class ReplicationCore:
             return led.revised(assignment)
         primary = assignment.primary
         if self._watch.is_dead(primary) and self._copies.is_held(key):
-            assignment = promoted(assignment, primary, self.me)
+            assignment = promote(assignment, primary, self.me)
         elif led is None and self._copies.find(key) is None and key not in self._claims:
             assignment = self._missing.revised(key, assignment)
         return self._claims.revised(key, assignment, now_s)
@@ -178,7 +178,7 @@ class ReplicationCore:
         if new is not None and self._records.is_of_another_run(key, event.run):
             # Shards of another run are different shards: drop what is here of the old run.
             yield from self._assigned(ev.ShardAssigned(key, None))
-        old = self._records.put(key, new, event.run)
+        old = self._records.store_record(key, new, event.run)
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
@@ -239,7 +239,7 @@ class ReplicationCore:
         elif key in self._claims and new.content is ShardContent.PRESENT:
             self._claims.take(key)
             if new.on_disk == self.me.server_id:
-                self._missing.excuse(key, new)
+                self._missing.tolerate_absence(key, new)
                 yield LoadJournal(key, new.epoch)
 
     def _to_back_up(self, key: Key, new: ShardAssignment) -> Effects:
@@ -251,7 +251,7 @@ class ReplicationCore:
         elif copy is not None and copy.epoch == new.epoch:
             copy.content = new.content
         if self.me in new.backups:
-            yield from self._watch.back(key, new.primary)
+            yield from self._watch.watch_primary(key, new.primary)
         if self.me in (new.joining, new.successor):
             # This server may lead the shard soon, and these servers will have copies of it.
             for holder in sorted({new.primary, *new.backups} - {self.me}):
@@ -268,9 +268,9 @@ class ReplicationCore:
 
     def _take_due_steps(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
-        yield from self.leading.follow_as_written(led)
+        yield from self.leading.follow_record(led)
         yield from self.leading.followed(led)
-        yield from self.leading.advanced(led, self._now_s)
+        yield from self.leading.take_due_steps(led, self._now_s)
         yield from self._release(led)
         yield from self._trim(led)
         yield from self._write_if_wanted(led.key)
@@ -346,7 +346,7 @@ class ReplicationCore:
         elif not self.lease.holds(self._now_s):
             yield RefuseVersion(event.token, AckRefusalReason.FENCED)
         else:
-            answer = led.asked(event.token, event.version, event.level)
+            answer = led.answer_or_wait(event.token, event.version, event.level)
             if answer is not None:
                 yield answer
 
@@ -361,7 +361,7 @@ class ReplicationCore:
         if event.version is None:
             yield from led.disk_failed()
         else:
-            self.leading.on_disk(led, event.version, self._now_s)
+            self.leading.note_journaled(led, event.version, self._now_s)
             yield from self._release(led)
             yield from self._write_if_wanted(event.key)
 
@@ -377,7 +377,7 @@ class ReplicationCore:
         yield from self._write_if_wanted(event.key)
 
     def _forgotten(self, event: ev.ShardRetired) -> Effects:
-        self._missing.excuse(event.key, self._records.find(event.key))
+        self._missing.tolerate_absence(event.key, self._records.find(event.key))
         yield from self._drop_roles(event.key)
 
     # --- links from this server ---
@@ -388,13 +388,13 @@ class ReplicationCore:
             yield CloseLink(event.peer, event.link)
             return
         links.mark_open(event.peer)
-        for led in self.leading.followed_by(event.peer):
+        for led in self.leading.shards_followed_by(event.peer):
             yield from self.leading.offer(led, event.peer)
 
     def _link_broke(self, event: ev.LinkBroken) -> Effects:
         if not self.leading.links.is_current(event.peer, event.link):
             return
-        touched = self.leading.link_broke(event, self._now_s)
+        touched = self.leading.handle_link_break(event, self._now_s)
         yield from touched.effects
         for led in touched.shards:
             yield from self._take_due_steps(led)
@@ -428,7 +428,7 @@ class ReplicationCore:
     # --- links to this server ---
 
     def _incoming_opened(self, event: ev.IncomingLinkOpened) -> Effects:
-        self._watch.came(event.peer, event.link)
+        self._watch.record_link(event.peer, event.link)
         yield from ()
 
     def _incoming_ended(self, event: ev.IncomingLinkEnded) -> Effects:
@@ -463,17 +463,17 @@ class ReplicationCore:
     # --- after a restart ---
 
     def _journal_has(self, event: ev.JournalShardFound) -> Effects:
-        self._claims.found(event.key, event.epoch, event.version)
+        self._claims.note_journaled(event.key, event.epoch, event.version)
         yield from self._write_if_wanted(event.key)
 
     def _not_in_journal(self, event: ev.JournalShardMissing) -> Effects:
         yield LogLine("shard_not_in_journal", key=event.key)
-        self._claims.not_there(event.key, event.epoch)
+        self._claims.note_missing(event.key, event.epoch)
         yield from self._write_if_wanted(event.key)
 
     def _servers_seen(self, event: ev.ServersListed) -> Effects:
         keys = self.open_claims
-        self._claims.seen(
+        self._claims.note_servers(
             event.present,
             event.ended,
             self._records.holders_of(keys),
@@ -498,9 +498,9 @@ class ReplicationCore:
         yield from self._passed()
 
     def _woken(self, event: ev.WakeTimeReached) -> Effects:
-        yield from self._watch.due(self._now_s)
-        yield from self.leading.links.due(self._now_s)
-        for led in self.leading.due(self._now_s):
+        yield from self._watch.due_probes(self._now_s)
+        yield from self.leading.links.reopen_due(self._now_s)
+        for led in self.leading.due_shards(self._now_s):
             yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:

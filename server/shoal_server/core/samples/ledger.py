@@ -106,13 +106,13 @@ class SampleLedger:
         self._num_waiting = 0
         self._touched: set[str] = set()
 
-    def take_touched(self) -> frozenset[str]:
+    def pop_touched(self) -> frozenset[str]:
         """Return the members that changed, or were removed, since the last call."""
         touched, self._touched = frozenset(self._touched), set()
         return touched
 
     def touch(self, member_ids: Iterable[str]) -> None:
-        """Mark members as changed again, if the write after `take_touched` failed."""
+        """Mark members as changed again, if the write after `pop_touched` failed."""
         self._touched.update(member_ids)
 
     @property
@@ -243,7 +243,7 @@ class SampleLedger:
         kept: dict[int, IntegerSpans] = {}
         not_held: list[LedgerRange] = []
         for claim in request.held:
-            still_held = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
+            still_held = held.get(claim.epoch, IntegerSpans()).intersection(claim.start, claim.stop)
             rest = IntegerSpans([(claim.start, claim.stop)])
             for start, stop in still_held:
                 kept.setdefault(claim.epoch, IntegerSpans()).add(start, stop)
@@ -400,7 +400,7 @@ class SampleLedger:
         )
         held = [s for m in self._members.values() for s in m.held.get(entry["epoch"], ())]
         for start, stop in [*free, *held]:
-            if completed.within(start, stop) != [(start, stop)]:
+            if completed.intersection(start, stop) != [(start, stop)]:
                 raise ValueError(
                     f"sample ledger holds [{start}, {stop}) of epoch {entry['epoch']} twice,"
                     f" or it lies beyond the {self.dataset_size} samples"
@@ -426,7 +426,7 @@ def _taken(
 ) -> Iterator[LedgerRange]:
     """Remove the parts of `ranges` that are held, and yield them."""
     for r in ranges:
-        for start, stop in held.get(r.epoch, IntegerSpans()).within(r.start, r.stop):
+        for start, stop in held.get(r.epoch, IntegerSpans()).intersection(r.start, r.stop):
             held[r.epoch].remove(start, stop)
             yield LedgerRange(r.epoch, start, stop)
 

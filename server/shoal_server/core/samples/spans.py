@@ -35,7 +35,7 @@ class IntegerSpans:
         """Number of integers in the set."""
         return sum(self._stops) - sum(self._starts)
 
-    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def intersection(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of [start, stop) that are in the set."""
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)

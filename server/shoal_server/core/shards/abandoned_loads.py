@@ -20,7 +20,7 @@ class AbandonedLoads:
         """True if shards wait to be loaded and may be given up soon."""
         return bool(self._loading)
 
-    def given_up(
+    def mark_lost(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
         """The record, with shards that no server loads any more marked as lost. `is_restoring`:

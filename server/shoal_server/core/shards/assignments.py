@@ -6,7 +6,7 @@ at once, one of them starts again from the other's result. This keeps updates sa
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
   (Acknowledgements of the level APPLIED do not promise that.)
 - To go on without a backup, a primary first removes it from the record (`without_backup`).
-- A backup takes over by a write to the record (`promoted`), which names only a backup in step.
+- A backup takes over by a write to the record (`promote`), which names only a backup in step.
 
 So the old and the new primary never both acknowledge, even if one wrongly believes the other dead.
 """
@@ -138,7 +138,7 @@ class JobAssignments:
         return next((h for h in self.shards if h.shard_id == shard_id), None)
 
 
-def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> ShardAssignment:
+def promote(assignment: ShardAssignment, lost: Holder, backup: Holder) -> ShardAssignment:
     """Make `backup` the primary after the loss of `lost`. The other backups stay: each has all
     acknowledged updates, and the new primary brings them to its own version before it acknowledges
     more."""
@@ -154,7 +154,7 @@ def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> Shard
     )
 
 
-def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
+def exchange_primary(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """Exchange a primary that has stopped and its successor, which has the same version."""
     successor = assignment.successor
     if assignment.primary != primary or successor is None or successor not in assignment.backups:
@@ -205,7 +205,7 @@ def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAss
     return replace(assignment, content=ShardContent.PRESENT)
 
 
-def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
+def mark_empty(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """Mark the shard as without values, so that it may be created anew. The epoch rises: copies of
     the old shard are no copies of the new one."""
     if assignment.primary != primary or assignment.content is ShardContent.NONE:
@@ -222,7 +222,7 @@ def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     )
 
 
-def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
+def record_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
     """Name the primary's disk: its journal has the shard up to this version at least, and every
     later push."""
     if assignment.primary != primary:
@@ -240,7 +240,7 @@ def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> S
     )
 
 
-def led_from_disk(
+def promote_from_disk(
     assignment: ShardAssignment, server: Holder, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
     """Make a later process of the server in `on_disk` the primary, if no process is left that has
@@ -284,11 +284,11 @@ def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> Sha
     )
 
 
-def not_held(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
+def replace_empty_primary(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """Replace a primary that has no data of the shard, and so never led it in this epoch. A backup
     takes over, with all acknowledged updates; without one the shard is lost."""
     if assignment.primary == primary and assignment.backups:
-        return promoted(assignment, primary, assignment.backups[0])
+        return promote(assignment, primary, assignment.backups[0])
     return not_on_disk(assignment, primary, assignment.epoch)
 
 
@@ -297,7 +297,7 @@ def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
     return (epoch, version) < (assignment.disk_epoch, assignment.disk_version)
 
 
-def found_older(
+def record_older_copy(
     assignment: ShardAssignment, server: Holder, version: int, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
     """Record that a later process of the server in `on_disk` found an older copy on its disk or,
@@ -319,7 +319,7 @@ def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
     return assignment.on_disk == server.server_id or is_other_process
 
 
-def off_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
+def remove_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
     """Remove the server's disk from the record: its content is gone."""
     if assignment.on_disk != server.server_id:
         return assignment

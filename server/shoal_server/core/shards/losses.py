@@ -133,7 +133,7 @@ def after_failed_restore(
     return replace(wanted, shards=tuple(map(noted, wanted.shards)))
 
 
-def given_up(
+def give_up_shard(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
     """Let a lost shard start over: any worker may create it. The epoch rises, so that the new shard
@@ -179,12 +179,12 @@ def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
             else f"shard {gone[0].shard_id} of job {job} was lost with every server that had it"
         )
         which = shards_in_short(gone) if len(gone) > 1 else known_version(gone[0].loss)
-        text = f"{what}{held_by}: {which}. {cure(job, gone[0])} {snapshot}"
+        text = f"{what}{held_by}: {which}. {recovery_advice(job, gone[0])} {snapshot}"
         lines.append(text.strip())
     return lines
 
 
-def cure(job: str, shard: ShardAssignment) -> str:
+def recovery_advice(job: str, shard: ShardAssignment) -> str:
     """Advice to the operator: ways to bring a lost shard back, or to give it up."""
     journal = "its journal"
     if shard.found_version:
@@ -221,7 +221,7 @@ def explained(job: str, shard: ShardAssignment) -> LossExplanation:
         seen=f"{known_version(loss)}{held_by}; epoch {shard.epoch} is led by server"
         f" {shard.primary.server_id}, which has none of its values{found}",
         expected="a server that has its values",
-        fix=f"{cure(job, shard)}{snapshot}",
+        fix=f"{recovery_advice(job, shard)}{snapshot}",
         details={name: text for name, text in details.items() if text},
     )
 

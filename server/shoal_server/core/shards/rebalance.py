@@ -15,7 +15,7 @@ from shoal_server.core.shards.assignments import (
     JobAssignments,
     ShardAssignment,
     ShardContent,
-    promoted,
+    promote,
 )
 
 MAX_MOVES = 8
@@ -49,7 +49,7 @@ class Servers:
         return self.present - self.leaving
 
     @cached_property
-    def takers(self) -> frozenset[Holder]:
+    def servers_for_shards(self) -> frozenset[Holder]:
         """Servers that may be given a shard."""
         return self.staying - self.suspects
 
@@ -131,13 +131,13 @@ def _rescue(
         return assignment
     for backup in assignment.backups:
         if backup in servers.present:
-            return promoted(assignment, assignment.primary, backup)
+            return promote(assignment, assignment.primary, backup)
     # The primary of a lost shard had no values: there is no need to wait for that server.
     if assignment.content is not ShardContent.LOST and not _is_lost(assignment, servers):
         return assignment
-    if not servers.takers:
+    if not servers.servers_for_shards:
         return assignment
-    new_primary = _emptiest(servers.takers, loads.leads)
+    new_primary = _emptiest(servers.servers_for_shards, loads.leads)
     loads.leads[new_primary] += weight
     loads.holds[new_primary] += weight
     fresh = ShardAssignment(
@@ -195,7 +195,7 @@ def _add_joining(
 ) -> ShardAssignment:
     """Name a server as joining if a copy is missing."""
     missing = len(_staying(assignment, servers)) < _wanted(copies, servers)
-    free = servers.takers - set(assignment.holders)
+    free = servers.servers_for_shards - set(assignment.holders)
     if not missing or assignment.joining is not None or not free:
         return assignment
     joining = _emptiest(free, loads.holds)
@@ -243,11 +243,11 @@ def _even_out(
     """Move some shards from the server that leads most to the one that leads least."""
     moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
     chosen: dict[int, ShardAssignment] = {}
-    if not servers.takers:
+    if not servers.servers_for_shards:
         return assignments
     for _ in range(MAX_MOVES - moving):
         fullest = max(sorted(servers.staying), key=lambda s: loads.leads[s])
-        emptiest = _emptiest(servers.takers, loads.leads)
+        emptiest = _emptiest(servers.servers_for_shards, loads.leads)
         mean = sum(loads.leads[s] for s in servers.staying) / len(servers.staying)
         if loads.leads[fullest] <= TOLERATED_SKEW * mean:
             break
@@ -274,7 +274,7 @@ def _even_out(
     return replace(assignments, shards=tuple(chosen.get(h.shard_id, h) for h in assignments.shards))
 
 
-def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
+def dropped_holders(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
     """Servers that held or were joining a shard in `before` and are dropped from it in `after`."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(

@@ -48,12 +48,12 @@ class ShardLog(Generic[RecordT]):
             self.num_bytes -= self._records.popleft().num_bytes
             self.start += 1
 
-    def skip(self, version: int) -> None:
+    def restart_after(self, version: int) -> None:
         """Begin again after that version, and discard all records before it."""
         self._records.clear()
         self.start = self.version = version
         self.num_bytes = 0
 
-    def after(self, version: int) -> Iterator[RecordT]:
+    def records_after(self, version: int) -> Iterator[RecordT]:
         """Yield the records after that version that were not discarded."""
         yield from islice(self._records, max(0, version - self.start), None)

@@ -319,7 +319,7 @@ async def place(
     return decided
 
 
-def taken_away(job: str) -> Delete:
+def delete_assignments(job: str) -> Delete:
     """Write that deletes all shard assignments of the job."""
     return Delete(keys.assignments(job), prefix=True)
 
@@ -357,7 +357,7 @@ async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at
             await store.transact([still_decided], [gone])
     except RetryError as error:
         # The records do no harm, and are deleted by the next placement.
-        log.warning("unfinished_placements_left", job=placed.job, reason=str(error))
+        log.warning("unfinished_placements_not_deleted", job=placed.job, reason=str(error))
 
 
 # --- changing ---

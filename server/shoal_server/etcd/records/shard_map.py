@@ -99,7 +99,9 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
         return created_at(chunk.key, result.reads[0][0].create_revision)
 
 
-async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: Revision) -> None:
+async def delete_other_layouts(
+    store: Keyspace, decided: StoredLayout, decided_at: Revision
+) -> None:
     """Delete the job's layouts other than `decided`, which was written at `decided_at`."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
@@ -111,7 +113,7 @@ async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: R
             await store.transact([still_decided], [gone])
     except RetryError as error:
         # The other layouts do no harm, and are deleted with the job.
-        log.warning("other_layouts_left", job=decided.job, reason=str(error))
+        log.warning("other_layouts_not_deleted", job=decided.job, reason=str(error))
 
 
 async def servers(store: Keyspace) -> dict[Holder, str]:
@@ -119,7 +121,7 @@ async def servers(store: Keyspace) -> dict[Holder, str]:
     return {server.holder: server.address for server in await registered.read(store)}
 
 
-async def takers(store: Keyspace) -> dict[Holder, str]:
+async def servers_for_shards(store: Keyspace) -> dict[Holder, str]:
     """Addresses of the servers on which shards may be placed: those that stay, or all if every
     server is leaving. A leaving server ends as soon as it holds no shard."""
     found = await registered.read(store)

@@ -44,7 +44,8 @@ class EtcdConnection:
         self.closed = False
 
     async def close(self) -> None:
-        """Close the channel. Its calls end by CancelledError (see `Connections.blaming`)."""
+        """Close the channel. Its calls end by CancelledError (see
+        `Connections.cancel_as_failure`)."""
         self.closed = True
         await self.channel.close()
 

@@ -144,7 +144,7 @@ class EtcdClient:
 
         return await self._connections.call(renew)
 
-    def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
+    def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
         return LeaseThread(self._connections, lease, ttl_s)
 
     async def revoke(self, lease: LeaseId) -> None:

@@ -80,7 +80,7 @@ class Connections:
             found = self._open[address] = EtcdConnection(address, credentials)
         return found
 
-    def move_on(self, failed: str) -> None:
+    def switch_endpoint(self, failed: str) -> None:
         """Switch to the endpoint after the failed one, unless another call already has."""
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
@@ -109,7 +109,7 @@ class Connections:
             await connection.close()
 
     @contextmanager
-    def blaming(self, connection: EtcdConnection) -> Iterator[None]:
+    def cancel_as_failure(self, connection: EtcdConnection) -> Iterator[None]:
         """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
         gRPC raises CancelledError, as if the caller's own task were cancelled, when we close the
@@ -140,7 +140,7 @@ class Connections:
         while True:
             connection, token = self.current, self.token
             try:
-                with self.blaming(connection):
+                with self.cancel_as_failure(connection):
                     metadata = await self.metadata(connection)
                     token = self.token
                     limit_s = min(self.config.attempt_timeout_s, retry.left_s())
@@ -164,19 +164,19 @@ class Connections:
                 await self.call(_probe)
             connection = self.current
             try:
-                with self.blaming(connection):
+                with self.cancel_as_failure(connection):
                     metadata = await self.metadata(connection)
             except grpc.RpcError as error:
                 await retry.after(connection, classify(error, connection.address), None)
                 continue
             token = self.token
             try:
-                with self.blaming(connection):
+                with self.cancel_as_failure(connection):
                     return await attempt(Attempt(connection, metadata, retry.left_s()))
             except grpc.RpcError as error:
                 failure = classify(error, connection.address)
                 if not failure.untouched:
-                    self.move_on(connection.address)
+                    self.switch_endpoint(connection.address)
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
 
@@ -266,7 +266,7 @@ class _Retry:
             self._connections.forget(token)
             return
         self._seen[connection.address] = failure.error.seen or failure.error.what
-        self._connections.move_on(connection.address)
+        self._connections.switch_endpoint(connection.address)
         self._failures += 1
         # Pause once every endpoint has failed again: etcd is electing a leader, or down.
         all_failed = self._failures % len(self._config.endpoints) == 0

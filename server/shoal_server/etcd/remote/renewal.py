@@ -3,7 +3,7 @@
 A call on the event loop takes several turns of the loop. When thousands of members attend at once
 on a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow
 would lose its term. A leader whose loop is stuck for good has to lose it: so the loop reports again
-and again that it runs (`lives`), and renewals stop without these reports.
+and again that it runs (`report_alive`), and renewals stop without these reports.
 """
 
 import threading
@@ -38,10 +38,10 @@ class LeaseThread:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
-        self.lives()
+        self.report_alive()
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
-    def lives(self) -> None:
+    def report_alive(self) -> None:
         """Record that the event loop runs."""
         self._trusted_until_s = time.monotonic() + TRUSTED_TTLS * self._ttl_s
 
@@ -77,7 +77,7 @@ class LeaseThread:
                 ttl_s = self._renewed(stub, metadata)
             except grpc.RpcError as error:
                 # The loop's own renewals log the failure, and log in if etcd asks for that.
-                log.debug("lease_not_renewed_aside", reason=str(error))
+                log.debug("lease_not_renewed_in_background", reason=str(error))
                 return
             if ttl_s <= 0:
                 self._over.set()

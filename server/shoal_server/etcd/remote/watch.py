@@ -107,7 +107,7 @@ async def _follow(
     CorruptError."""
     connection, token = connections.current, connections.token
     try:
-        with connections.blaming(connection):
+        with connections.cancel_as_failure(connection):
             metadata = await connections.metadata(connection)
         token = connections.token
         call: Stream = connection.watch.Watch(metadata=metadata)
@@ -116,7 +116,7 @@ async def _follow(
     create = pb.WatchRequest(create_request=_create(prefix, tracker.next))
     try:
         silence_s = connections.config.silence_s
-        with connections.blaming(connection):
+        with connections.cancel_as_failure(connection):
             async with aclosing(_responses(call, create, silence_s)) as responses:
                 async for events in _whole(connections, prefix, tracker, responses):
                     batch = tracker.advance(wire.watch_event(each) for each in events)
@@ -126,7 +126,7 @@ async def _follow(
         raise _lost(connections, connection.address, token, error) from error
     except TimeoutError as error:
         connections.replace(connection)
-        connections.move_on(connection.address)
+        connections.switch_endpoint(connection.address)
         raise Unavailable(
             f"etcd at {connection.address}", seen=f"nothing received for {silence_s:g} s"
         ) from error
@@ -257,5 +257,5 @@ def _lost(
             return failure.error
         connections.forget(token)
     else:
-        connections.move_on(address)
+        connections.switch_endpoint(address)
     return Unavailable(f"the watch at {address} broke", seen=failure.error.seen)

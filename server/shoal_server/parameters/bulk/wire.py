@@ -234,7 +234,7 @@ class FrameConnection:
         """Send a frame without a turn of the event loop. True if all of it was sent, or the rest
         follows by itself. False, with nothing sent, while another send is in progress, the kernel's
         buffer is full, or the connection is broken."""
-        if not self.is_quiet:
+        if not self.is_idle:
             return False
         try:
             count = self._bytes.send_some(frame)
@@ -261,7 +261,7 @@ class FrameConnection:
         try:
             self.socket.shutdown(socket.SHUT_RD)
         except OSError as error:
-            log.debug("reading_ended_already", reason=str(error))
+            log.debug("reading_already_ended", reason=str(error))
 
     def end_sending(self) -> None:
         """End both directions. A waiting send raises PeerHungUp, even if the other end does not
@@ -271,10 +271,10 @@ class FrameConnection:
             # Not SSLSocket.shutdown: it would end the decryption of data that are not read yet.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
-            log.debug("sending_ended_already", reason=str(error))
+            log.debug("sending_already_ended", reason=str(error))
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """True if nothing is being sent."""
         return not self._writing.locked() and not self._rest
 

@@ -134,7 +134,7 @@ class Fence:
         try:
             state = await self._store.get(keys.job_state(job))
         except RetryError as error:
-            log.warning("end_of_job_not_looked_up", job=job, reason=str(error))
+            log.warning("job_end_not_read", job=job, reason=str(error))
             return
         is_finished = state is not None and _field(state.value, "finished") is True
         if is_finished and not self._has_members(job):

@@ -88,7 +88,7 @@ async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> No
         if last.has_ended(own) or last.incarnation == released:
             await ended_servers.note(store, Holder(me.server_id, last.incarnation))
         else:
-            log.info("predecessor_may_live", server_id=me.server_id)
+            log.info("predecessor_may_be_alive", server_id=me.server_id)
     await store.put(key, json.dumps(asdict(own)).encode())
 
 

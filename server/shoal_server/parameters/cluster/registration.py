@@ -109,7 +109,7 @@ class Registration:
     async def _register(self) -> None:
         key = keys.server(self._identity.server_id)
         while not await self._claimed_in_time(key):
-            log.warning("not_registered_in_time", server_id=self._identity.server_id)
+            log.warning("server_registration_late", server_id=self._identity.server_id)
         log.info(
             "parameter_server_registered",
             server_id=self._identity.server_id,

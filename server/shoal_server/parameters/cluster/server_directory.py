@@ -40,7 +40,7 @@ class ServerDirectory:
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
-    async def reach(self, holder: Holder) -> str | None:
+    async def find_address(self, holder: Holder) -> str | None:
         """Return the address of that process, as `address` does; if it is unknown, look it up in
         etcd first. Raises RetryError if etcd cannot be reached for that."""
         if self.address(holder) is None:

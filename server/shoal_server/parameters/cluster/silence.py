@@ -14,7 +14,7 @@ class Silence:
         self._is_expected = False
         self._silent_s = 0.0
 
-    def expect(self) -> None:
+    def start_counting(self) -> None:
         """Count the silence from now on, if it is not counted already: a message is due."""
         self._is_expected = True
 

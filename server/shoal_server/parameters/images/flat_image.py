@@ -38,14 +38,14 @@ class FlatTensors:
         """Return the chunks of one tensor, in order."""
         return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
-    def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
+    def chunk_bytes_of(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the bytes of a chunk in `tensors`, which must have the same names and sizes."""
         name, start, stop = self._chunks[index]
         return as_bytes(tensors[name])[start:stop]
 
     def write(self, index: int, data: Buffer) -> None:
         """Write a chunk's bytes to their tensor. Raises MalformedMessage if the length is wrong."""
-        target = self.at(index, self.tensors)
+        target = self.chunk_bytes_of(index, self.tensors)
         if len(data) != len(target):
             raise MalformedMessage(
                 "a chunk of a shard has another length",
@@ -83,7 +83,7 @@ class FlatImage:
             raise released(index)
         copies = self._copies
         tensors = self._flat.tensors if copies is None else copies
-        data: Buffer = self._flat.at(index, tensors).clone().numpy().data
+        data: Buffer = self._flat.chunk_bytes_of(index, tensors).clone().numpy().data
         return data
 
     def release(self, index: int) -> None:

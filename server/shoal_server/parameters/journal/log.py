@@ -235,7 +235,7 @@ class Journal:
         try:
             self._remove([superfluous])
         except (OSError, Unavailable) as error:
-            log.warning("journal_not_tidied", reason=str(error))
+            log.warning("journal_cleanup_failed", reason=str(error))
 
     def overdue(self) -> Sequence[Key]:
         """Return the keys of the shards that need the oldest segment, once half of `max_bytes` is
@@ -332,7 +332,7 @@ class Journal:
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
                 self._begin_segment(next_number)
         except (OSError, Unavailable) as error:
-            log.warning("journal_not_tidied", reason=str(error))
+            log.warning("journal_cleanup_failed", reason=str(error))
 
     def _begin_segment(self, first_number: int) -> None:
         segments = self._index.segments
@@ -383,7 +383,7 @@ class Journal:
         with self._wake:
             was_failing, self._failure = self._failure is not None, None
         if was_failing:
-            log.info("journal_works_again")
+            log.info("journal_writes_resumed")
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -49,7 +49,7 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class SegmentScan:
     """The content of a segment."""
 
     first_number: int
@@ -78,7 +78,7 @@ def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
     return b"".join((head, _CRC.pack(crc), text, data))
 
 
-def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
+def scan(data: bytes, file: str, *, is_last: bool) -> SegmentScan:
     """Read every entry up to the first incomplete one.
 
     Raises JournalDamaged, naming the file, if the incomplete entry had been synced. In the last
@@ -86,7 +86,7 @@ def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
     """
     if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
         _check_torn(data, 0, file, is_last=is_last)
-        return Scan(0, (), 0)
+        return SegmentScan(0, (), 0)
     _, number = _START.unpack_from(data)
     first_number, at = number, START_BYTES
     entries: list[tuple[int, JournalEntry]] = []
@@ -98,7 +98,7 @@ def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
         entries.append((number, parsed.entry()))
         number += 1
         at = parsed.stop
-    return Scan(first_number, tuple(entries), at)
+    return SegmentScan(first_number, tuple(entries), at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class ShardJournal:
 
     # --- shards of which this server is the primary ---
 
-    def lead(self, replica: ShardReplica, run: str = "") -> None:
+    def start_journaling(self, replica: ShardReplica, run: str = "") -> None:
         """Start to journal a shard of which this server is now the primary; `run`: its job's run.
         Updates that are applied before the shard's image is on disk are written after it."""
         self._start(_JournaledShard(replica, run, _new_pauses()))
@@ -147,7 +147,7 @@ class ShardJournal:
         led.replica.why_no_disk = None
         self._on_disk(led.replica, version)
         waiting, led.waiting = led.waiting, None
-        for record in waiting.after(version):
+        for record in waiting.records_after(version):
             self._append(led.replica, record)
 
     def _interrupt(self, led: _JournaledShard, error: ShoalError) -> None:
@@ -164,7 +164,8 @@ class ShardJournal:
         self._on_failure(replica)
 
     def _resume(self) -> None:
-        """Start interrupted journaling again, as `lead` does, for shards whose pause is over."""
+        """Start interrupted journaling again, as `start_journaling` does, for shards whose pause is
+        over."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import StepCounts, beside, copy_state
+from shoal_server.parameters.optimizers.tensors import StepCounts, allocate_like, copy_state
 
 
 class Adagrad:
     def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
         self._hyper = hyper
         self._blocks = blocks
-        self._sum, self._sums = beside(blocks, hyper.initial_accumulator_value)
+        self._sum, self._sums = allocate_like(blocks, hyper.initial_accumulator_value)
         self._counts = StepCounts(len(blocks))
 
     def step(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import StepCounts, beside, copy_state
+from shoal_server.parameters.optimizers.tensors import StepCounts, allocate_like, copy_state
 
 
 class Adam:
@@ -18,12 +18,12 @@ class Adam:
         self._hyper = hyper
         self._blocks = blocks
         self._kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
-        self._average, self._averages = beside(blocks)
-        self._square, self._squares = beside(blocks)
+        self._average, self._averages = allocate_like(blocks)
+        self._square, self._squares = allocate_like(blocks)
         self._maximum: Tensor | None = None
         self._maxima: Sequence[Tensor] = ()
         if hyper.amsgrad:
-            self._maximum, self._maxima = beside(blocks)
+            self._maximum, self._maxima = allocate_like(blocks)
         self._counts = StepCounts(len(blocks))
 
     def step(

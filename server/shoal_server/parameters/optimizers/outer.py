@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
+from shoal_server.parameters.optimizers.tensors import allocate_like, compute_dtype, copy_state
 
 
 class Outer:
@@ -24,7 +24,9 @@ class Outer:
         self._momentum: Tensor | None = None
         self._buffers: Sequence[Tensor] = ()
         if hyper.momentum != 0.0:
-            self._momentum, self._buffers = beside(blocks, dtype=wide(blocks[0].dtype))
+            self._momentum, self._buffers = allocate_like(
+                blocks, dtype=compute_dtype(blocks[0].dtype)
+            )
 
     def step(
         self,
@@ -35,7 +37,7 @@ class Outer:
     ) -> None:
         momentum = self._hyper.momentum if momentum is None else momentum
         for b, gradient in zip(blocks, gradients, strict=True):
-            ahead = gradient.to(wide(gradient.dtype))
+            ahead = gradient.to(compute_dtype(gradient.dtype))
             if self._buffers:
                 # The buffer starts at 0, so the first step is no special case.
                 velocity = self._buffers[b].mul_(momentum).add_(ahead)

@@ -20,7 +20,7 @@ class ConstantRate:
         """Return the rate of the phase's first update, if the phase is the schedule's first."""
         return base
 
-    def taking_over(self, base: float) -> float:
+    def first_rate(self, base: float) -> float:
         """Return the rate of the first update of a later phase: torch's formula differs."""
         return self.opening(base)
 
@@ -41,7 +41,7 @@ class Constant(ConstantRate):
     def opening(self, base: float) -> float:
         return base * self._factor
 
-    def taking_over(self, base: float) -> float:
+    def first_rate(self, base: float) -> float:
         return base * (self._factor + (self._total == 0) * (1 - self._factor))
 
     def following(self, since: int, base: float, lr: float) -> float:
@@ -123,7 +123,7 @@ class Cosine(ConstantRate):
         good = self._half_period and _is_rate(self._low)
         return "" if good else "1 <= t_max, and a finite eta_min from 0 up"
 
-    def taking_over(self, base: float) -> float:
+    def first_rate(self, base: float) -> float:
         return self._low + (base - self._low) * (1 + math.cos(0.0)) / 2
 
     def following(self, since: int, base: float, lr: float) -> float:

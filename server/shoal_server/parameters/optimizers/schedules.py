@@ -46,7 +46,7 @@ class RunningSchedule:
             index += 1
         phase = self._phases[index][1]
         self._lr[0] = (
-            phase.following(since, self._base, self.lr) if since else phase.taking_over(self._base)
+            phase.following(since, self._base, self.lr) if since else phase.first_rate(self._base)
         )
 
     def state(self) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.optimizers.tensors import beside, copy_state, in_runs
+from shoal_server.parameters.optimizers.tensors import allocate_like, copy_state, in_runs
 
 
 class Sgd:
@@ -21,7 +21,7 @@ class Sgd:
         self._run_sizes = [run.numel() for run in self._runs]
         self._run_buffers: Sequence[Tensor] = ()
         if hyper.momentum != 0.0:
-            self._momentum, self._buffers = beside(blocks)
+            self._momentum, self._buffers = allocate_like(blocks)
             self._run_buffers = torch.split(self._momentum, self._run_sizes)
 
     def step(

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal_proto.errors import InvalidSpec, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, StalenessPolicy
 from shoal_server.parameters.optimizers.damping import damping
-from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
+from shoal_server.parameters.optimizers.tensors import allocate_like, compute_dtype, copy_state
 
 EPSILON = 1e-7
 KINDS = ("", "none", "scale", "damp", "compensate")
@@ -50,7 +50,9 @@ class Staleness:
         self._square: Tensor | None = None
         self._squares: Sequence[Tensor] = ()
         if self.needs_base and policy.adaptive:
-            self._square, self._squares = beside(blocks, dtype=wide(blocks[0].dtype))
+            self._square, self._squares = allocate_like(
+                blocks, dtype=compute_dtype(blocks[0].dtype)
+            )
 
     @property
     def needs_base(self) -> bool:
@@ -96,7 +98,7 @@ class Staleness:
             return gradients
         corrected = []
         for b, gradient, base in zip(blocks, gradients, bases, strict=True):
-            wide_gradient = gradient.to(wide(gradient.dtype))
+            wide_gradient = gradient.to(compute_dtype(gradient.dtype))
             squared = wide_gradient * wide_gradient
             strength: Tensor | float = self._strength
             if self._squares:

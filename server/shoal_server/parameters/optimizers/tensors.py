@@ -24,7 +24,7 @@ class StatefulRule(Protocol):
         ...
 
 
-def beside(
+def allocate_like(
     blocks: Sequence[Tensor], fill: float = 0.0, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Make a tensor laid out like the blocks; return it flat, and as one view per block."""
@@ -62,7 +62,7 @@ def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     return runs
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: in 16 bits, squares underflow and small changes are lost."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 

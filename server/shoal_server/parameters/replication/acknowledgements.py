@@ -60,7 +60,7 @@ class Acknowledgements:
         if isinstance(outcome, ShoalError):
             raise outcome
 
-    def once(
+    def when_acknowledged(
         self,
         replica: ShardReplica,
         version: int,
@@ -76,7 +76,7 @@ class Acknowledgements:
     ) -> _Waiter:
         waiter = _Waiter(replica, self._loop.create_future(), answer)
         if not replica.is_led:
-            waiter.answered.set_result(replica.deposed())
+            waiter.answered.set_result(replica.deposed_error())
             return waiter
         wanted = _LEVELS.get(level, AckLevel.REPLICATED)
         key = replica.job, replica.shard_id
@@ -103,10 +103,10 @@ class Acknowledgements:
 
     def _error(self, replica: ShardReplica, why: AckRefusalReason) -> ShoalError:
         if why is AckRefusalReason.DEPOSED:
-            return replica.deposed()
+            return replica.deposed_error()
         if why is AckRefusalReason.FENCED:
             return self._fenced()
-        return replica.why_no_disk or replica.on_no_disk()
+        return replica.why_no_disk or replica.no_journal_error()
 
     def _fenced(self) -> Unavailable:
         server_id = self._me.server_id

@@ -8,7 +8,7 @@ import structlog
 from shoal_proto.errors import ShoalError
 from shoal_server.parameters.comparison.digest import PieceWalk
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
-from shoal_server.parameters.replication.run_and_rest import LARGE
+from shoal_server.parameters.replication.throttle import LARGE
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
@@ -51,5 +51,5 @@ class Comparing:
         if not replica.is_followed:
             return
         walk = self._walks[replica]
-        digest = await replica.in_turn(self._run, LARGE, lambda: walk.next(replica.state))
+        digest = await replica.run_in_order(self._run, LARGE, lambda: walk.next(replica.state))
         self._links.compare(replica, digest)

@@ -27,7 +27,7 @@ class CoreDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_s = float("inf")
 
-    def carry_out_by(self, carry_out: Callable[[Effect], None]) -> None:
+    def set_effect_handler(self, carry_out: Callable[[Effect], None]) -> None:
         """Set the function that carries out effects. Call this before the first event. The function
         must return at once; the result of longer work is submitted as an event."""
         self._carry_out = carry_out

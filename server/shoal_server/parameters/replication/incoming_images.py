@@ -12,7 +12,7 @@ from shoal_server.core.replication.protocol.effects import AdoptImage, DropImage
 from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
 from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart, Key
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
+from shoal_server.parameters.replication.throttle import LARGE, run_throttled
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -54,7 +54,7 @@ class IncomingImages:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def is_coming(self, key: Key, image: int) -> bool:
+    def is_receiving(self, key: Key, image: int) -> bool:
         """True if chunks of that image are expected."""
         coming = self._coming.get(key)
         return coming is not None and coming.image == image
@@ -99,16 +99,16 @@ class IncomingImages:
         what = f"a copy of shard {shard_id} of job {job}"
         with self._memory.reserve(more_bytes, what) as claim:
             builder = await self._run(LARGE, partial(ShardBuilder, coming.header))
-            while not builder.is_whole:
+            while not builder.is_complete:
                 arrived = await coming.chunks.get()
                 index = builder.next_chunk
-                await run_and_rest(self._run, partial(_add, builder, arrived))
-                if not builder.is_whole:
+                await run_throttled(self._run, partial(_add, builder, arrived))
+                if not builder.is_complete:
                     self._driver.submit_event(ChunkStored(coming.key, coming.image, index))
             coming.state = await self._run(LARGE, builder.finish)
             self._driver.submit_event(ImageRestored(coming.key, coming.image))
             if coming.is_adopted:
-                claim.became(more_bytes)
+                claim.move_to_shard(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
         """Return the backup that was made from a complete image. Raises InternalError for an image

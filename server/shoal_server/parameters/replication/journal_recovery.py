@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import RetryError
-from shoal_server.core.replication.backing.disowning import Disowning
+from shoal_server.core.replication.backing.disk_removal import DiskRemoval
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
@@ -37,7 +37,7 @@ class JournalRecovery:
     ) -> None:
         self._store = store
         self._replicas = replicas
-        self._disowning = DiskDisowning(store, replicas, limits)
+        self._removal = DiskRemovalLoop(store, replicas, limits)
 
     async def at_once(self, shards: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
         """Become primary of the shards of which this server's previous process was the primary, if
@@ -51,8 +51,8 @@ class JournalRecovery:
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
         recovered = {(each.job, each.state.shard_id): each for each in shards}
-        await self._disowning.look(recovered)
-        self._replicas.found_in_journal(recovered)
+        await self._removal.correct_assignments(recovered)
+        self._replicas.adopt_journaled(recovered)
         jobs = set(self._replicas.jobs)
         num_known = sum(job in jobs for job, _ in recovered)
         while True:
@@ -64,7 +64,7 @@ class JournalRecovery:
         num_led = num_known - num_open
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
-    async def later(self) -> None:
+    async def claim_later(self) -> None:
         """Claim shards as long as this server runs: a shard in the journal is claimed once all
         other servers that had it are known to be dead."""
         while True:
@@ -73,7 +73,7 @@ class JournalRecovery:
                 if self._replicas.open_claims:
                     await self._look()
                 if not self._replicas.has_lost_disk:
-                    await self._disowning.look(self._replicas.in_journal)
+                    await self._removal.correct_assignments(self._replicas.in_journal)
             except RetryError as error:
                 log.warning("journal_not_compared", reason=str(error))
 
@@ -89,7 +89,7 @@ class JournalRecovery:
         )
 
 
-class DiskDisowning:
+class DiskRemovalLoop:
     """Corrects assignments that name this server's disk for a shard that is not on it. Lives on the
     event loop."""
 
@@ -98,9 +98,9 @@ class DiskDisowning:
     ) -> None:
         self._store = store
         self._replicas = replicas
-        self._decision = Disowning(replicas.me, limits)
+        self._decision = DiskRemoval(replicas.me, limits)
 
-    async def look(self, on_disk: Collection[Key] = ()) -> None:
+    async def correct_assignments(self, on_disk: Collection[Key] = ()) -> None:
         """Compare the assignments with the journal, and correct the wrong ones, but not those of
         another process of this server that may be alive. Raises what the store raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
@@ -118,7 +118,7 @@ class DiskDisowning:
         present = frozenset(await shard_map.servers(self._store))
         ended = await ended_servers.read(self._store)
         known = [assignment for of_job in missing.values() for assignment in of_job.values()]
-        self._decision.seen(known, present, ended, asked_s=asked_s, now_s=loop.time())
+        self._decision.note_servers(known, present, ended, asked_s=asked_s, now_s=loop.time())
         for job, of_job in missing.items():
             wanted = {i: (a, self._decision.revised(a)) for i, a in of_job.items()}
             revised = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
@@ -126,13 +126,13 @@ class DiskDisowning:
                 log.warning("shards_not_in_journal", job=job, num_shards=len(revised))
                 await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
-    async def look_for_ever(self) -> None:
-        """Repeat `look` as long as the server runs, if it has no journal: the previous process with
-        its id may be alive at first, and known to be dead later."""
+    async def correct_for_ever(self) -> None:
+        """Repeat `correct_assignments` as long as the server runs, if it has no journal: the
+        previous process with its id may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
-                await self.look()
+                await self.correct_assignments()
             except RetryError as error:
                 log.warning("journal_not_compared", reason=str(error))
 
@@ -141,6 +141,6 @@ def _unless_changed(
     wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], current: ShardAssignment
 ) -> ShardAssignment:
     """Return the corrected assignment, or `current` if that is not the assignment that was read:
-    then the disk may have the shard by now, and the next `look` decides."""
+    then the disk may have the shard by now, and the next `correct_assignments` decides."""
     before, after = wanted[current.shard_id]
     return after if current == before else current

@@ -35,7 +35,7 @@ from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
-from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
+from shoal_server.parameters.replication.throttle import LARGE, run_throttled
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.replica import ShardReplica
@@ -133,8 +133,8 @@ class OutgoingLinks:
 
     # --- called by links: see `LinkOwner` ---
 
-    async def reach(self, holder: Holder) -> str | None:
-        return await self._directory.reach(holder)
+    async def find_address(self, holder: Holder) -> str | None:
+        return await self._directory.find_address(holder)
 
     def header(self, image: int) -> pb.CutHeader | None:
         kept = self._images.get(image)
@@ -146,7 +146,7 @@ class OutgoingLinks:
             raise InternalError(
                 "an image was closed before all of it was sent", seen=f"image {request.image}"
             )
-        return await run_and_rest(self._run, partial(kept.image.chunk, request.index))
+        return await run_throttled(self._run, partial(kept.image.chunk, request.index))
 
     def submit_event(
         self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
@@ -166,7 +166,7 @@ class OutgoingLinks:
         try:
             if replica is None:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
-            image = await replica.in_turn(self._run, LARGE, replica.image)
+            image = await replica.run_in_order(self._run, LARGE, replica.image)
         except Exception as error:
             # Any error is reported, also a lack of memory: other images to this server wait for
             # this one.

@@ -30,13 +30,13 @@ class OutgoingRecord:
             self._replace(bytes(self._record.data), is_lent=False)
         return self._record
 
-    def lies_at(self, data: Buffer) -> Callable[[], None]:
+    def set_lent_data(self, data: Buffer) -> Callable[[], None]:
         """Use `data`, which are a copy in lent memory, as the record's data. Return the function to
         call before that memory is used for anything else."""
         self._replace(data, is_lent=True)
-        return self.when_reused()
+        return self.before_reuse()
 
-    def when_reused(self) -> Callable[[], None]:
+    def before_reuse(self) -> Callable[[], None]:
         """Return the function to call before the memory of the data is used for anything else. It
         copies the data if they still lie there and the record is still needed."""
         return partial(_copy_data, ref(self), self._record.data)

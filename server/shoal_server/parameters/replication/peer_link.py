@@ -50,7 +50,7 @@ REFUSAL_S = 0.2
 class LinkOwner(Protocol):
     """The owner of a link, which has the shards' images and receives the link's events."""
 
-    async def reach(self, holder: Holder) -> str | None:
+    async def find_address(self, holder: Holder) -> str | None:
         """Return the address of that process; None if etcd does not list it. Raises RetryError if
         the process is unknown here and etcd cannot be asked about it."""
         ...
@@ -131,7 +131,7 @@ class PeerLink:
             stream.inline_bytes,
             answer_may_wait=is_received,
         )
-        if not stream.send_now(*of_record, keep=outgoing.lies_at):
+        if not stream.send_now(*of_record, keep=outgoing.set_lent_data):
             return False
         if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
@@ -162,7 +162,7 @@ class PeerLink:
     async def _carried(self) -> LinkBroken:
         """Run the link, and return how it broke."""
         try:
-            address = await self._owner.reach(self._to)
+            address = await self._owner.find_address(self._to)
         except RetryError as error:
             log.warning("server_not_looked_up", server=self._to.server_id, reason=str(error))
             return LinkBroken(self._to, self._number, is_gone=False)
@@ -173,11 +173,11 @@ class PeerLink:
             async with open_stream(address) as opened:
                 stream = WatchedStream(opened, address, self._timeouts)
                 try:
-                    await stream.greet(self._hello(for_images=False))
+                    await stream.send_hello(self._hello(for_images=False))
                     self._owner.submit_event(LinkOpened(self._to, self._number))
                     stream.deliver(self._replied)
                     images = self._carry_images(address)
-                    await stream.carry(self._write(stream), self._read(stream), images)
+                    await stream.run_tasks(self._write(stream), self._read(stream), images)
                 finally:
                     has_replied = stream.replied_s > 0.0
         except ShoalError as error:
@@ -230,7 +230,7 @@ class PeerLink:
             async with asyncio.timeout(self._timeouts.beat_s):
                 await wake.wait()
                 return
-        await stream.beat()
+        await stream.send_beat()
 
     async def _read(self, stream: WatchedStream) -> None:
         async for message in stream.replies():
@@ -247,8 +247,8 @@ class PeerLink:
         await self._wake_images.wait()
         async with open_stream(address) as opened:
             stream = WatchedStream(opened, address, self._timeouts)
-            await stream.greet(self._hello(for_images=True))
-            await stream.carry(self._write_images(stream), _drain(stream))
+            await stream.send_hello(self._hello(for_images=True))
+            await stream.run_tasks(self._write_images(stream), _drain(stream))
 
     async def _write_images(self, stream: WatchedStream) -> None:
         while True:
@@ -275,7 +275,7 @@ class PeerLink:
 async def _drain(stream: WatchedStream) -> None:
     """Read the answers of the stream for images: only answers to beats may come."""
     async for message in stream.replies():
-        log.error("answer_by_the_wrong_stream", seen=str(message))
+        log.error("answer_on_wrong_stream", seen=str(message))
 
 
 async def _refuses(address: str) -> bool:

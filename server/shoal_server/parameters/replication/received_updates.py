@@ -16,7 +16,7 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
-from shoal_server.parameters.replication.run_and_rest import LARGE
+from shoal_server.parameters.replication.throttle import LARGE
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest, RequestAssembler
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -163,7 +163,9 @@ class ReceivedUpdates:
             self._driver.submit_event(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
-        seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, digest))
+        seen = await replica.run_in_order(
+            self._run, LARGE, partial(compared, replica.state, digest)
+        )
         if seen is Comparison.ANOTHER_VERSION:
             return
         self.num_compared += 1
@@ -183,7 +185,9 @@ class ReceivedUpdates:
 
     async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
         num_bytes = _work_bytes(replica, arrived)
-        await replica.in_turn(self._run, num_bytes, lambda: replica.state.replay(arrived.record()))
+        await replica.run_in_order(
+            self._run, num_bytes, lambda: replica.state.replay(arrived.record())
+        )
 
     def settle_copy(self, effect: SettleCopy) -> None:
         replica = self._catalog.find(*effect.key)

@@ -330,7 +330,7 @@ class ReplicationServicer:
                 if arrived is not None:
                     direct.has_read(may_wait=_may_wait(arrived))
                     self._submit(caller, arrived)
-                silence.expect()
+                silence.start_counting()
                 return True
 
             direct.deliver(take)
@@ -350,7 +350,7 @@ class ReplicationServicer:
         while True:
             # The silence counts from here: while this server does not read, the primary cannot
             # send.
-            silence.expect()
+            silence.start_counting()
             request = await anext(requests, None)
             silence.note_message()
             if request is None:

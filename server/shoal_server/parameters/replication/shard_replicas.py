@@ -24,7 +24,7 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
-    emptied,
+    mark_empty,
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
@@ -53,7 +53,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.identify import answers
-from shoal_server.serving.tasks import SupervisedTasks, keep_on
+from shoal_server.serving.tasks import SupervisedTasks, run_restarting
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class ShardReplicas:
             catalog=catalog,
             memory=memory,
             run=run,
-            is_coming=self._images.is_coming,
+            is_coming=self._images.is_receiving,
             links=self._incoming,
         )
         links = OutgoingLinks(
@@ -118,14 +118,16 @@ class ShardReplicas:
             writer=writer,
             observer=self,
         )
-        driver.carry_out_by(self._edges.carry_out)
+        driver.set_effect_handler(self._edges.carry_out)
         catalog.whereabouts = self
         self._empty = asyncio.Event()
 
     async def __aenter__(self) -> "ShardReplicas":
         await self.directory.__aenter__()
         await self._record.__aenter__()
-        self._tasks.start(keep_on(self._comparing.run_for_ever, "comparing"), name="comparing")
+        self._tasks.start(
+            run_restarting(self._comparing.run_for_ever, "comparing"), name="comparing"
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -230,7 +232,7 @@ class ShardReplicas:
         store raises."""
         await self._record.refresh(job, shard_ids)
 
-    async def begin_anew(self, job: str) -> None:
+    async def drop_stale_replicas(self, job: str) -> None:
         """Drop the job's replicas whose epoch is lower than the record's, after the record was
         rewritten. Raises what the store raises."""
         await self._record.refresh(job)
@@ -276,7 +278,7 @@ class ShardReplicas:
         this server, and return their number. Raises what `change_assignments` raises; then no
         replica is dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
-        await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
+        await self.change_assignments(job, shard_ids, partial(mark_empty, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
@@ -295,7 +297,7 @@ class ShardReplicas:
         await self._empty.wait()
 
     @property
-    def only_here(self) -> Mapping[str, Sequence[int]]:
+    def sole_copies(self) -> Mapping[str, Sequence[int]]:
         """Shards by job of which this server is the primary, and no backup and no disk has a
         copy."""
         shard_ids: dict[str, list[int]] = {}
@@ -333,7 +335,7 @@ class ShardReplicas:
 
     async def _take(self, replica: ShardReplica) -> ShardImage:
         """Make an image of a shard, off the event loop if it is large."""
-        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.image)
+        return await replica.run_in_order(self._run, replica.state.memory_bytes, replica.image)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
@@ -349,7 +351,7 @@ class ShardReplicas:
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
-    def found_in_journal(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
+    def adopt_journaled(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
         """Take over the shards that the previous process of this server left in its journal."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
@@ -431,7 +433,7 @@ class ShardReplicas:
 
     async def _ask(self, peer: Holder) -> None:
         try:
-            address = await self.directory.reach(peer)
+            address = await self.directory.find_address(peer)
         except RetryError as error:
             log.warning("server_not_looked_up", server=peer.server_id, reason=str(error))
             address = None
@@ -444,7 +446,7 @@ class ShardReplicas:
 def _log_if_older(job: str, assignment: ShardAssignment) -> None:
     if assignment.found_version and assignment.content is not ShardContent.LOST:
         log.error(
-            "journal_is_older",
+            "journal_outdated",
             job=job,
             shard_id=assignment.shard_id,
             seen=f"version {assignment.found_version}",

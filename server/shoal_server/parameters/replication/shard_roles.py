@@ -62,10 +62,10 @@ class _ReplicaLeadership:
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         await self.acknowledgements.wait(self.replica, version, level)
 
-    def once_acknowledged(
+    def when_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        return self.acknowledgements.once(self.replica, version, level, answer)
+        return self.acknowledgements.when_acknowledged(self.replica, version, level, answer)
 
     def check_lease(self) -> None:
         self.acknowledgements.check_lease()
@@ -139,7 +139,7 @@ class ShardRoles:
             if self.shard_journal is not None:
                 self.shard_journal.append_update(replica, record)
             outgoing = OutgoingRecord(record)
-            give_back = outgoing.when_reused() if record.is_lent else None
+            give_back = outgoing.before_reuse() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
             # Only the core may refer to the record now: if it does not, no data are copied.
             del outgoing
@@ -157,7 +157,7 @@ class ShardRoles:
         replica.leading = _ReplicaLeadership(replica, self._acknowledgements, self._report_applied)
         replica.state.subscribe(partial(self._on_applied, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
-            self.shard_journal.lead(replica, effect.run)
+            self.shard_journal.start_journaling(replica, effect.run)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 

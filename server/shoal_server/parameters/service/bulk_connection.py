@@ -24,7 +24,7 @@ from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, writer_into
 from shoal_server.parameters.bulk.arena_slots import SLOT_BYTES
-from shoal_server.parameters.bulk.late_frames import LateFrames
+from shoal_server.parameters.bulk.deferred_frames import DeferredFrames
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving
@@ -232,7 +232,7 @@ class _BulkCall:
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
         # Half of the slots are freed together: the sender can go on with the other half.
-        self._late = LateFrames(wire, max(num_slots // 2, 1))
+        self._late = DeferredFrames(wire, max(num_slots // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
@@ -279,7 +279,7 @@ class _BulkCall:
 
     def send_soon(self, reply: FollowReply) -> bool:
         """See `DirectStream`."""
-        self._late.put((reply.job, reply.shard_id), _frame(reply))
+        self._late.queue_frame((reply.job, reply.shard_id), _frame(reply))
         return True
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class DensePushKind:
         answer, level = applied.result(), self._header.acknowledgement
         if isinstance(answer, ShoalError):
             return applied
-        return part.replica.leading.once_acknowledged(answer.newest_version, level, answer)
+        return part.replica.leading.when_acknowledged(answer.newest_version, level, answer)
 
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]

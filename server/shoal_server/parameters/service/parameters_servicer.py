@@ -151,7 +151,7 @@ class ParametersServicer:
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
                     created.append(shard_id)
-                    claim.became(shard.memory_bytes)
+                    claim.move_to_shard(shard.memory_bytes)
                 reservation.release(shard_id)
                 del inflows[shard_id]
         await self._catalog.notify()
@@ -261,7 +261,9 @@ class ParametersServicer:
         """Apply a push within the job's snapshot barrier; count its outcomes and its duration."""
         touched = frozenset(header.all_shard_ids) or None
         async with (
-            self._barriers.passing(header.token.job, session, header.sequence, touched) as passage,
+            self._barriers.admit_part(
+                header.token.job, session, header.sequence, touched
+            ) as passage,
             aclosing(pushed) as batches,
         ):
             outcomes = []
@@ -269,7 +271,7 @@ class ParametersServicer:
                 for outcome in (answer.outcome for answer in answers):
                     outcomes.append(outcome)
                     if outcome.HasField("error"):
-                        passage.answered(outcome.shard_id, outcome.error)
+                        passage.record_answer(outcome.shard_id, outcome.error)
                 yield [message for answer in answers for message in messages(answer)]
             self._tally.count(header.token.job, outcomes)
             refused = any(each.HasField("error") for each in outcomes)

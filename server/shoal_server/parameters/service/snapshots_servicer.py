@@ -88,7 +88,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             take_torn=request.take_torn,
         )
         known = [Stamp(each.shard_id, each.epoch, each.version) for each in request.known]
-        self._barriers.keep_only(request.job, request.cut_id, known, WRITE_WITHIN_S)
+        self._barriers.drop_unwanted(request.job, request.cut_id, known, WRITE_WITHIN_S)
         return pb.FreezeReply(
             shards=[
                 pb.ShardStamp(shard_id=s.shard_id, epoch=s.epoch, version=s.version) for s in stamps
@@ -101,7 +101,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             _check_cut(request)
             library = await self._library(request.url, request.job)
             files = []
-            for image in self._barriers.taken(request.job, request.cut_id):
+            for image in self._barriers.images_of_cut(request.job, request.cut_id):
                 part = await self._in_pool(partial(_write, library, request, image))
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
@@ -117,7 +117,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         )
         try:
             segments = []
-            for image in self._barriers.taken(request.job, request.cut_id):
+            for image in self._barriers.images_of_cut(request.job, request.cut_id):
                 # Parts of a publication are numbered by rank; rank 0 is the publisher's own part.
                 put.rank = image.shard_id + 1
                 segments.append(await self._weights.keep_cut(put, planned(image)))
@@ -133,7 +133,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         job = request.job
         parts = [messages.to_part(file) for file in request.files]
         # The coordinator writes the record before it asks this server to load.
-        await self._replicas.begin_anew(job)
+        await self._replicas.drop_stale_replicas(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
         library = await self._library(request.url, job)
         with self._claim(job, parts) as claim:
@@ -141,7 +141,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 before_bytes = self._bytes_of(job, part)
                 state = await self._in_pool(partial(_read, library, part))
                 self._lead(job, state, epochs[part.shard_id])
-                claim.became(part.num_bytes - before_bytes)
+                claim.move_to_shard(part.num_bytes - before_bytes)
         await self._catalog.notify()
         await self._catalog.wait_for(job, epochs, FORMING_S)
         log.info("shards_loaded", job=job, num_shards=len(parts), url=request.url)

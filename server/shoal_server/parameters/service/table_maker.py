@@ -97,7 +97,7 @@ class TableMaker:
             for replica in new:
                 self._catalog.add(replica)
                 self._replicas.created(replica)
-                claim.became(replica.state.memory_bytes)
+                claim.move_to_shard(replica.state.memory_bytes)
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:

@@ -160,12 +160,12 @@ class TablesServicer(Base):
         )
         counted = session if header.with_parameters else TABLES + session
         touched = frozenset(header.all_shard_ids)
-        passing = self._barriers.passing(header.token.job, counted, header.sequence, touched)
+        passing = self._barriers.admit_part(header.token.job, counted, header.sequence, touched)
         async with passing as passage, aclosing(self._pushed(kind, pieces)) as replies:
             async for reply in replies:
                 for outcome in reply.outcomes:
                     if outcome.HasField("error"):
-                        passage.answered(outcome.shard_id, outcome.error)
+                        passage.record_answer(outcome.shard_id, outcome.error)
                 yield reply
 
     async def _pushed(

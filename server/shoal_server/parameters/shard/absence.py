@@ -5,7 +5,7 @@ from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
-def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
+def absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
     """Return the error for a shard that its primary does not hold: StateLost if the shard had
     values and no backup or journal is known to have its newest version, else ShardNotReady.
 

@@ -23,7 +23,7 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
-from shoal_server.parameters.shard.absence import not_ready, why_absent
+from shoal_server.parameters.shard.absence import absence_error, not_ready
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
@@ -228,12 +228,12 @@ class Catalog:
             )
         is_new = assignment.content is ShardContent.NONE
         if not is_new and self.find(job, shard.shard_id) is None:
-            raise self.why_absent(job, assignment)
+            raise self.absence_error(job, assignment)
 
-    def why_absent(self, job: str, assignment: ShardAssignment) -> ShoalError:
+    def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
         """Return the error for a shard of which this server is the primary and has no copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
-        return why_absent(job, assignment, is_kept=is_kept)
+        return absence_error(job, assignment, is_kept=is_kept)
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
@@ -289,7 +289,7 @@ class Catalog:
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
                 return not_ready(job, shard_id, "this server, which is about to be its primary")
-            return self.why_absent(job, assignment)
+            return self.absence_error(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
             seen=f"server {self._me.server_id}",

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal_proto.errors import NonFiniteGradient, ShapeMismatch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.optimizers.tensors import wide
+from shoal_server.parameters.optimizers.tensors import compute_dtype
 
 DTYPES = {
     "float32": torch.float32,
@@ -58,7 +58,7 @@ class BlockSplitter:
         flat = self.flat(blocks, data)
         # A sum is finite only if all elements are, and it is far cheaper than checking each; but a
         # sum that is not finite may also be an overflow of finite numbers.
-        if not math.isfinite(flat.sum(dtype=wide(self._dtype)).item()):
+        if not math.isfinite(flat.sum(dtype=compute_dtype(self._dtype)).item()):
             self._refuse_non_finite(blocks, self.cut(blocks, data))
 
     def _refuse_non_finite(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> None:

@@ -124,7 +124,7 @@ class MemoryClaim:
     def __exit__(self, *exc: object) -> None:
         self._memory.settle(self._left_bytes, is_held=False)
 
-    def became(self, num_bytes: int) -> None:
+    def move_to_shard(self, num_bytes: int) -> None:
         """Note that this part of the claim is the memory of a shard in the catalog now."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

@@ -41,7 +41,7 @@ class ShardLeadership(Protocol):
         or for a durable push the error of the disk, or InvalidSpec without a journal."""
         ...
 
-    def once_acknowledged(
+    def when_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It is
@@ -53,7 +53,7 @@ class ShardLeadership(Protocol):
         ...
 
 
-class NotLed:
+class NoLeadership:
     """The `ShardLeadership` of a replica that has not been primary."""
 
     def report_applied(self) -> None:
@@ -62,7 +62,7 @@ class NotLed:
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         raise self._error(version, level)
 
-    def once_acknowledged(
+    def when_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         never: asyncio.Future[AnswerT | ShoalError] = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class ShardReplica:
         self.state = state
         self.role = role
         self.epoch = epoch
-        self.leading: ShardLeadership = NotLed()
+        self.leading: ShardLeadership = NoLeadership()
         """Set when this replica first becomes primary."""
         self.is_led = False
         """True while this replica is the primary. The epoch does not show this: a later replica
@@ -140,7 +140,7 @@ class ShardReplica:
                 self.leading.report_applied()
         num_bytes = max(num_bytes, workers.INLINE_BYTES + 1)
         self._num_queued += 1
-        queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
+        queued = asyncio.ensure_future(self.run_in_order(run, num_bytes, work))
         queued.add_done_callback(self._dequeue)
         return queued
 
@@ -163,7 +163,7 @@ class ShardReplica:
     def _dequeue(self, queued: "asyncio.Future[T]") -> None:
         self._num_queued -= 1
 
-    async def in_turn(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
+    async def run_in_order(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
         """Call `work` after all earlier work on the shard, and return its result.
 
         Long work waits its turn here, on the event loop. In one of the few threads, it would block
@@ -203,9 +203,9 @@ class ShardReplica:
     def check_durable(self) -> None:
         """Raise InvalidSpec if no journal keeps the shard: then nothing becomes durable."""
         if not self.is_journaled:
-            raise self.on_no_disk()
+            raise self.no_journal_error()
 
-    def on_no_disk(self) -> InvalidSpec:
+    def no_journal_error(self) -> InvalidSpec:
         """Return the error for a push to be acknowledged as durable while no journal keeps the
         shard."""
         return InvalidSpec(
@@ -220,7 +220,7 @@ class ShardReplica:
         once if no backup is in step. Raises what `wait_acknowledged` raises."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
-    def deposed(self) -> WrongEpoch:
+    def deposed_error(self) -> WrongEpoch:
         return WrongEpoch(
             f"shard {self.shard_id} of job {self.job} has another primary now",
             seen=f"epoch {self.epoch}",

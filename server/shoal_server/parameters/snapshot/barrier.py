@@ -14,7 +14,8 @@ other server holds back its part of that step until its shards are cut, so no pa
 the cut.
 
 Nothing here does I/O or reads a clock. A step may never end, as its member may die half-way. The
-caller decides how long to wait; after that, `torn` returns the steps that are incomplete.
+caller decides how long to wait; after that, `incomplete_steps` returns the steps that are
+incomplete.
 """
 
 from collections import OrderedDict
@@ -87,7 +88,7 @@ class SnapshotBarrier:
             known.num_inside -= 1
             self._is_whole(step, known, lacking)
 
-    def learn(self, begun: Begun) -> None:
+    def add_steps(self, begun: Begun) -> None:
         """Add the steps remembered by a shard that came from another server or was restored. That
         shard may lack steps that all other shards here had applied."""
         for step, shards in begun.items():
@@ -143,7 +144,7 @@ class SnapshotBarrier:
             and is_live(step.session)
         ]
 
-    def torn(self, lacking: Lacking) -> list[StepId]:
+    def incomplete_steps(self, lacking: Lacking) -> list[StepId]:
         """Return the steps of the cut that lack a part here. No later cut waits for them, except
         while a part of them is admitted."""
         torn = []

@@ -72,9 +72,9 @@ class SnapshotBarriers:
         self._jobs: dict[str, _JobBarrier] = {}
 
     @asynccontextmanager
-    async def passing(
+    async def admit_part(
         self, job: str, session: str, sequence: int, shards: Shards = None
-    ) -> AsyncIterator["Passage"]:
+    ) -> AsyncIterator["AdmittedPart"]:
         """Admit a part of a step, and run the block. Waits while a cut holds the step back.
 
         `shards`: all shards that the push touches on any server; None: every dense shard.
@@ -86,7 +86,7 @@ class SnapshotBarriers:
             cut = self._of(job)
         cut.barrier.enter(step, shards)
         try:
-            yield Passage(cut.barrier, step)
+            yield AdmittedPart(cut.barrier, step)
         finally:
             cut.barrier.leave(step, _Lacking(self._led(job)))
             cut.part_ended.set()
@@ -129,7 +129,7 @@ class SnapshotBarriers:
             await self._drained(job, cut, wait_s)
             cut.barrier.check(cut_id, BarrierPhase.DRAINING)
             led = self._led(job)
-            torn = cut.barrier.torn(_Lacking(led))
+            torn = cut.barrier.incomplete_steps(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
             self._check_led(job, cut)
@@ -157,9 +157,11 @@ class SnapshotBarriers:
                 expected=f"the same {len(cut.known)} as when the cut began",
             )
 
-    def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
+    def drop_unwanted(
+        self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float
+    ) -> None:
         """Drop the images with these stamps; abort the cut after `limit_s`, unless reading from
-        `taken` begins before."""
+        `images_of_cut` begins before."""
         cut = self._of(job)
         not_needed = set(unwanted)
         for image in list(cut.images.values()):
@@ -168,7 +170,7 @@ class SnapshotBarriers:
                 del cut.images[image.shard_id]
         self._limit(job, cut_id, limit_s)
 
-    def taken(self, job: str, cut_id: str) -> Iterator[ShardImage]:
+    def images_of_cut(self, job: str, cut_id: str) -> Iterator[ShardImage]:
         """Yield the images one by one; each is dropped when the next one is requested.
 
         The first request raises SnapshotFailed if that cut is over.
@@ -235,7 +237,7 @@ class SnapshotBarriers:
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
-                cut.barrier.learn(_begun_in(replica))
+                cut.barrier.add_steps(_begun_in(replica))
         cut.known = led
 
     def _led(self, job: str) -> list[ShardReplica]:
@@ -276,14 +278,14 @@ class SnapshotBarriers:
                 del self._jobs[job]
 
 
-class Passage:
+class AdmittedPart:
     """An admitted part of a step."""
 
     def __init__(self, barrier: SnapshotBarrier, step: StepId) -> None:
         self._barrier = barrier
         self._step = step
 
-    def answered(self, shard_id: int, error: ErrorDetail) -> None:
+    def record_answer(self, shard_id: int, error: ErrorDetail) -> None:
         """Note a shard's refusal of its part. If it is final, no cut waits for that part."""
         if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
             self._barrier.refuse(self._step, shard_id)

@@ -37,7 +37,7 @@ class RowBatch:
     positions: Rows | None
     """Positions in `ids` of the rows in the push's order; None: the orders are equal."""
 
-    def as_they_came(self, fates: Fates) -> bytes:
+    def fates_in_order(self, fates: Fates) -> bytes:
         """Return one fate for each row in the push's order; empty if all rows were applied."""
         if not fates.any():
             return b""

@@ -95,7 +95,7 @@ class ShardBuilder:
         return self._num_rest + len(self._content)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if no chunk is missing."""
         return self.next_chunk == self.num_chunks
 
@@ -113,7 +113,7 @@ class ShardBuilder:
         MalformedMessage or InternalError if it completes the image's rest, and the rest cannot be
         read or is inconsistent: then the builder cannot be used any more.
         """
-        expected = 0 if self.is_whole else self.num_bytes(self.next_chunk)
+        expected = 0 if self.is_complete else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:
             raise MalformedMessage(
                 f"not the next chunk of shard {self.header.shard_id}",
@@ -130,11 +130,11 @@ class ShardBuilder:
         self.received_bytes += len(data)
 
     def finish(self) -> AnyShard:
-        """Return the shard, if the builder `is_whole`. Do not use the builder afterwards.
+        """Return the shard, if the builder `is_complete`. Do not use the builder afterwards.
 
         Raises InternalError if a chunk is missing, or if the remembered pushes are inconsistent.
         """
-        if not self.is_whole:
+        if not self.is_complete:
             raise InternalError(
                 f"shard {self.header.shard_id} is not whole",
                 seen=f"{self.next_chunk} chunks",

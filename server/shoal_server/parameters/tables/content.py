@@ -78,7 +78,7 @@ class TableContent:
         self.table_step = 0
         self._now_s = self._next_sweep_s = 0.0
         if expected_rows:
-            self._rows.expect(expected_rows)
+            self._rows.reserve(expected_rows)
         if small is not None:
             self._now_s, self._next_sweep_s = small["times_unix_s"].tolist()
             self.table_step = int(small["table_step"])
@@ -199,7 +199,7 @@ class TableContent:
             self._rule.table_step = self.table_step
         state = {name: self._rows.state(name, rows) for name in self._rows.state_names}
         self._rule.step(values_rc, gradient_rc, state, lr)
-        self._rows.put(rows, values_rc, state)
+        self._rows.write_rows(rows, values_rc, state)
 
     def _evict_idle(self) -> None:
         max_idle_s = self._table.eviction.max_idle_s

@@ -54,7 +54,7 @@ class RowIndex:
     def num_bytes(self) -> int:
         return len(self._ids) * self._ids.row_bytes + self._slots.nbytes
 
-    def expect(self, num_rows: int) -> None:
+    def reserve(self, num_rows: int) -> None:
         """Allocate memory in an empty index for `num_rows` rows."""
         self._grow(num_rows, num_rows)
 

@@ -159,7 +159,7 @@ class RowStore:
         """Copy one column of optimizer state."""
         return self._columns[STATE + name].tensor.index_select(0, torch.from_numpy(rows))
 
-    def put(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
+    def write_rows(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
         """Write values and state of distinct rows."""
         self._save(rows)
         at = torch.from_numpy(rows)
@@ -185,10 +185,10 @@ class RowStore:
         for image in self.images():
             image.save(rows)
 
-    def expect(self, num_rows: int) -> None:
+    def reserve(self, num_rows: int) -> None:
         """Allocate memory in an empty store for `num_rows` rows, which `fill` adds."""
         self._reserve(num_rows)
-        self._index.expect(num_rows)
+        self._index.reserve(num_rows)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
         """Add the next rows, at the positions that they had in another store. Positions with birth
@@ -234,7 +234,7 @@ class RowStore:
                 seen=str(seen)[:200],
                 expected=str(expected)[:200],
             )
-        self.expect(len(ids))
+        self.reserve(len(ids))
         if len(ids):
             self.fill(slice(0, len(ids)), tensors)
 

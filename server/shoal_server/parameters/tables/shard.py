@@ -118,7 +118,7 @@ class TableBody:
 
     def apply(self, record: PushRecord, batch: RowBatch) -> bytes:
         self._answers.forget(record.forgotten_sessions)
-        fates = batch.as_they_came(
+        fates = batch.fates_in_order(
             self.content.push(
                 batch,
                 version=record.version,

@@ -16,7 +16,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
-from shoal_proto.segments.transfer import asked_chunks
+from shoal_proto.segments.transfer import requested_chunks
 from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import weights_pb2 as pb
@@ -243,7 +243,7 @@ class WeightsServicer(WeightStoreServicer):
         if as_descriptor:
             await transport.send_descriptor(segment)
             return
-        for wanted in asked_chunks(request, segment.num_bytes):
+        for wanted in requested_chunks(request, segment.num_bytes):
             for index in wanted:
                 await _sent(index, segment, transport)
 

@@ -122,7 +122,7 @@ class WeightUpkeep:
             return True
         if digest not in self._wanted.get(series, {}):
             return True
-        log.warning("segment_lacking", series=series, digest=digest.hex(), reason=str(failure))
+        log.warning("segment_missing", series=series, digest=digest.hex(), reason=str(failure))
         return False
 
     async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:

@@ -14,7 +14,9 @@ class CallerProof:
     job_secret: str = field(default="", repr=False)
 
 
-def asker(caller: Caller | None, job_secret: str, *, is_itself: bool = False) -> CallerProof:
+def proof_of_caller(
+    caller: Caller | None, job_secret: str, *, is_itself: bool = False
+) -> CallerProof:
     """Proof of the caller of a gRPC call. `caller`: None without TLS. `is_itself`: the caller gave
     the member's incarnation."""
     is_operator = caller is not None and caller.role is CertificateRole.OPERATOR

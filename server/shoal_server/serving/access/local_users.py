@@ -90,7 +90,7 @@ def _listed(family: int, theirs: Address, ours: Address) -> int | None:
                 if columns[1:4] == wanted:
                     return int(columns[7]) if columns[9] != "0" else None
     except OSError as error:
-        log.warning("no_users_of_sockets", reason=str(error))
+        log.warning("socket_users_unknown", reason=str(error))
     return None
 
 

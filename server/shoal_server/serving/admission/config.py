@@ -40,7 +40,7 @@ class CallLimits:
     @property
     def channel_options(self) -> tuple[tuple[str, int], ...]:
         """Options for gRPC's server, which counts connections of all peers together."""
-        connections = min(self.max_connections, descriptors.for_strangers(0.75))
+        connections = min(self.max_connections, descriptors.descriptors_for_callers(0.75))
         return (
             ("grpc.max_allowed_incoming_connections", connections),
             ("grpc.max_concurrent_streams", self.max_streams),
@@ -77,7 +77,7 @@ class HttpLimits:
     def most_connections(self) -> int:
         """Maximum number of HTTP connections: `http_connections`, or fewer if the descriptors allow
         no more."""
-        return min(self.http_connections, descriptors.for_strangers(0.25))
+        return min(self.http_connections, descriptors.descriptors_for_callers(0.25))
 
 
 @dataclass(frozen=True, kw_only=True)

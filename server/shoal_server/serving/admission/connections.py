@@ -41,7 +41,7 @@ class ConnectionCounts:
         self.refused[kind] += 1
         return f"too many {kind}; expected at most {most}"
 
-    def hung_up_on(self, reason: str) -> None:
+    def count_closed(self, reason: str) -> None:
         """Count an open connection that is closed for that reason."""
         self.refused[reason] += 1
 

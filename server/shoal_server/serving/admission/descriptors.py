@@ -32,7 +32,7 @@ def limit() -> int:
     return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
-def for_strangers(share: float) -> int:
+def descriptors_for_callers(share: float) -> int:
     """Number of descriptors for callers: this share of the unreserved descriptors, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 

@@ -37,7 +37,7 @@ class LoggedSeries:
             return
         self.step, self.value = step, value
         if math.isfinite(value):
-            self._curve.at(step).join(_Point(number=step, total=value, count=1))
+            self._curve.point_at(step).join(_Point(number=step, total=value, count=1))
 
     def view(self, name: str, after_step: int = 0) -> LoggedView:
         """View of the intervals that end after that step: the later it is, the shorter they are."""
@@ -74,7 +74,7 @@ class LoggedValues:
             if name in self._by_name or len(self._by_name) < MAX_LOGGED:
                 self._by_name.setdefault(name, LoggedSeries()).add(int(step), value)
 
-    def newest(self) -> dict[str, tuple[int, float]]:
+    def newest_values(self) -> dict[str, tuple[int, float]]:
         """Step and value of each name."""
         return {name: (each.step, each.value) for name, each in self._by_name.items()}
 

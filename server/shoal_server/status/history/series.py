@@ -104,7 +104,7 @@ class Series:
 
     def add(self, reading: Reading, unix_s: float) -> None:
         """Add a reading to the current interval."""
-        self._curve.at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
+        self._curve.point_at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
 
     def view(self, last_s: float = 0.0) -> SeriesView:
         """View of all intervals that have values, or of those in the newest `last_s` seconds, which

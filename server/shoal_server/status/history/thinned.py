@@ -38,7 +38,7 @@ class ThinnedCurve(Generic[P]):
         self._new_point = new_point
         self._levels: list[deque[P]] = [deque()]
 
-    def at(self, position: int) -> P:
+    def point_at(self, position: int) -> P:
         """The point for values at a position; positions rise, and one that falls counts as the
         newest."""
         newest = self._levels[0]

@@ -85,7 +85,7 @@ class BoundedProtocol(H11Protocol):
     def _head_is_late(self) -> None:
         if self.transport.is_closing():
             return
-        self._counts.hung_up_on("late requests")
+        self._counts.count_closed("late requests")
         late = DeadlineExceeded(
             "no complete request head came",
             expected=f"one within {self._limits.http_request_s:g} s of the connection's start, or"
@@ -95,7 +95,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def _stalled(self) -> None:
-        self._counts.hung_up_on("readers that do not read")
+        self._counts.count_closed("readers that do not read")
         self.transport.abort()
 
 

@@ -96,7 +96,7 @@ class BoundedServer(uvicorn.Server):
                     ssl_handshake_timeout=None if tls is None else self._limits.http_request_s,
                 )
             except OSError as error:
-                self._counts.hung_up_on("failed handshakes")
+                self._counts.count_closed("failed handshakes")
                 log.info("http_handshake_failed", peer=peer, reason=str(error))
                 return
             await protocol.lost.wait()
@@ -111,4 +111,4 @@ def _refuse(connected: socket.socket, why: str, *, is_plain: bool) -> None:
             # The buffer of a fresh connection always takes the first bytes.
             connected.send(raw_answer(503, Overloaded(why, fix="Ask again a little later.")))
         except OSError as error:
-            log.debug("refusal_not_told", reason=str(error))
+            log.debug("refusal_not_sent", reason=str(error))

@@ -220,7 +220,7 @@ async def test_a_new_leader_takes_over_a_running_job() -> None:
             moved = NotLeader("moved", details={"leader": second.address})
             await first.coordinator.step_down()
             for member in (a, b):
-                member.coordinators.move_on(first.address, moved)
+                member.coordinators.choose_next_replica(first.address, moved)
             await second.joined("c")
             record, _ = await stopped_together([a, b], 0)
             # The change is planned: the new leader knows that generation 1 still runs.

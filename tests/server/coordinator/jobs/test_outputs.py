@@ -13,7 +13,7 @@ from shoal_client.host.output_tail import OutputTail
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import AccessDenied, InvalidSpec, Overloaded, Unavailable, UnknownMember
-from shoal_proto.secrets import drawn
+from shoal_proto.secrets import new_secret
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsStub
@@ -22,7 +22,7 @@ from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import OutputView
 
-LAUNCH, JOB = drawn(), drawn()
+LAUNCH, JOB = new_secret(), new_secret()
 WITHIN_S = 20.0
 
 
@@ -129,7 +129,7 @@ async def test_output_is_not_stored_in_etcd() -> None:
 
 async def test_output_comes_only_from_the_launcher_that_started_the_member() -> None:
     """A launcher that serves a member has to know the secret with which the member was started."""
-    async with served(MemoryStore()) as world, launched(world, secret=drawn()) as forged:
+    async with served(MemoryStore()) as world, launched(world, secret=new_secret()) as forged:
         await joined(world)
         forged.add("forged")
         with pytest.raises(UnknownMember, match="no connected launcher started"):
@@ -169,7 +169,7 @@ async def test_the_last_lines_stay_readable_once_the_launcher_has_ended() -> Non
         assert (await read(world, after=left.after)).lines == ()
         assert (await read(world, before=left.after)).lines == left.lines
         await world.coordinator.resetting.reset("j")
-        async with launched(world, secret=drawn(), member="other"):
+        async with launched(world, secret=new_secret(), member="other"):
             member = world.client("other", desired=1)
             await asyncio.to_thread(member.join)
             with pytest.raises(UnknownMember):
@@ -203,7 +203,7 @@ async def test_a_worker_that_fails_before_its_launcher_is_connected_leaves_last_
 
 async def test_last_lines_are_refused_from_a_launcher_that_does_not_serve_the_member() -> None:
     async with served(MemoryStore()) as world, launched(world):
-        owner = pb.OutputOwner(member_id="a", launch_secret=drawn())
+        owner = pb.OutputOwner(member_id="a", launch_secret=new_secret())
         last = pb.LastOutput(owner=owner, part=pb.OutputPart(data=b"forged\n", stop=7))
         async with grpc.aio.insecure_channel(world.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:

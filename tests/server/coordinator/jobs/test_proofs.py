@@ -13,7 +13,7 @@ from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import AccessDenied, ShoalError, Unavailable
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.protocol import OWN_PROTOCOLS
-from shoal_proto.secrets import digest_of, drawn
+from shoal_proto.secrets import digest_of, new_secret
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -24,7 +24,7 @@ from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 
-LAUNCH, JOB = drawn(), drawn()
+LAUNCH, JOB = new_secret(), new_secret()
 WITHIN_S = 10.0
 
 
@@ -62,7 +62,7 @@ def halted(**fields: str) -> Call:
 
 @pytest.mark.parametrize("report", [exited, halted])
 @pytest.mark.parametrize(
-    "secret", ["", digest_of(LAUNCH), drawn()], ids=["none", "its digest", "another"]
+    "secret", ["", digest_of(LAUNCH), new_secret()], ids=["none", "its digest", "another"]
 )
 async def test_a_report_without_the_launchers_secret_is_refused(
     report: Callable[..., Call], secret: str
@@ -138,7 +138,7 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "secret", ["", digest_of(JOB), drawn()], ids=["none", "its digest", "another"]
+    "secret", ["", digest_of(JOB), new_secret()], ids=["none", "its digest", "another"]
 )
 async def test_calls_without_a_jobs_secret_change_nothing_in_it(secret: str) -> None:
     """Neither names nor the secret's digest, which is in etcd, are a proof."""

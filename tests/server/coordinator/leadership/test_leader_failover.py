@@ -25,7 +25,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.leadership.health import LEADER, HealthService
 from shoal_server.coordinator.leadership.leader_failover import (
     answered_until_broken,
-    end_when_gone,
+    end_term_when_gone,
     refuses,
 )
 from shoal_server.etcd import keys
@@ -200,7 +200,7 @@ async def test_a_leader_is_not_deposed_when_a_connection_to_it_breaks() -> None:
     async with asyncio.timeout(DEADLINE_S), _coordinator() as (health, address):
         async with open_gate(address) as gate:
             leader = await _make_leader(store, gate.endpoint)
-            watching = asyncio.create_task(end_when_gone(store, leader))
+            watching = asyncio.create_task(end_term_when_gone(store, leader))
             for break_off in (gate.cut, gate.silence):
                 await health.came.wait()
                 health.came.clear()
@@ -224,7 +224,7 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
         port: int = free.getsockname()[1]
         leader = await _make_leader(store, f"127.0.0.1:{port}")
         async with asyncio.timeout(DEADLINE_S):
-            watching = asyncio.create_task(end_when_gone(store, leader))
+            watching = asyncio.create_task(end_term_when_gone(store, leader))
             # The port is bound without a listener, so that it refuses. The test makes the watcher's
             # own calls: after a few of them, the watcher has made its calls as well.
             for _ in range(5):
@@ -245,7 +245,7 @@ async def test_the_end_of_a_term_leaves_the_successors_term() -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator() as (health, address):
             leader = await _make_leader(store, address)
-            watching = asyncio.create_task(end_when_gone(store, leader))
+            watching = asyncio.create_task(end_term_when_gone(store, leader))
             await health.came.wait()
             await store.delete(keys.LEADER)
             successor = await _make_leader(store, "127.0.0.1:1")

@@ -82,7 +82,7 @@ def at(key: str, value: bytes) -> KeyValue:
 
 def is_read(key: str, value: bytes) -> bool:
     """True if the record can be read. Errors that do not name the record are raised."""
-    return inspection.broken(JOB, [at(key, value)], check_record) == []
+    return inspection.unreadable_records(JOB, [at(key, value)], check_record) == []
 
 
 def test_good_records_are_read() -> None:

@@ -113,6 +113,6 @@ async def test_only_the_job_whose_record_was_changed_is_quarantined() -> None:
         with pytest.raises(JobQuarantined, match="is not the one that its last coordinator wrote"):
             await asyncio.to_thread(world.client("b", desired=1).join)
         assert not world.coordinator.term.deposed.is_set()
-        assert await world.coordinator.registry.take_up_again("j") is not None
+        assert await world.coordinator.registry.resume_quarantined("j") is not None
         assert not a.is_broken(1)
         await world.joined("c", desired=1)

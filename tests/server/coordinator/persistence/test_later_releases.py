@@ -12,7 +12,7 @@ from shoal_server.coordinator.parameters import check_record
 from shoal_server.coordinator.persistence import codec, earlier_runs
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_from_json
-from shoal_server.coordinator.repair.inspection import broken
+from shoal_server.coordinator.repair.inspection import unreadable_records
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
@@ -72,8 +72,8 @@ def test_a_record_of_a_later_release_is_not_moved_aside(what: str) -> None:
 
     def found(value: dict[str, object]) -> tuple[bool, str]:
         item = KeyValue(key, as_json(value), Revision(1), Revision(1), version=1)
-        (record,) = broken(JOB, [item], check_record)
-        return record.is_mendable, record.remedy
+        (record,) = unreadable_records(JOB, [item], check_record)
+        return record.is_repairable, record.remedy
 
     assert found({**good, "format": "?"})[0]
     is_mendable, remedy = found({**good, "format": 2})

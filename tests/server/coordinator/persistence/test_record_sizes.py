@@ -16,7 +16,7 @@ from shoal_server.coordinator.persistence.stored_generations import (
     record_to_json,
     size_problem,
 )
-from shoal_server.core.generations.conflicts import find_conflicts, in_short
+from shoal_server.core.generations.conflicts import find_conflicts, shorten_conflicts
 from shoal_server.core.generations.roster import (
     Candidate,
     Conflict,
@@ -75,7 +75,7 @@ def test_conflicts_in_all_fields_are_shortened_to_fit() -> None:
     candidates += [candidate(number, {}) for number in range(50, 500)]
     conflicts = find_conflicts(candidates)
     assert len(record_to_json(record_of(conflicts))) > LIMIT_BYTES, "too small to test anything"
-    summary = in_short(conflicts)
+    summary = shorten_conflicts(conflicts)
     assert len(record_to_json(record_of(summary))) < LIMIT_BYTES
     value, who = summary[0].values[0]
     assert (summary[0].field, value, who[-1]) == ("000", "(absent)", "and 434 more")
@@ -83,7 +83,7 @@ def test_conflicts_in_all_fields_are_shortened_to_fit() -> None:
 
 def test_short_conflicts_are_not_shortened() -> None:
     conflicts = (Conflict(field="schema", values=(("a", ("w0", "w1")), ("b", ("w2",)))),)
-    assert in_short(conflicts) == conflicts
+    assert shorten_conflicts(conflicts) == conflicts
 
 
 def test_the_fields_of_a_proposal_are_bounded_as_a_whole() -> None:

@@ -202,7 +202,9 @@ async def test_without_a_reserve_a_coordinators_death_repeats_samples(world: Wor
         await until_written(world)
         second = await old.must(40, [first])
         async with world.serving(beside=True) as (service, address):
-            old.coordinators.move_on(old_address, NotLeader("", details={"leader": address}))
+            old.coordinators.choose_next_replica(
+                old_address, NotLeader("", details={"leader": address})
+            )
             # The member reports only `second`, which this ledger does not have.
             assert await old.finish([second]) == 100
             counts = service.summary(JOB)
@@ -227,7 +229,9 @@ async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World)
         done, _ = await asyncio.wait({lost}, timeout=0.2)
         assert not done, "answered before it was durable"
         async with world.serving(beside=True) as (service, address):
-            worker.coordinators.move_on(old_address, NotLeader("", details={"leader": address}))
+            worker.coordinators.choose_next_replica(
+                old_address, NotLeader("", details={"leader": address})
+            )
             with pytest.raises(RetryError):
                 await lost
             world.store.away = False
@@ -467,8 +471,8 @@ async def test_a_new_leader_reads_a_ledger_for_a_snapshot_before_it_leases(world
         worker = Worker(address, "a")
         await worker.must(10, [await worker.must(30)])
     async with world.serving() as (service, _):
-        books = await service.books(JOB)
+        books = await service.ledger_json(JOB)
         assert books is not None
         assert SampleLedger.from_json(books).counts().completed == 30
-        assert await service.books("other") is None
+        assert await service.ledger_json("other") is None
         assert service.summary(JOB) is None

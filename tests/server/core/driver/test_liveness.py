@@ -17,7 +17,7 @@ def after(*intervals: float) -> tuple[Liveness, float]:
     liveness.joined("a", now_s)
     for interval_s in (0.5, *intervals):
         now_s += interval_s
-        liveness.beat("a", 0, now_s)
+        liveness.record_heartbeat("a", 0, now_s)
     return liveness, now_s
 
 
@@ -76,9 +76,9 @@ def test_an_uneven_member_is_late_before_it_is_lost() -> None:
 def test_all_late_members_are_found() -> None:
     """The result has them in the order of their last heartbeats, or of joining without one."""
     liveness = Liveness(LIMITS, "abcd", 0.0)
-    liveness.beat("b", 0, 1.0)
+    liveness.record_heartbeat("b", 0, 1.0)
     liveness.joined("e", 2.0)
-    liveness.beat("a", 0, 3.0)
+    liveness.record_heartbeat("a", 0, 3.0)
     assert liveness.late(3.5) == ["c", "d", "b"]
     liveness.forget("c")
     assert liveness.late(100.0) == ["d", "b", "e", "a"]
@@ -90,7 +90,7 @@ def test_a_pause_of_the_coordinator_does_not_count_as_silence() -> None:
     for _ in range(WINDOW):
         now_s += 30.0
         liveness.resume(now_s)
-        liveness.beat("a", 0, now_s + 0.1)
+        liveness.record_heartbeat("a", 0, now_s + 0.1)
     assert liveness.late(now_s + 1.9) == []
     assert liveness.allowed_s("a") == LIMITS.lease_s
 
@@ -98,7 +98,7 @@ def test_a_pause_of_the_coordinator_does_not_count_as_silence() -> None:
 def test_the_step_never_falls() -> None:
     """A heartbeat that arrives late, or another join, leaves the highest step."""
     liveness, now_s = after()
-    liveness.beat("a", 7, now_s)
-    liveness.beat("a", 5, now_s)
+    liveness.record_heartbeat("a", 7, now_s)
+    liveness.record_heartbeat("a", 5, now_s)
     liveness.joined("a", now_s)
     assert [(name, pulse.step) for name, pulse in liveness.pulses()] == [("a", 7)]

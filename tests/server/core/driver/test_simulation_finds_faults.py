@@ -10,8 +10,8 @@ from support.sim.failover import simulate_pause, simulate_slow_start, simulate_s
 from support.sim.schedule import simulate
 
 from shoal_client.membership.generation_track import GenerationTrack
-from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.member_core import Effects, MemberCore
+from shoal_client.membership.wait_clock import WaitClock
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.core.driver.effect_queue import Carried, EffectQueue
@@ -140,7 +140,7 @@ def progress_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
     """The boundary of a planned change is computed from steps that no member has taken."""
-    real = GenerationTrack.stand_still
+    real = GenerationTrack.record_stop
 
     def stand_still(track: GenerationTrack, step: int, **stand: Any) -> pb.SettleRequest:
         begun = track._begun
@@ -148,7 +148,7 @@ def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
         track._begun = begun
         return request
 
-    patch.setattr(GenerationTrack, "stand_still", stand_still)
+    patch.setattr(GenerationTrack, "record_stop", stand_still)
 
 
 def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def a_pause_is_not_reported_to_a_new_leader(patch: pytest.MonkeyPatch) -> None:
 
 def a_standby_has_the_limit_of_other_members(patch: pytest.MonkeyPatch) -> None:
     """A standby member waits no longer than other members."""
-    patch.setattr(HeldClock, "set_standby", lambda clock, now_s, is_standby: None)
+    patch.setattr(WaitClock, "set_standby", lambda clock, now_s, is_standby: None)
 
 
 FAULTS: Mapping[Fault, Callable[[int], None]] = {

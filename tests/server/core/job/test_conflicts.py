@@ -3,7 +3,11 @@
 import pytest
 
 from shoal_proto.packing.listings import PackedListing, pack
-from shoal_server.core.generations.conflicts import MAX_CONFLICT_TEXT, find_conflicts, in_short
+from shoal_server.core.generations.conflicts import (
+    MAX_CONFLICT_TEXT,
+    find_conflicts,
+    shorten_conflicts,
+)
 from shoal_server.core.generations.roster import Candidate, MemberInfo, Proposal
 from shoal_server.core.membership import refusals
 
@@ -103,4 +107,4 @@ def test_a_shortened_text_is_not_shortened_again() -> None:
     found = find_conflicts(
         [member("w0", f"{words}a{words}", None), member("w1", f"{words}b{words}", None)]
     )
-    assert in_short(in_short(found)) == in_short(found)
+    assert shorten_conflicts(shorten_conflicts(found)) == shorten_conflicts(found)

@@ -20,7 +20,7 @@ from shoal_server.core.membership.phases import (
     IllegalTransition,
     Phase,
     Trigger,
-    after,
+    next_phase,
 )
 
 
@@ -470,10 +470,10 @@ def test_transitions_that_are_not_in_the_table_raise() -> None:
     for phase in Phase:
         for trigger in Trigger:
             if (phase, trigger) in TRANSITIONS:
-                assert after(phase, trigger) is TRANSITIONS[phase, trigger]
+                assert next_phase(phase, trigger) is TRANSITIONS[phase, trigger]
             else:
                 with pytest.raises(IllegalTransition):
-                    after(phase, trigger)
+                    next_phase(phase, trigger)
 
 
 @pytest.mark.parametrize(

@@ -140,4 +140,4 @@ def test_a_new_leader_restores_an_ended_job(stopping: str, failed: bool, phase: 
     )
     job = restored(spec, saved, limits=Limits(), digest_of=digest_of, now_s=99.0)
     assert (job.phase, job.state.stage.since_s) == (phase, 17.0)
-    assert not job.completing
+    assert not job.is_completing

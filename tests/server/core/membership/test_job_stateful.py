@@ -209,7 +209,9 @@ class JobMachine(RuleBasedStateMachine):
             if roster is not None:
                 assert [e.rank for e in roster.entries] == list(range(len(roster.entries)))
                 assert len(roster.entries) <= SPEC.max_members
-                is_complete = job.completing or len(job.members_of(roster)) == len(roster.entries)
+                is_complete = job.is_completing or len(job.members_of(roster)) == len(
+                    roster.entries
+                )
                 assert is_complete, "a lost member is in it"
         if job.running is not None:
             assert self.verdicts[job.running.generation] == [Verdict.COMMITTED]
@@ -243,7 +245,7 @@ class JobMachine(RuleBasedStateMachine):
         job = self.job
         waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
         unsettled = job.phase is JobPhase.COLLECT and not job.table.all_settled
-        if not job.completing and (waits or (unsettled and job.running is None)):
+        if not job.is_completing and (waits or (unsettled and job.running is None)):
             assert job.next_deadline_s() is not None, f"{job.phase}: {job.reason}"
 
 

@@ -158,7 +158,7 @@ def test_a_generation_from_an_older_checkpoint_is_logged_with_both_steps() -> No
     who = {"member_id": "a", "incarnation": a.incarnation}
     w.send(a, events.ReadinessReported(**who, generation=w.job.last_generation, step=Step(200)))
     w.run(2.1)
-    (line,) = [line for line in w.log if "went_back" in line]
+    (line,) = [line for line in w.log if "job_rolled_back" in line]
     assert "from step 200" in line
     assert "step 500" in line
     assert w.job.progress.reached == 200

@@ -16,8 +16,8 @@ def world(*names: str, low: int = 1) -> tuple[World, list[ChangeSummary]]:
     note = w.job.state.emit
 
     def do(effect: events.Effect) -> None:
-        if isinstance(effect, events.LogJobEvent) and effect.story is not None:
-            stories.append(effect.story)
+        if isinstance(effect, events.LogJobEvent) and effect.summary is not None:
+            stories.append(effect.summary)
         note(effect)
 
     w.job.state.emit = do  # type: ignore[method-assign]

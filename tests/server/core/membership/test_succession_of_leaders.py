@@ -15,7 +15,7 @@ from shoal_server.core.generations.roster import (
     StateAction,
     Step,
     Verdict,
-    draw_up,
+    build_roster,
 )
 from shoal_server.core.job.job import Job
 from shoal_server.core.job.restore import SavedJob, restored
@@ -47,7 +47,7 @@ def roster(
     generation: int, names: str, running: GenerationRoster | None = None, step: int = 5
 ) -> GenerationRoster:
     candidates = [candidate(name, step) for name in names]
-    return draw_up(Generation(generation), candidates, previous=running, running=running)
+    return build_roster(Generation(generation), candidates, previous=running, running=running)
 
 
 def record(of: GenerationRoster) -> GenerationRecord:
@@ -96,7 +96,7 @@ def attend(
 def test_a_joiner_with_a_checkpoint_receives_the_state_of_the_running_generation() -> None:
     """The joiner's step may be the higher one: others have continued since their report."""
     trains = roster(1, "ab", step=5)
-    grown = draw_up(
+    grown = build_roster(
         Generation(2),
         [candidate("a", 5), candidate("b", 5), candidate("x", 50)],
         previous=trains,
@@ -248,7 +248,7 @@ def test_a_joiner_that_leaves_as_completed_does_not_end_the_job() -> None:
         job.handle(events.ReadinessReported(**who(name), generation=Generation(1)), 0.2)
     attend(job, "x", 0.3, step=50)
     job.handle(events.MemberLeft(**who("x"), completed=True, reason="done"), 0.4)
-    assert not job.completing
+    assert not job.is_completing
     assert job.running is not None
 
 

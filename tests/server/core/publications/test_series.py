@@ -386,12 +386,12 @@ def held_by(*holders: str, digest: bytes = b"d") -> PublishedVersion:
 
 def test_a_server_that_is_gone_is_replaced_after_a_time() -> None:
     holders, version = Holders(), held_by("s0", "s1")
-    holders.see(SERVERS, [version], 0.0)
+    holders.note_registered(SERVERS, [version], 0.0)
     assert holders.questions([version]) == {"s0": [b"d"], "s1": [b"d"]}
     for server in SERVERS[:2]:
         holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
     assert holders.questions([version]) == {}
-    holders.see(SERVERS[1:], [version], 1.0)
+    holders.note_registered(SERVERS[1:], [version], 1.0)
     assert holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S - 1) is None
     changed = holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S)
     assert changed is not None and changed.segments[0].holders == ("s1", "s2")
@@ -400,11 +400,11 @@ def test_a_server_that_is_gone_is_replaced_after_a_time() -> None:
 def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:
     """A restarted server has the same id, but no segments."""
     holders, version = Holders(), held_by("s0")
-    holders.see(SERVERS, [version], 0.0)
+    holders.note_registered(SERVERS, [version], 0.0)
     holders.note(SERVERS[0], [b"d"], HoldsAnswer(held=[b"d"]))
     holders.note_versions([version], 0.0)
     again = [replace(SERVERS[0], incarnation="2"), *SERVERS[1:]]
-    holders.see(again, [version], 1.0)
+    holders.note_registered(again, [version], 1.0)
     holders.note_versions([version], 1.0)
     assert holders.lost([version], 1000.0) == []  # the new process was not asked yet
     holders.note(again[0], [b"d"], HoldsAnswer(held=[]))
@@ -417,7 +417,7 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:
 def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
     holders, version = Holders(), held_by("s0", "s1")
     servers = [replace(SERVERS[0], is_leaving=True), *SERVERS[1:]]
-    holders.see(servers, [version], 0.0)
+    holders.note_registered(servers, [version], 0.0)
     for server in servers[:2]:
         holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
     changed = holders.replaced(version, 2, 0.0)

@@ -51,7 +51,7 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, led_from_disk
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, promote_from_disk
 
 KEY = ("job", 0)
 ME, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")
@@ -858,7 +858,7 @@ def test_a_claimed_shard_that_the_journal_lacks_is_recorded_as_lost() -> None:
     world.assigned(recorded)
     assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
     # If the disk returns, its server leads the shard again.
-    again = led_from_disk(recorded, Holder("a", "2"), frozenset())
+    again = promote_from_disk(recorded, Holder("a", "2"), frozenset())
     assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
 
 

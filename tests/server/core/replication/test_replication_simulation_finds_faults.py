@@ -23,8 +23,8 @@ from shoal_server.core.shards import rebalance
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.rebalance import Servers
-from shoal_server.core.shards.sightings import Sightings
 
 MAX_SEEDS = 400
 
@@ -105,13 +105,13 @@ def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
 
 def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
     """The coordinator treats an earlier process of a server's id as dead."""
-    real = Sightings._dead
+    real = ObservedServers._dead
 
-    def dead(sightings: Sightings, seen: Servers) -> frozenset[Holder]:
+    def dead(sightings: ObservedServers, seen: Servers) -> frozenset[Holder]:
         ids = {holder.server_id for holder in seen.present}
         return real(sightings, seen) | {h for h in sightings._away_s if h.server_id in ids}
 
-    patch.setattr(Sightings, "_dead", dead)
+    patch.setattr(ObservedServers, "_dead", dead)
 
 
 def a_lost_shard_begins_anew(patch: Patch) -> None:
@@ -193,12 +193,12 @@ def abandoned_loads_are_waited_for(patch: Patch) -> None:
     ) -> JobAssignments:
         return assignments
 
-    patch.setattr(AbandonedLoads, "given_up", given_up)
+    patch.setattr(AbandonedLoads, "mark_lost", given_up)
 
 
 def a_shard_is_handed_over_before_its_copies_have_read_all_updates(patch: Patch) -> None:
     """Once the successor leads, the other copies refuse what they have not read."""
-    patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_safe(led.version)))
+    patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_replicated(led.version)))
 
 
 def updates_of_a_former_primary_are_refused(patch: Patch) -> None:
@@ -225,7 +225,7 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
     """Another follower still lacks the record."""
 
     def trim(led: LedShard) -> None:
-        needs = (f.needs_from(led.version) for f in led.followers.values())
+        needs = (f.needs_records_after(led.version) for f in led.followers.values())
         led.log.trim(max(needs, default=led.version))
 
     patch.setattr(LedShard, "trim", trim)

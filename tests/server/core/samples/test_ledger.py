@@ -480,7 +480,7 @@ def test_spans_are_a_set_of_numbers(
     assert spans.size == len(numbers)
     edges = [edge for span in spans for edge in span]
     assert edges == sorted(set(edges)), "adjacent spans are merged"
-    found = {i for a, b in spans.within(*probe) for i in range(a, b)}
+    found = {i for a, b in spans.intersection(*probe) for i in range(a, b)}
     assert found == numbers & set(range(*probe))
 
 

@@ -31,13 +31,13 @@ class Copy:
         self.write_base(ledger)
 
     def write_base(self, ledger: SampleLedger) -> None:
-        ledger.take_touched()
+        ledger.pop_touched()
         self.base = json.dumps(ledger.to_json())
         self.numbers = MemberNumbers(ledger.to_json())
         self.deltas: list[bytes] = []
 
     def append(self, ledger: SampleLedger, *, fails: bool = False) -> None:
-        touched = ledger.take_touched()
+        touched = ledger.pop_touched()
         part = ledger.to_json(touched)
         delta = encoded(part, touched, self.numbers)
         if fails:

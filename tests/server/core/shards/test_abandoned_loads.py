@@ -16,10 +16,10 @@ JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
 def test_shards_that_another_coordinator_was_restoring_become_lost_after_a_time() -> None:
     """Until then a load may be in progress. Shards that are loaded stay."""
     loads = AbandonedLoads()
-    assert loads.given_up(JOB, is_restoring=False, now_s=0.0) == JOB
+    assert loads.mark_lost(JOB, is_restoring=False, now_s=0.0) == JOB
     assert loads.is_due_soon
-    assert loads.given_up(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S - 0.1) == JOB
-    after = loads.given_up(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S)
+    assert loads.mark_lost(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S - 0.1) == JOB
+    after = loads.mark_lost(JOB, is_restoring=False, now_s=GIVEN_UP_AFTER_S)
     assert losses.lost(after) == [replace(LOADING, epoch=6, content=ShardContent.LOST)]
     assert after.shards[0] == LOADED
 
@@ -27,18 +27,18 @@ def test_shards_that_another_coordinator_was_restoring_become_lost_after_a_time(
 def test_shards_that_this_coordinator_restores_do_not_become_lost() -> None:
     loads = AbandonedLoads()
     for now_s in (0.0, 100.0):
-        assert loads.given_up(JOB, is_restoring=True, now_s=now_s) == JOB
+        assert loads.mark_lost(JOB, is_restoring=True, now_s=now_s) == JOB
     # The time counts from the end of the restore.
-    assert loads.given_up(JOB, is_restoring=False, now_s=101.0) == JOB
-    assert losses.lost(loads.given_up(JOB, is_restoring=False, now_s=111.0))
+    assert loads.mark_lost(JOB, is_restoring=False, now_s=101.0) == JOB
+    assert losses.lost(loads.mark_lost(JOB, is_restoring=False, now_s=111.0))
 
 
 def test_each_shard_that_is_loaded_begins_the_time_anew() -> None:
     loads = AbandonedLoads()
     both = replace(JOB, shards=(replace(LOADED, content=ShardContent.LOADING), LOADING))
-    assert loads.given_up(both, is_restoring=False, now_s=0.0) == both
-    assert loads.given_up(JOB, is_restoring=False, now_s=9.0) == JOB
-    assert loads.given_up(JOB, is_restoring=False, now_s=18.0) == JOB
+    assert loads.mark_lost(both, is_restoring=False, now_s=0.0) == both
+    assert loads.mark_lost(JOB, is_restoring=False, now_s=9.0) == JOB
+    assert loads.mark_lost(JOB, is_restoring=False, now_s=18.0) == JOB
     done = replace(JOB, shards=(LOADED,))
-    assert loads.given_up(done, is_restoring=False, now_s=30.0) == done
+    assert loads.mark_lost(done, is_restoring=False, now_s=30.0) == done
     assert not loads.is_due_soon

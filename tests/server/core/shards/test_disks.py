@@ -8,12 +8,12 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
-    emptied,
-    found_older,
     is_older,
-    led_from_disk,
-    off_disk,
-    put_on_disk,
+    mark_empty,
+    promote_from_disk,
+    record_disk,
+    record_older_copy,
+    remove_disk,
 )
 
 OLD, NEW = Holder("a", "one"), Holder("a", "two")
@@ -26,21 +26,21 @@ def led_by(primary: Holder, *backups: Holder) -> ShardAssignment:
 
 def test_only_the_primary_can_record_its_disk() -> None:
     shard = ShardAssignment(shard_id=0, epoch=1, primary=B, backups=(C,))
-    assert put_on_disk(shard, B, 7).on_disk == "b"
-    assert put_on_disk(shard, C, 7) == shard
+    assert record_disk(shard, B, 7).on_disk == "b"
+    assert record_disk(shard, C, 7) == shard
 
 
 def test_the_version_on_one_disk_never_falls_within_an_epoch() -> None:
     """Another disk or a later epoch may have a lower one."""
-    shard = put_on_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
+    shard = record_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
     assert (shard.disk_epoch, shard.disk_version) == (2, 7)
-    assert put_on_disk(shard, B, 5) == shard
-    later = put_on_disk(replace(shard, epoch=4), B, 5)
+    assert record_disk(shard, B, 5) == shard
+    later = record_disk(replace(shard, epoch=4), B, 5)
     assert (later.disk_epoch, later.disk_version) == (4, 5)
-    other = put_on_disk(replace(shard, primary=C), C, 3)
+    other = record_disk(replace(shard, primary=C), C, 3)
     assert (other.on_disk, other.disk_version) == ("c", 3)
-    assert off_disk(shard, B).disk_version == 0
-    assert emptied(replace(shard, content=ShardContent.PRESENT), B).disk_version == 0
+    assert remove_disk(shard, B).disk_version == 0
+    assert mark_empty(replace(shard, content=ShardContent.PRESENT), B).disk_version == 0
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def test_an_older_copy_on_disk_is_recognised(epoch: int, version: int, older: bo
 def test_a_server_records_that_it_found_an_older_copy() -> None:
     """It does not while its earlier process may be alive and have the right disk."""
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
-    assert found_older(shard, NEW, 3, frozenset()).found_version == 3
-    assert found_older(shard, C, 3, frozenset()) == shard
-    assert not found_older(shard, NEW, 3, frozenset()).found_foreign
-    assert found_older(shard, NEW, 0, frozenset()).found_foreign
+    assert record_older_copy(shard, NEW, 3, frozenset()).found_version == 3
+    assert record_older_copy(shard, C, 3, frozenset()) == shard
+    assert not record_older_copy(shard, NEW, 3, frozenset()).found_foreign
+    assert record_older_copy(shard, NEW, 0, frozenset()).found_foreign
     led = replace(led_by(OLD), disk_epoch=4, disk_version=10)
-    assert found_older(led, NEW, 3, frozenset()) == led
-    assert found_older(led, NEW, 3, frozenset({OLD})).found_version == 3
-    assert put_on_disk(replace(shard, found_version=3), B, 11).found_version == 0
+    assert record_older_copy(led, NEW, 3, frozenset()) == led
+    assert record_older_copy(led, NEW, 3, frozenset({OLD})).found_version == 3
+    assert record_disk(replace(shard, found_version=3), B, 11).found_version == 0
 
 
 @pytest.mark.parametrize("primary", [OLD, B], ids=["its earlier process", "another server"])
 def test_a_new_process_leads_the_shard_from_its_disk(primary: Holder) -> None:
     """The processes that held the shard in memory are known to be dead."""
-    found = led_from_disk(led_by(primary, C), NEW, dead=frozenset({primary, C}))
+    found = promote_from_disk(led_by(primary, C), NEW, dead=frozenset({primary, C}))
     assert (found.primary, found.epoch, found.backups, found.on_disk) == (NEW, 5, (), "a")
 
 
@@ -97,9 +97,9 @@ def test_a_new_process_leads_the_shard_from_its_disk(primary: Holder) -> None:
 def test_a_shard_is_not_led_from_disk_while_others_may_have_more(
     shard: ShardAssignment, dead: set[Holder]
 ) -> None:
-    assert led_from_disk(shard, NEW, frozenset(dead)) == shard
+    assert promote_from_disk(shard, NEW, frozenset(dead)) == shard
 
 
 def test_a_server_removes_its_own_disk_from_the_record() -> None:
-    assert off_disk(led_by(B), NEW).on_disk == ""
-    assert off_disk(led_by(B), C) == led_by(B)
+    assert remove_disk(led_by(B), NEW).on_disk == ""
+    assert remove_disk(led_by(B), C) == led_by(B)

@@ -12,7 +12,7 @@ from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
     ShardLoss,
-    led_from_disk,
+    promote_from_disk,
 )
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
 from shoal_server.etcd.api import KeyValue
@@ -104,14 +104,14 @@ def test_a_shard_that_was_never_created_is_not_lost() -> None:
 def test_an_accepted_loss_starts_over_and_is_not_led_from_a_disk() -> None:
     """The epoch rises. The record keeps the operator who accepted the loss, also under later
     primaries. A shard that is not lost stays as it is."""
-    anew = losses.given_up(replace(LOST, on_disk="a"), "ann", 2.0)
+    anew = losses.give_up_shard(replace(LOST, on_disk="a"), "ann", 2.0)
     assert (anew.content, anew.epoch, anew.on_disk) == (ShardContent.NONE, 5, "")
     assert LOST.loss is not None
     assert anew.accepted_loss == AcceptedLoss(loss=LOST.loss, by="ann", accepted_unix_s=2.0)
-    assert led_from_disk(anew, NEW_A, frozenset({A, B})) == anew
+    assert promote_from_disk(anew, NEW_A, frozenset({A, B})) == anew
     moved = rebalance(job(anew), Servers(present=frozenset({C}), dead=frozenset({A})), {})
     assert moved.shards[0].accepted_loss == anew.accepted_loss
-    assert losses.given_up(TRAINED, "ann", 2.0) == TRAINED
+    assert losses.give_up_shard(TRAINED, "ann", 2.0) == TRAINED
 
 
 NOT_CREATED = replace(TRAINED, shard_id=5, content=ShardContent.NONE)
@@ -123,7 +123,7 @@ OTHER_LOST = replace(LOST, shard_id=4)
     [
         ([LOST], []),
         ([LOST, NOT_CREATED], []),
-        ([LOST, losses.given_up(OTHER_LOST, "ann", 2.0)], []),
+        ([LOST, losses.give_up_shard(OTHER_LOST, "ann", 2.0)], []),
         ([LOST, replace(TRAINED, shard_id=4)], [4]),
         ([LOST, replace(TRAINED, shard_id=4, content=ShardContent.LOADING)], [4]),
         ([LOST, OTHER_LOST], [4]),
@@ -148,8 +148,8 @@ def test_samples_start_over_if_no_trained_shard_is_left(
     [
         TRAINED,
         LOST,
-        losses.given_up(LOST, "ann", 2.5),
-        losses.given_up(LOST, "ann", 2.5, samples_anew=True),
+        losses.give_up_shard(LOST, "ann", 2.5),
+        losses.give_up_shard(LOST, "ann", 2.5, samples_anew=True),
     ],
     ids=["present", "lost", "accepted", "accepted with the samples"],
 )

@@ -4,8 +4,8 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
     JobAssignments,
     ShardAssignment,
-    handed_over,
-    promoted,
+    exchange_primary,
+    promote,
 )
 from shoal_server.core.shards.moves import changes_between, moved
 
@@ -19,7 +19,7 @@ def job(shard: ShardAssignment) -> JobAssignments:
 
 
 def test_a_backup_that_takes_over_means_a_lost_server() -> None:
-    before, after = job(LED_BY_A), job(promoted(LED_BY_A, A, B))
+    before, after = job(LED_BY_A), job(promote(LED_BY_A, A, B))
     for present in ({A, B}, {B}):
         assert changes_between(before, after, present) == [
             (
@@ -32,7 +32,7 @@ def test_a_backup_that_takes_over_means_a_lost_server() -> None:
 
 
 def test_a_handover_is_a_move() -> None:
-    before, after = job(TO_B), job(handed_over(TO_B, A))
+    before, after = job(TO_B), job(exchange_primary(TO_B, A))
     assert changes_between(before, after, {A, B}) == []
     assert moved(before, after, {A, B}) == {("ps-0", "ps-1"): 1}
 
@@ -44,6 +44,6 @@ def test_a_handover_is_a_move_if_the_first_server_keeps_no_copy() -> None:
 
 
 def test_a_server_that_ends_before_its_handover_is_lost() -> None:
-    after = job(promoted(TO_B, A, B))
+    after = job(promote(TO_B, A, B))
     assert not moved(job(TO_B), after, {B})
     assert [kind for kind, _ in changes_between(job(TO_B), after, {B})] == ["server_lost"]

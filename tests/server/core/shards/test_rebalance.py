@@ -12,13 +12,13 @@ from shoal_server.core.shards.assignments import (
     JobAssignments,
     ShardAssignment,
     ShardContent,
-    handed_over,
+    exchange_primary,
     in_step,
-    led_from_disk,
-    promoted,
+    promote,
+    promote_from_disk,
     without_backup,
 )
-from shoal_server.core.shards.rebalance import MAX_MOVES, Servers, gone_on_without, rebalance
+from shoal_server.core.shards.rebalance import MAX_MOVES, Servers, dropped_holders, rebalance
 
 A, B, C = (Holder(name, "one") for name in "abc")
 ROUNDS = 2000
@@ -34,7 +34,7 @@ def carried_out(record: JobAssignments) -> JobAssignments:
     def after(h: ShardAssignment) -> ShardAssignment:
         if h.joining is not None:
             return in_step(h, h.primary, h.joining)
-        return handed_over(h, h.primary) if h.successor is not None else h
+        return exchange_primary(h, h.primary) if h.successor is not None else h
 
     return replace(record, shards=tuple(map(after, record.shards)))
 
@@ -155,7 +155,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
     (lost,) = rebalance(assignments(trained), servers, {}).shards
     assert (lost.primary, lost.on_disk) == (C, "a")
     again = Holder("a", "again")
-    found = led_from_disk(lost, again, dead=frozenset())
+    found = promote_from_disk(lost, again, dead=frozenset())
     assert (found.primary, found.epoch, found.content) == (again, 3, ShardContent.PRESENT)
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_its_primary_dropped_gets_no_shards() -> None:
     """It may be dead without being known to be: another server joins."""
     before = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     after = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
-    suspects = gone_on_without(before, after)
+    suspects = dropped_holders(before, after)
     assert suspects == {B}
     servers = Servers(present=frozenset({A, B, C}), suspects=suspects)
     (shard,) = rebalance(after, servers, {}).shards
@@ -189,17 +189,17 @@ def test_no_shard_moves_if_all_servers_leave() -> None:
 def test_changes_of_another_record_change_nothing() -> None:
     """Each change names the holders that it is based on."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
-    assert promoted(shard, lost=B, backup=C) == shard
-    assert promoted(shard, lost=A, backup=C) == shard
+    assert promote(shard, lost=B, backup=C) == shard
+    assert promote(shard, lost=A, backup=C) == shard
     assert in_step(shard, primary=B, joined=C) == shard
     assert in_step(shard, primary=A, joined=B) == shard
     assert without_backup(shard, primary=B, lost=C) == shard
-    assert handed_over(shard, primary=A) == shard
+    assert exchange_primary(shard, primary=A) == shard
 
 
 def test_a_handover_leaves_the_old_primary_as_backup() -> None:
     """It has every update, and stays until the coordinator removes it."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
-    assert handed_over(shard, primary=A) == ShardAssignment(
+    assert exchange_primary(shard, primary=A) == ShardAssignment(
         shard_id=0, epoch=6, primary=B, backups=(A,)
     )

@@ -23,9 +23,9 @@ def filled(start: int, stop: int) -> ShardLog[Sized]:
 def test_records_follow_the_image() -> None:
     log = filled(4, 7)
     assert (log.start, log.version, log.num_bytes) == (4, 7, 9)
-    assert [each.version for each in log.after(5)] == [6, 7]
-    assert [each.version for each in log.after(1)] == [5, 6, 7]
-    assert list(log.after(7)) == []
+    assert [each.version for each in log.records_after(5)] == [6, 7]
+    assert [each.version for each in log.records_after(1)] == [5, 6, 7]
+    assert list(log.records_after(7)) == []
 
 
 def test_a_later_image_replaces_records() -> None:
@@ -33,11 +33,11 @@ def test_a_later_image_replaces_records() -> None:
     log.trim(6)
     log.trim(5)
     assert (log.start, log.version, log.num_bytes) == (6, 7, 3)
-    assert [each.version for each in log.after(0)] == [7]
+    assert [each.version for each in log.records_after(0)] == [7]
     log.trim(9)
     assert (log.start, log.version, log.num_bytes) == (7, 7, 0)
     log.append(Sized(8))
-    log.skip(10)
+    log.restart_after(10)
     assert (log.start, log.version, log.num_bytes) == (10, 10, 0)
 
 

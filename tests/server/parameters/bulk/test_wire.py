@@ -134,7 +134,7 @@ async def test_frames_sent_on_one_machine_are_read_after_the_end_of_reading(
     ours, theirs = ends
     wire, other = FrameConnection(ours), FrameConnection(theirs)
     assert wire.is_local
-    assert other.send_now(free_slot(1)) and other.send_now(free_slot(2)) and other.is_quiet
+    assert other.send_now(free_slot(1)) and other.send_now(free_slot(2)) and other.is_idle
     # This frame stays unread: when the connection is closed, the kernel reports a reset.
     assert wire.send_now(free_slot(9))
     if is_gone:

@@ -57,12 +57,12 @@ async def test_a_shard_of_a_new_run_replaces_that_of_the_last_run(tmp_path: Path
         )
         async with kept, asyncio.timeout(LIMIT_S):
             last, now = new_led(epoch=5), new_led(epoch=1)
-            kept.lead(last)
+            kept.start_journaling(last)
             assert await on_disk.get() == 5
             disk.goes_on.clear()
             kept.end(last)
             kept.release_job("job", but=())
-            kept.lead(now)
+            kept.start_journaling(now)
             loop.call_later(0.1, disk.goes_on.set)
             assert await on_disk.get() == 1
     (found,) = Journal(config).recover(restore)

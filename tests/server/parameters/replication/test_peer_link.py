@@ -91,7 +91,7 @@ class Following(Refused):
         self._directory = directory
 
     async def reach(self, holder: Holder) -> str | None:
-        return await self._directory.reach(holder)
+        return await self._directory.find_address(holder)
 
 
 @pytest.mark.parametrize("is_cut_off", [False, True])

@@ -36,14 +36,14 @@ NUM_PUSHES = 3
 
 def by_port(offer: OpenBulkReply, address: str) -> socket.socket:
     offer.local_name = ""
-    return bulk_opening.reach(offer, address)
+    return bulk_opening.connect_to_offer(offer, address)
 
 
 def refused(offer: OpenBulkReply, address: str) -> socket.socket:
     raise ConnectionRefusedError("not reachable")
 
 
-TRANSPORTS = {"shared memory": bulk_opening.reach, "tcp": by_port, "grpc": refused}
+TRANSPORTS = {"shared memory": bulk_opening.connect_to_offer, "tcp": by_port, "grpc": refused}
 
 
 def filled(value: float) -> dict[str, memoryview]:
@@ -63,7 +63,7 @@ def test_a_backup_has_every_push(transport: str, monkeypatch: pytest.MonkeyPatch
             await write(self, frame)
 
         monkeypatch.setattr(kind, "write", noted)
-    monkeypatch.setattr(streams, "reach", TRANSPORTS[transport])
+    monkeypatch.setattr(streams, "connect_to_offer", TRANSPORTS[transport])
     values, expected = led_on_by_the_backup()
     assert values == {expected}
     assert set(written) == {
@@ -159,8 +159,8 @@ async def test_an_update_is_sent_at_once_while_a_slot_is_free() -> None:
         messages = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
         log = ShardLog[OutgoingRecord](1)
         log.append(OutgoingRecord(record))
-        (kept,) = log.after(1)
-        keep = kept.lies_at
+        (kept,) = log.records_after(1)
+        keep = kept.set_lent_data
         assert stream.write_now(*messages, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)

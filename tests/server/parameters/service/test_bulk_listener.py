@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from shoal_proto.bulk_opening import greet
+from shoal_proto.bulk_opening import present_key
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_server.core.processes import Holder
 from shoal_server.etcd.memory import MemoryStore
@@ -38,5 +38,5 @@ async def test_memory_that_cannot_be_allocated_is_not_reserved(
         offer = offers.make(Purpose.CALLS)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(f"\0{offer.local_name}")
-            assert await asyncio.to_thread(greet, client, offer.key, 4096) is None
+            assert await asyncio.to_thread(present_key, client, offer.key, 4096) is None
             assert memory.held_bytes == 0

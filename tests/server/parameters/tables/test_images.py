@@ -122,7 +122,7 @@ WORLDS = [(Table, kind) for kind in sorted(OPTIMIZERS)] + [(Dense, "sgd"), (Dens
 def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
     made = ShardBuilder(header or image.header)
     assert made.num_chunks == image.num_chunks
-    while not made.is_whole:
+    while not made.is_complete:
         made.add(image.chunk(made.next_chunk))
     return made.finish()
 
@@ -148,9 +148,9 @@ def test_a_shard_built_from_an_image_equals_the_shard_at_its_version(
             pending.append((image, ShardBuilder(header), None, wanted))
             for _ in range(int(run.random.integers(0, 4))):
                 run.push()
-        while not all(made.is_whole for _, made, _, _ in pending):
+        while not all(made.is_complete for _, made, _, _ in pending):
             for image, made, _, _ in pending:
-                if made.is_whole:
+                if made.is_complete:
                     continue
                 index = made.next_chunk
                 first = bytes(image.chunk(index))
@@ -253,7 +253,7 @@ def test_a_builder_accepts_only_the_next_chunk() -> None:
             made.add(bytes(image.chunk(0)) + b"x")
         with pytest.raises(InternalError, match="not whole"):
             made.finish()
-        while not made.is_whole:
+        while not made.is_complete:
             made.add(image.chunk(made.next_chunk))
         with pytest.raises(MalformedMessage, match="not the next chunk"):
             made.add(b"x")

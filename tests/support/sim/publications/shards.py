@@ -123,7 +123,7 @@ class SimShardHost:
         for shard_id, epoch in led.items():
             if self._known.get(shard_id) != epoch:
                 applied = self.led[shard_id].applied
-                self._barrier.learn({StepId(s, n): ALL for s, n in applied.items()})
+                self._barrier.add_steps({StepId(s, n): ALL for s, n in applied.items()})
         self._known = led
         begun = self._barrier.close(request.cut_id)
         self._set_limit(request.cut_id, request.limit_s)
@@ -136,7 +136,7 @@ class SimShardHost:
         try:
             await self._drained(request.wait_s)
             self._barrier.check(request.cut_id, BarrierPhase.DRAINING)
-            torn = self._barrier.torn(self._lacking)
+            torn = self._barrier.incomplete_steps(self._lacking)
             if torn and not request.take_torn:
                 raise SnapshotFailed(f"{torn} did not end in time")
             if {each.shard_id: each.epoch for each in self.led.values()} != self._known:

@@ -13,8 +13,8 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.core.shards.losses import after_failed_restore
+from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.rebalance import Servers, rebalance
-from shoal_server.core.shards.sightings import Sightings
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 
@@ -33,7 +33,7 @@ class SimCoordinator:
         self._setting = setting
         self._copies = copies
         self._client = StoreClient(setting.store, self.process)
-        self._sightings = Sightings(setting.limits.dead_after_s, setting.limits.longest_gap_s)
+        self._sightings = ObservedServers(setting.limits.dead_after_s, setting.limits.longest_gap_s)
         self._run = ""
         self._loads = AbandonedLoads()
         self._restoring = ""
@@ -152,17 +152,17 @@ class SimCoordinator:
         if run != self._run:
             limits = self._setting.limits
             self._run = run
-            self._sightings = Sightings(limits.dead_after_s, limits.longest_gap_s)
+            self._sightings = ObservedServers(limits.dead_after_s, limits.longest_gap_s)
             self._loads = AbandonedLoads()
         before = JobAssignments(
             job="j", copies=self._copies, shards=tuple(stored[key].assignment for key in ordered)
         )
         judged = self._sightings.judged(before, seen, asked_s=asked_s, now_s=self.process.now_s)
-        known = self._loads.given_up(
+        known = self._loads.mark_lost(
             before, is_restoring=self._restoring == run, now_s=self.process.now_s
         )
         after = rebalance(before, judged, {}) if known == before else known
-        self._sightings.wrote(after, after)
+        self._sightings.note_written(after, after)
         waits = 1
 
         def ended() -> None:

@@ -12,7 +12,7 @@ from support.sim.replication.setting import Setting
 from support.sim.replication.shard import Copy, Disk, SimRecord, Update
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.backing.disowning import Disowning
+from shoal_server.core.replication.backing.disk_removal import DiskRemoval
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.events import AckLevel
@@ -51,7 +51,7 @@ class SimServer:
         self.ended = ended
         self.is_ending = False
         """True once the process has announced its end; it then acknowledges nothing."""
-        self._disowning = Disowning(me, setting.limits)
+        self._disowning = DiskRemoval(me, setting.limits)
         self._records = self.registration.records
         self._revised: dict[Key, ShardAssignment] = {}
         self._wakes_at_s = float("inf")
@@ -286,7 +286,7 @@ class SimServer:
             known = ended | self.ended
             self.tell(ev.ServersListed(present, asked_s, known))
             missing = {key: self._records[key] for key in self._missing()}
-            self._disowning.seen(
+            self._disowning.note_servers(
                 missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s
             )
             for key, record in missing.items():

@@ -14,7 +14,7 @@ from support.sim.virtual_time import FOREVER_S, Clock
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, emptied
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, mark_empty
 
 JOB = "j"
 
@@ -285,7 +285,7 @@ class ReplicationWorld:
             if record.content is ShardContent.LOST:
                 self.setting.note("operator", f"gives up {key}")
                 self.ledger.given_up(key)
-                self.store.place(key, emptied(record, record.primary))
+                self.store.place(key, mark_empty(record, record.primary))
 
     def run(self, for_s: float, until: Callable[[], bool] | None = None) -> bool:
         end_s = self.clock.now_s + for_s

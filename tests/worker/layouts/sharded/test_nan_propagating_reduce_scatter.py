@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan, spread_nan
-from shoal.model.losses import UnseenLosses
+from shoal.model.losses import PendingLosses
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
@@ -22,7 +22,7 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 def test_one_non_finite_gradient_makes_all_nan(value: float, dtype: torch.dtype) -> None:
     gradients = torch.ones(7, dtype=dtype)
     gradients[3] = value
-    assert propagate_nan(gradients, UnseenLosses())
+    assert propagate_nan(gradients, PendingLosses())
     assert bool(gradients.isnan().all())
 
 
@@ -35,13 +35,13 @@ def test_spread_nan_makes_gradients_nan_only_if_one_is_not_finite(
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)
     gradients[3] = value
     before = gradients.clone()
-    spread_nan(gradients, UnseenLosses())
+    spread_nan(gradients, PendingLosses())
     assert torch.equal(gradients, before) if value == 1.0 else bool(gradients.isnan().all())
-    spread_nan(torch.empty(0, dtype=dtype), UnseenLosses())
+    spread_nan(torch.empty(0, dtype=dtype), PendingLosses())
 
 
 def test_a_loss_that_is_not_finite_makes_all_nan() -> None:
-    losses = UnseenLosses()
+    losses = PendingLosses()
     losses.note(torch.tensor(2.0))
     gradients = torch.ones(7, dtype=torch.bfloat16)
     spread_nan(gradients, losses)
@@ -58,17 +58,17 @@ def test_propagate_nan_does_not_wait_for_a_gpu(dtype: torch.dtype) -> None:
     """The rank does not learn at once whose gradient was at fault, since that needs a wait."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
-    assert not propagate_nan(gradients, UnseenLosses())
+    assert not propagate_nan(gradients, PendingLosses())
     assert torch.equal(gradients, before)
     gradients[3] = torch.inf
-    assert not propagate_nan(gradients, UnseenLosses())
+    assert not propagate_nan(gradients, PendingLosses())
     assert bool(gradients.isnan().all())
 
 
 def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
     gradients = torch.full((3,), torch.finfo(torch.float32).max)
     before = gradients.clone()
-    assert not propagate_nan(gradients, UnseenLosses())
+    assert not propagate_nan(gradients, PendingLosses())
     assert torch.equal(gradients, before)
 
 

@@ -249,7 +249,7 @@ def travelling(done: Training) -> set[str]:
     layout = LaidOutTraining(done, split, this_world()).layout
     names = [f"model.{name}" for name in layout.held]
     names += [f"optim.{name}/exp_avg" for name in layout.parameters]
-    return {name for name in names if layout.travels(name)}
+    return {name for name in names if layout.is_lost_with_rank(name)}
 
 
 def test_only_split_parameters_are_lost_with_a_rank():

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from shoal.state.plain_values import put_together, take_apart
+from shoal.state.plain_values import join_state, split_state
 from shoal.state.registered import objects
 from shoal.state.registered.comparison import difference
 from shoal.state.registered.objects import CapturedState, RegisteredState
@@ -145,8 +145,8 @@ STATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_values_of_a_state_dict_are_transferred_unchanged(name: str) -> None:
-    values, tensors = take_apart(STATES[name], name)
-    assert put_together(json.loads(json.dumps(values)), tensors) == STATES[name]
+    values, tensors = split_state(STATES[name], name)
+    assert join_state(json.loads(json.dumps(values)), tensors) == STATES[name]
 
 
 def test_tensors_and_arrays_come_back_with_shape_and_dtype() -> None:
@@ -155,9 +155,9 @@ def test_tensors_and_arrays_come_back_with_shape_and_dtype() -> None:
         "array": np.arange(4, dtype=np.uint32).reshape(2, 2),
         "scalar": np.float32(0.5),
     }
-    values, tensors = take_apart(state, "mixed")
+    values, tensors = split_state(state, "mixed")
     assert sorted(tensors) == ["tensors.0", "tensors.1.half"]
-    got = put_together(json.loads(json.dumps(values)), tensors)
+    got = join_state(json.loads(json.dumps(values)), tensors)
     assert torch.equal(got["tensors"][0], state["tensors"][0])
     assert got["tensors"][1]["half"].dtype == torch.float16
     assert got["array"].dtype == np.uint32
@@ -251,7 +251,7 @@ def test_an_object_that_does_not_take_another_members_state_is_named() -> None:
 )
 def test_malformed_values_are_refused(values: Any) -> None:
     with pytest.raises(MalformedMessage):
-        put_together(values, {})
+        join_state(values, {})
 
 
 def test_a_plateau_that_saw_other_losses_differs_by_its_name_and_place() -> None:

@@ -18,7 +18,7 @@ A_WINDOW = 30
 def warnings_of(losses: Sequence[float]) -> list[bool]:
     """Return True for each window whose loss gave a warning."""
     watch = LossWatch()
-    return [watch.see(loss, 1 + i * A_WINDOW) is not None for i, loss in enumerate(losses)]
+    return [watch.judge_loss(loss, 1 + i * A_WINDOW) is not None for i, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_a_loss_that_blew_up_at_once_is_warned_of() -> None:
     """Far too high rates ruin the first ten steps already: later losses are lower than these, but
     no lower than the very first one. A noisy first window is not mistaken for that."""
     ruined, noisy = LossWatch(), LossWatch()
-    assert ruined.see(5000.0, 1, first_loss=2.3) is None
-    assert noisy.see(2.3, 1, first_loss=0.9) is None
-    warnings = [ruined.see(2.3, 1 + i * 100) for i in range(1, 6)]
+    assert ruined.judge_loss(5000.0, 1, first_loss=2.3) is None
+    assert noisy.judge_loss(2.3, 1, first_loss=0.9) is None
+    warnings = [ruined.judge_loss(2.3, 1 + i * 100) for i in range(1, 6)]
     assert "2.3 at first" in str(warnings[-1])
-    assert [noisy.see(1.5, 1 + i * 100) for i in range(1, 6)] == [None] * 5
+    assert [noisy.judge_loss(1.5, 1 + i * 100) for i in range(1, 6)] == [None] * 5
 
 
 def test_the_warning_has_both_losses_and_the_number_of_updates() -> None:
     """The warning has the first loss, the recent one, and the number of updates."""
     watch = LossWatch()
-    warnings = [watch.see(2.3, 1 + i * 100) for i in range(6)]
+    warnings = [watch.judge_loss(2.3, 1 + i * 100) for i in range(6)]
     assert str(warnings[-1]) == "the loss has not fallen: 2.3 at first, 2.3 after 500 updates"
 
 
@@ -81,8 +81,8 @@ def test_the_warning_ends_once_the_loss_falls() -> None:
 def test_a_loss_that_is_not_finite_is_warned_of_at_once(bad: float) -> None:
     """The number of updates does not matter."""
     watch = LossWatch()
-    assert watch.see(2.3, 1) is None
-    warning = watch.see(bad, 4)
+    assert watch.judge_loss(2.3, 1) is None
+    warning = watch.judge_loss(bad, 4)
     assert warning is not None
     assert warning.event == "loss_not_finite"
     assert str(warning).startswith("the loss is not finite: 2.3 at first")
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_is_warned_of_at_once(bad: float) -> None:
 
 def test_a_loss_that_rises_has_a_warning_of_its_own() -> None:
     watch = LossWatch()
-    warning = [watch.see(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
+    warning = [watch.judge_loss(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
     assert warning is not None
     assert warning.event == "loss_rising"
     assert "has risen: 2.3 at first, 3.1 after" in str(warning)
@@ -101,7 +101,7 @@ def monitored(losses: Sequence[float]) -> LossMonitor:
     monitor = LossMonitor("staleness='damp'")
     for i, loss in enumerate(losses):
         monitor.add(torch.tensor(loss))
-        monitor.look(1 + i * 100)
+        monitor.judge_window(1 + i * 100)
     return monitor
 
 

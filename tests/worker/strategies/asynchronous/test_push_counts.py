@@ -9,11 +9,11 @@ def test_shards_that_went_back_are_logged_once() -> None:
     """The line names all shards and how far they went back; training continues from there."""
     watch = RollbackWatch()
     with capture_logs() as logs:
-        watch.see({0: 5, 1: 7})
-        watch.see({0: 6, 1: 7, 2: 1})
+        watch.compare_versions({0: 5, 1: 7})
+        watch.compare_versions({0: 6, 1: 7, 2: 1})
         assert not logs
-        watch.see({0: 2, 1: 3, 2: 1})
-        watch.see({0: 3, 1: 3, 2: 2})
+        watch.compare_versions({0: 2, 1: 3, 2: 1})
+        watch.compare_versions({0: 3, 1: 3, 2: 2})
     (line,) = logs
     assert line["event"] == "values_rolled_back"
     assert line["reason"] == "shard 0 from 6 to 2, shard 1 from 7 to 3"

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.strategies.asynchronous.sample_reserve import AHEAD_S, Pace, SampleReserve
-from shoal_client.progress.ranges import SampleRange, joined, without
+from shoal_client.progress.ranges import SampleRange, joined, subtract_ranges
 
 STEP, NUM_SAMPLES = 10, 10**9
 
@@ -11,7 +11,7 @@ STEP, NUM_SAMPLES = 10, 10**9
 def paced(samples_per_s: float, *, share: int = NUM_SAMPLES) -> SampleReserve:
     """Return the reserve of a member with this pace."""
     reserve = SampleReserve(STEP, NUM_SAMPLES)
-    reserve.pace.trained(int(10 * samples_per_s), 10.0)
+    reserve.pace.record_trained(int(10 * samples_per_s), 10.0)
     reserve.beyond_share(share, 0)
     return reserve
 
@@ -69,9 +69,9 @@ def test_lost_samples_are_not_begun() -> None:
 def test_the_pace_follows_the_newest_half_minute() -> None:
     pace = Pace()
     assert pace.samples_per_s == 0.0
-    pace.trained(1000, 1.0)
+    pace.record_trained(1000, 1.0)
     for _ in range(100):
-        pace.trained(10, 1.0)
+        pace.record_trained(10, 1.0)
     assert pace.samples_per_s == pytest.approx(10.0, rel=0.2)
 
 
@@ -79,7 +79,7 @@ def test_ranges_are_joined_and_taken_apart() -> None:
     """The samples are the same either way."""
     parts = [SampleRange(0, 4, 8), SampleRange(1, 0, 4), SampleRange(0, 0, 4)]
     assert joined(parts) == [SampleRange(0, 0, 8), SampleRange(1, 0, 4)]
-    assert without(joined(parts), [SampleRange(0, 2, 6), SampleRange(1, 3, 9)]) == [
+    assert subtract_ranges(joined(parts), [SampleRange(0, 2, 6), SampleRange(1, 3, 9)]) == [
         SampleRange(0, 0, 2),
         SampleRange(0, 6, 8),
         SampleRange(1, 0, 3),

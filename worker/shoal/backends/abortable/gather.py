@@ -56,16 +56,16 @@ def _gather(message: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list
     return [each.numpy().tobytes() for each in received]
 
 
-def meet_after_collective(group: dist.ProcessGroup) -> None:
+def barrier_after_collective(group: dist.ProcessGroup) -> None:
     """Return once every rank has the result of the group's last collective."""
 
     def meet() -> None:
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
-    meet_before_leaving(meet, RuntimeError)
+    final_barrier(meet, RuntimeError)
 
 
-def meet_before_leaving(meet: Callable[[], object], if_cut: type[Exception]) -> None:
+def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
     """Make one more barrier, so that every rank has the result of the last collective.
 
     Call it before all ranks raise the same error. A rank that raises leaves, which cuts the group:
@@ -76,4 +76,4 @@ def meet_before_leaving(meet: Callable[[], object], if_cut: type[Exception]) -> 
         meet()
     except if_cut as error:
         # A rank leaves only after this barrier, so all ranks have the result.
-        log.info("last_meeting_ended_by_a_leaver", reason=str(error)[:200])
+        log.info("final_barrier_cut", reason=str(error)[:200])

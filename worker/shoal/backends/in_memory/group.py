@@ -99,7 +99,7 @@ class InMemoryGroup(CollectiveGroup):
 
         return self._post("all_to_all", outputs, (outputs, inputs), complete)
 
-    def meet(self) -> dist.Work:
+    def start_barrier(self) -> dist.Work:
         return self._post("barrier", [], None, lambda given: None)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
@@ -150,14 +150,14 @@ class _Receive(Pending):
         self._number: int | None = None
         self._received = False
         if self._source is not None:
-            self._number = meeting.expect(self._source, self._to, self._tag)
+            self._number = meeting.next_receive(self._source, self._to, self._tag)
 
     def finish(self, timeout_s: float) -> None:
         if self._received:
             return
         if self._source is None:
             self._source = self._meeting.any_source(self._to, self._tag, timeout_s)
-            self._number = self._meeting.expect(self._source, self._to, self._tag)
+            self._number = self._meeting.next_receive(self._source, self._to, self._tag)
         assert self._number is not None
         message_key = (self._source, self._to, self._tag, self._number)
         self._meeting.receive(message_key, self._tensors[0], timeout_s)

@@ -78,11 +78,13 @@ class Hub:
                 if self.failure:
                     raise dist.DistBackendError(f"{what} failed: {self.failure}")
                 if ended_ranks := self.ended.intersection(needed()):
-                    self.fail(f"{what} cannot be completed: {named(ended_ranks)} ended without it")
+                    self.fail(
+                        f"{what} cannot be completed: {rank_text(ended_ranks)} ended without it"
+                    )
                 elif (left_s := deadline_s - time.monotonic()) <= 0:
                     self.fail(
                         f"{what} was not completed within {timeout_s:g} s: "
-                        f"{named(needed()) or 'the job'} did not take part"
+                        f"{rank_text(needed()) or 'the job'} did not take part"
                     )
                 else:
                     self.changed.wait(left_s)
@@ -181,7 +183,7 @@ class Meeting:
             self._undelivered[source, to] += 1
             self.hub.changed.notify_all()
 
-    def expect(self, source: int, to: int, tag: int) -> int:
+    def next_receive(self, source: int, to: int, tag: int) -> int:
         """Return the number of the next message on this route: receives complete in the order in
         which they were posted."""
         with self.hub.changed:
@@ -231,7 +233,7 @@ class Meeting:
         return source
 
 
-def named(ranks: Collection[int]) -> str:
+def rank_text(ranks: Collection[int]) -> str:
     """Text such as "rank 1" or "ranks 1, 3"."""
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.backends.in_memory.group import open_world
-from shoal.backends.in_memory.meeting import Hub, named
+from shoal.backends.in_memory.meeting import Hub, rank_text
 from shoal.backends.in_memory.worlds import unbind
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
@@ -83,7 +83,7 @@ class _Run:
             if not hub.changed.wait_for(lambda: self._num_running() == 0, self._timeout_s):
                 running = [r for r in range(hub.world_size) if r not in hub.ended]
                 raise DeadlineExceeded(
-                    f"{named(running)} did not end within {self._timeout_s:g} s of a failure",
+                    f"{rank_text(running)} did not end within {self._timeout_s:g} s of a failure",
                     seen=hub.failure,
                     fix="In the body, wait for other ranks only.",
                 ) from (self._errors[0][1] if self._errors else None)

@@ -23,7 +23,7 @@ from shoal.backends.mpi.buffers import (
     split_all,
     vector,
 )
-from shoal.backends.mpi.world import Flight, MpiWorld
+from shoal.backends.mpi.world import MpiWorld, Requests
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.pending import Pending
 from shoal.torch_private.c10d import HashStore
@@ -138,7 +138,7 @@ class MpiGroup(CollectiveGroup):
         request = self._comm.Ialltoallv(vector(sent, inputs), vector(received, outputs))
         return self._start("all_to_all", outputs, [request], lambda: split(received, outputs), sent)
 
-    def meet(self) -> dist.Work:
+    def start_barrier(self) -> dist.Work:
         return self._start("barrier", [], [self._comm.Ibarrier()], lambda: None)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
@@ -172,7 +172,7 @@ class _Requested(Pending):
         group: MpiGroup,
         what: str,
         tensors: Sequence[Tensor],
-        flight: Flight,
+        flight: Requests,
         deliver: Callable[[], None],
     ) -> None:
         super().__init__(tensors, group.timeout_s)
@@ -188,13 +188,13 @@ class _Requested(Pending):
             self._finished = True
 
     def is_completed(self) -> bool:
-        return self._flight.landed()
+        return self._flight.is_complete()
 
 
 class _Received(_Requested):
     """Receive of a message. Checks its length, as MPI would accept a shorter message."""
 
-    def __init__(self, group: MpiGroup, flight: Flight, received: Tensor, tensor: Tensor) -> None:
+    def __init__(self, group: MpiGroup, flight: Requests, received: Tensor, tensor: Tensor) -> None:
         super().__init__(group, "recv", [tensor], flight, self._deliver_checked)
         self._received, self._tensor = received, tensor
 

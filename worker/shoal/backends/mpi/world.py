@@ -26,7 +26,7 @@ _SPINS = 200
 _PAUSE_MAX_S = 0.001
 
 
-class Flight:
+class Requests:
     """Requests in progress, and the memory that MPI reads or writes until they are complete."""
 
     def __init__(self, requests: list[MPI.Request], memory: Any) -> None:
@@ -37,7 +37,7 @@ class Flight:
         self._lock = threading.Lock()
         self._landed = False
 
-    def landed(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all requests are complete, with or without an error. Any thread."""
         with self._lock:
             if not self._landed:
@@ -60,18 +60,18 @@ class MpiWorld:
         self._control = MPI.COMM_WORLD.Dup()
         self._setup = MPI.COMM_WORLD.Dup()
         self._gone: set[int] = set()
-        self._flights: list[Flight] = []
+        self._flights: list[Requests] = []
         self._lock = threading.Lock()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught
         atexit.register(self._leave)
 
-    def wait(self, flight: Flight, what: str, timeout_s: float) -> None:
+    def wait(self, flight: Requests, what: str, timeout_s: float) -> None:
         """Wait until the requests are complete. Raises DistBackendError if the job fails meanwhile;
         fails it after `timeout_s`, or if a request fails."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
-        while not flight.landed():
+        while not flight.is_complete():
             self._receive_control()
             if self.failure:
                 raise dist.DistBackendError(f"{what} failed: {self.failure}")
@@ -87,12 +87,12 @@ class MpiWorld:
             self.fail(f"{what} failed on rank {self.rank}: {flight.error}")
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
-    def launch(self, requests: list[MPI.Request], memory: Any) -> Flight:
+    def launch(self, requests: list[MPI.Request], memory: Any) -> Requests:
         """Return a flight that keeps the memory until the requests are complete, even if no caller
         waits for them."""
-        flight = Flight(requests, memory)
+        flight = Requests(requests, memory)
         with self._lock:
-            self._flights = [each for each in self._flights if not each.landed()]
+            self._flights = [each for each in self._flights if not each.is_complete()]
             self._flights.append(flight)
         return flight
 

@@ -218,7 +218,7 @@ class GlooGroup:
                     with socket.create_connection(address, timeout=0.2) as call:
                         call.sendall(struct.pack("=q", rank))
                 except OSError as error:
-                    log.debug("listener_gone", address=address, reason=str(error))
+                    log.debug("listener_closed", address=address, reason=str(error))
                     break
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.communicators import connect
-from shoal.backends.abortable.gather import meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
 from shoal.backends.network.aborts import Aborts
@@ -179,7 +179,7 @@ class NcclGroup:
         self._connecting.wait(dist.all_gather(identities, identity, group=group, async_op=True))
         gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in identities]
         if len(set(gpus)) < len(gpus):
-            meet_after_collective(group)
+            barrier_after_collective(group)
         check_unshared(gpus)
 
     def _raise_if_cut(self) -> None:

@@ -76,7 +76,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         """Fill `outputs[rank]` with that rank's `inputs[own rank]`."""
 
     @abstractmethod
-    def meet(self) -> dist.Work: ...
+    def start_barrier(self) -> dist.Work: ...
 
     @abstractmethod
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
@@ -201,7 +201,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._count("barrier", [])
-        return self.meet()
+        return self.start_barrier()
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         self._count("send", tensors)

@@ -69,7 +69,7 @@ class SharedMemory:
         self._other_semaphores: tuple[Semaphore, ...] = ()
 
     @property
-    def num_met(self) -> int:
+    def num_barriers(self) -> int:
         """Number of meetings of this rank so far. Any thread."""
         return self._num_met
 
@@ -82,14 +82,14 @@ class SharedMemory:
         """Set the connections to peers. `on_left` is called after this rank's last write."""
         self._links, self._on_left = links, on_left
 
-    def meet(self, word: int = 0) -> Sequence[int]:
+    def gather_words(self, word: int = 0) -> Sequence[int]:
         """Wait for all ranks; return their words, by rank. `word`: an unsigned integer of 64 bits.
         Raises GenerationBroken if a rank is lost or late, or after `cut`."""
         self.arrive(word)
         return self.await_others()
 
     def arrive(self, word: int = 0) -> None:
-        """Begin a meeting, without waiting: the first part of `meet`."""
+        """Begin a meeting, without waiting: the first part of `gather_words`."""
         self._raise_if_over()
         self._words[self._num_met % 2][self.rank] = word
         if self._rounds:
@@ -119,13 +119,13 @@ class SharedMemory:
                 raise
         return list(words)
 
-    def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
+    def register_waiters(self, semaphores: Sequence[Semaphore]) -> None:
         """Register semaphores for `wait_for`, so that `cut` ends waits for them too."""
         with self._lock:
             self._other_semaphores = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
-        """Wait until another rank has posted the semaphore. Raises as `meet`."""
+        """Wait until another rank has posted the semaphore. Raises as `gather_words`."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
         # Counted, as meetings are, for the watch that checks if this rank advances.
         self._num_awaited += 1
@@ -147,7 +147,7 @@ class SharedMemory:
         if not self._has_processor_each:
             return semaphore.wait(deadline_s)
         self._processors.part()
-        if semaphore.comes_soon(deadline_s):
+        if semaphore.spin_wait(deadline_s):
             return True
         is_posted = semaphore.wait(deadline_s)
         self._processors.part()

@@ -37,10 +37,10 @@ class SharedMessages:
         self._memory: SharedMemory | None = None
         self._values = memoryview(b"").cast("q")
         self.beside = memoryview(b"")
-        """The caller's part of the memory, as asked for in `share`."""
+        """The caller's part of the memory, as asked for in `enable_shared_memory`."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
-        """True if `share` may be called and has not been; the same on all ranks."""
+        """True if `enable_shared_memory` may be called and has not been; the same on all ranks."""
         self.has_sent = False
         """True if words were sent and not received yet."""
 
@@ -54,7 +54,7 @@ class SharedMessages:
         """The memory that carries the words, or None."""
         return self._memory
 
-    def share(self, beside_bytes: int = 0) -> None:
+    def enable_shared_memory(self, beside_bytes: int = 0) -> None:
         """Send words through shared memory from now on, if all ranks can share memory. Collective;
         raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
@@ -135,12 +135,12 @@ class SharedMessages:
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
         """Index of the first word of this rank in the next exchange."""
-        return (memory.num_met % _NUM_SETS * self._world_size + rank) * self._num_words
+        return (memory.num_barriers % _NUM_SETS * self._world_size + rank) * self._num_words
 
 
 def _sign_of(memory: SharedMemory) -> int:
     """Return the sign of the next exchange, see `SharedMemory.await_others`."""
-    return memory.num_met + 1
+    return memory.num_barriers + 1
 
 
 def bits_of(number: float) -> int:

@@ -116,10 +116,10 @@ def _gather(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
 
 def _region_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
     """Return the old region, which all ranks have, if it can be reused; else a new region."""
-    if old is not None and old.suits(num_bytes) and old.is_deserted():
-        old.enter()
+    if old is not None and old.fits(num_bytes) and old.has_no_other_writer():
+        old.acquire()
         return old
-    return MemoryRegion.made(num_bytes)
+    return MemoryRegion.create(num_bytes)
 
 
 class _Refused(Exception):
@@ -275,7 +275,7 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
             num_bytes, region_id = _REGION.unpack(data)
             head = mmap.mmap(descriptors[0], 0)
             if old is not None and old.region_id == region_id:
-                old.enter()
+                old.acquire()
                 region = old
             else:
                 region = MemoryRegion(descriptors[1], region_id, num_bytes)

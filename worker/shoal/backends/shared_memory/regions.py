@@ -36,10 +36,10 @@ class MemoryRegion:
         # mmap keeps a duplicate of its descriptor. A duplicate of the received descriptor would
         # keep the sender's lock after the sender has ended.
         self.mapped = mmap.mmap(self._descriptor, num_bytes)
-        self.enter()
+        self.acquire()
 
     @classmethod
-    def made(cls, num_bytes: int) -> "MemoryRegion":
+    def create(cls, num_bytes: int) -> "MemoryRegion":
         """Make a new region. Raises OSError if the system has no memory for it."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
@@ -57,11 +57,11 @@ class MemoryRegion:
     def num_bytes(self) -> int:
         return len(self.mapped)
 
-    def suits(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int) -> bool:
         """True if the region has at least `num_bytes` and is not much too large."""
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         """Take the lock: this process may write from now on."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
@@ -69,7 +69,7 @@ class MemoryRegion:
         """Release the lock: this process does not write until it enters again."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
-    def is_deserted(self) -> bool:
+    def has_no_other_writer(self) -> bool:
         """True if no other process may write."""
         kind: int = _FLOCK.unpack(self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK))[0]
         return kind == fcntl.F_UNLCK

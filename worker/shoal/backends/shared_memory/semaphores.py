@@ -60,7 +60,7 @@ class Semaphore:
                 raise OSError(number, os.strerror(number))
         return True
 
-    def comes_soon(self, deadline_s: float) -> bool:
+    def spin_wait(self, deadline_s: float) -> bool:
         """Poll for a moment, without sleeping; return True if the semaphore was posted. Called
         before `wait` if there is a processor for each rank."""
         soon_s = min(time.monotonic() + _POLL_S, deadline_s)

@@ -60,7 +60,7 @@ class HybridLayout(Layout):
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
         self._inner: _OneStage | PipelineLayout
-        world.exchanges.among(dist.get_process_group_ranks(self._groups["tensor"]))
+        world.exchanges.set_peers(dist.get_process_group_ranks(self._groups["tensor"]))
         self._ranks = TensorGroup(self._groups["tensor"], world.device, world.exchanges)
         split = _splitter(mesh["tensor"], plan.tensor, self._ranks)
         if plan.cut is None:
@@ -100,7 +100,7 @@ class HybridLayout(Layout):
         is_first = is_cut or not self._at["tensor"]
         return dist.get_process_group_ranks(self._groups["data"]) if is_first else ()
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         return self.data_count == 1
 
     def watch(self, ours: Callable[[], bool]) -> None:
@@ -153,7 +153,7 @@ class HybridLayout(Layout):
 
     @property
     def num_moved(self) -> int:
-        return self._inner.num_moved + self._ranks.num_met
+        return self._inner.num_moved + self._ranks.num_barriers
 
     def cut(self, reason: str) -> None:
         self._ranks.cut(reason)

@@ -67,7 +67,7 @@ class SplitShardedLayout(ShardedLayout):
 
     def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
         group, exchanges = self._groups["tensor"], self.world.exchanges
-        exchanges.among(dist.get_process_group_ranks(group))
+        exchanges.set_peers(dist.get_process_group_ranks(group))
         self._ranks = TensorGroup(group, self.world.device, exchanges)
         parallelise(model, self._tensor_mesh, self.plan, self._ranks)
         self._summed = summed_parameters(model, self.plan.sequence)
@@ -96,7 +96,7 @@ class SplitShardedLayout(ShardedLayout):
             return self._column == 0
         return super().counts(name)
 
-    def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
+    def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
         """Return the hosts if there are several, else the tensor groups: all ranks of a tensor
         group work on the same samples, and leave together if a gradient is not finite. So unsplit
         parameters are copied to another group too, although each rank of a group has them."""
@@ -133,7 +133,7 @@ class SplitShardedLayout(ShardedLayout):
         the first rank of each tensor group: see `align` in `hybrid/layout.py`.
         """
         super().reduce()
-        self.non_finite_check.found(
+        self.non_finite_check.set_non_finite(
             next((r.parameter for r in self._reductions.values() if r.own), "")
         )
         self._gradients.finish(self._complete)
@@ -153,7 +153,7 @@ class SplitShardedLayout(ShardedLayout):
 
     @property
     def num_moved(self) -> int:
-        return self._ranks.num_met
+        return self._ranks.num_barriers
 
     def cut(self, reason: str) -> None:
         self._ranks.cut(reason)

@@ -154,7 +154,7 @@ class PipelineLayout(Layout):
         """Switch to shared memory for losses and messages, if all ranks are on one machine.
         Collective."""
         num_bytes = lanes_bytes(self._sent_bytes(runner))
-        self._words.share(num_bytes)
+        self._words.enable_shared_memory(num_bytes)
         memory = self._words.memory
         if memory is not None and num_bytes:
             self._lanes = SharedLanes(memory, self._words.beside)

@@ -48,14 +48,14 @@ class Outline:
     def __init__(self, model: nn.Module, opened: Collection[str] = ()) -> None:
         self.opened = frozenset(opened)
         self.parameters = signature(model)
-        self._flows: dict[bool, Flow] = {}
+        self._flows: dict[bool, SegmentTrace] = {}
         self._functions: dict[tuple[bool, tuple[int, ...], int], Callable[..., Any]] = {}
         names: list[str] | None = None
         for training in (True, False):
             graph = trace(model, self.opened, training)
-            self._flows[training] = Flow(graph, model, names)
+            self._flows[training] = SegmentTrace(graph, model, names)
             names = self._flows[True].names
-        sizes = _num_bytes(model, self._flows[True].uses())
+        sizes = _num_bytes(model, self._flows[True].needed_names())
         self.segments = tuple(
             ModelSegment(name=name, num_bytes=size)
             for name, size in zip(names or (), sizes, strict=True)
@@ -85,7 +85,7 @@ class Outline:
         return self._functions[key]
 
 
-class Flow:
+class SegmentTrace:
     """Trace of a model, with the segment in which each node is computed."""
 
     def __init__(self, graph: fx.Graph, model: nn.Module, names: list[str] | None) -> None:
@@ -114,7 +114,7 @@ class Flow:
             if not repeatable:
                 self._segment[node] = current
 
-    def uses(self) -> list[set[str]]:
+    def needed_names(self) -> list[set[str]]:
         """Return the names of the modules and tensors that each segment needs."""
         used: list[set[str]] = [set() for _ in self.names]
         repeated: list[set[fx.Node]] = [set() for _ in self.names]
@@ -223,7 +223,7 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if the tensor of that name, or a module that contains it, is among `uses`."""
+    """True if the tensor of that name, or a module that contains it, is among `needed_names`."""
     return any(path in uses for path in paths_of(tensor))
 
 

@@ -54,9 +54,9 @@ class SharedLanes:
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
-        memory.wake_from(self._semaphores[2 * memory.rank : 2 * memory.rank + 2])
+        memory.register_waiters(self._semaphores[2 * memory.rank : 2 * memory.rank + 2])
         # No rank posts before all semaphores are initialised.
-        memory.meet()
+        memory.gather_words()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
         """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, NotedOrder, to_gather
+from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, RecordedOrder, to_gather
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 
@@ -19,7 +19,7 @@ class SharedMemoryAllGather(DefaultAllGather):
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
         """`number`: index of the group of parameters in the model."""
         self._slots, self._number = slots, number
-        self.order: LayerOrder | NotedOrder | None = None
+        self.order: LayerOrder | RecordedOrder | None = None
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:

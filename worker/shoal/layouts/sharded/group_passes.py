@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.fsdp import (
+    disable_backward_marks,
     gathering_hook,
     groups_of,
     is_in_backward,
-    leave_beginnings_unmarked,
     state_of,
 )
 from shoal.torch_private.tensors import pytree
@@ -29,7 +29,7 @@ class GroupPasses:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._state: Any = state_of(modules[0])
         self._group: Any = groups_of(self._state)[0]
-        leave_beginnings_unmarked(self._group)
+        disable_backward_marks(self._group)
         self.begin()
         for module in modules:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)

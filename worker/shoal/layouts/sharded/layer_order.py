@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
@@ -54,21 +54,21 @@ class LayerOrder:
         wait_abortable(work, self._group)
         operations = exchanged.tolist()
         if len(set(operations)) > 1:
-            meet_after_collective(self._group)
+            barrier_after_collective(self._group)
             ranks = dist.get_process_group_ranks(self._group)
             refusal = different_layers(ranks, operations, self._names)
             self._report_refusal(refusal)
             raise refusal
 
 
-class NotedOrder:
+class RecordedOrder:
     """Order check by records, for devices: a message before each collective would stall the
     device's stream. A rank that has waited for long compares the records.
     """
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
         """`names`: names of the parameter groups, by number."""
-        self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
+        self._sites = [exchanges.add_site(f"the layer of {name}", what="weights") for name in names]
 
     def check(self, exchange: int) -> None:
         """Record that the rank is about to run this operation."""

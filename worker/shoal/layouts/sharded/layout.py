@@ -28,11 +28,11 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
-from shoal.layouts.sharded.layer_order import LayerOrder, NotedOrder
+from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
-from shoal.model.losses import UnseenLosses
+from shoal.model.losses import PendingLosses
 from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import takes_batches, timeout_of
 from shoal.torch_private.dtensor import forget_groups
@@ -42,7 +42,7 @@ from shoal.torch_private.fsdp import (
     give_memory,
     has_run,
     has_unreduced_gradient,
-    is_as_gathered,
+    is_unmodified,
     parameters_of,
     reset_pass,
 )
@@ -114,7 +114,7 @@ class ShardedLayout(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
         """Reductions, by the first module of each group of modules."""
-        self._losses = UnseenLosses()
+        self._losses = PendingLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
         self._shard(model, options)
@@ -208,8 +208,8 @@ class ShardedLayout(Layout):
         would wait for each other, and again in each new generation."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
-            exchanges.among(range(self.world.world_size))
-        order = NotedOrder(exchanges, [each.parameter for each in self._reductions.values()])
+            exchanges.set_peers(range(self.world.world_size))
+        order = RecordedOrder(exchanges, [each.parameter for each in self._reductions.values()])
         for number, (head, reduction) in enumerate(self._reductions.items()):
             gathering = SharedMemoryAllGather(None, number)
             gathering.order = order
@@ -256,7 +256,7 @@ class ShardedLayout(Layout):
         num_rows = self.world.world_size // self._num_copies
         return range(self.world.rank % num_rows, self.world.world_size, num_rows)
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         """True for all but buffers, which are the same on all ranks; never if there are copies."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
         return self._num_copies == 1 and not is_buffer
@@ -340,7 +340,7 @@ class ShardedLayout(Layout):
         """Broadcast the first rank's buffers, such as running means: each rank has computed its own
         from its own samples."""
         self._settle()
-        self._buffers.share(self.world.group)
+        self._buffers.broadcast_buffers(self.world.group)
 
     def _settle(self) -> None:
         """Free parameters left gathered by a forward pass without backward, as in evaluation.
@@ -367,7 +367,7 @@ class ShardedLayout(Layout):
     def reduce(self) -> None:
         """Raise InvalidSpec if a pass has written to weights while they were gathered: it wrote to
         a copy that is freed after the pass."""
-        changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
+        changed = [part for part in self._fsdp_parameters if not is_unmodified(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             written = sorted(names[id(part.sharded_param)] for part in changed)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import LayerOrder, NotedOrder, to_sum
+from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, to_sum
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
-from shoal.model.losses import UnseenLosses
+from shoal.model.losses import PendingLosses
 from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
@@ -33,11 +33,11 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Slots in shared memory; None: the ranks share none."""
         self.number = 0
         """Index of the group of parameters in the model."""
-        self.orders: list[LayerOrder | NotedOrder] = []
+        self.orders: list[LayerOrder | RecordedOrder] = []
         """Order checks: among the ranks of the sum, and over Gloo among `copies`."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this rank; None if no other rank does."""
-        self.losses = UnseenLosses()
+        self.losses = PendingLosses()
         """Losses of this rank in the step; a loss that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
@@ -103,7 +103,7 @@ def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     rows.div_(copies.size())
 
 
-def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
+def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
     """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was. On a
     GPU returns False without waiting."""
     if not is_on_host(gradients):
@@ -115,7 +115,7 @@ def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
     return True
 
 
-def spread_nan(gradients: Tensor, losses: UnseenLosses) -> None:
+def spread_nan(gradients: Tensor, losses: PendingLosses) -> None:
     """Spread NaN on a device without waiting for it: the host does not learn if one was found."""
     largest = _largest(gradients)
     excess = largest - largest

@@ -2,9 +2,9 @@
 
 Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
 into memory that all can read: for an all-gather into its part of a common slot; for a sum into its
-own slot, and each rank adds up its part of all slots. A collective takes one barrier (`meet`), or
-none: weights that torch gathers ahead of their use, as in backward, are complete after the barrier
-of the sum in between.
+own slot, and each rank adds up its part of all slots. A collective takes one barrier (`barrier`),
+or none: weights that torch gathers ahead of their use, as in backward, are complete after the
+barrier of the sum in between.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
 the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import meet_before_leaving
+from shoal.backends.abortable.gather import final_barrier
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.regions import KeptRegions
@@ -106,14 +106,14 @@ class SharedSlots:
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return the work to wait for before other ranks' parts are read. None, on all ranks and
-        after a barrier that raises as `meet`, if `output` is not from `to_gather`. `number`: index
-        of the parameter group."""
+        after a barrier that raises as `barrier`, if `output` is not from `to_gather`. `number`:
+        index of the parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._note(to_gather(number), slot)
         if slot != _ELSEWHERE:
             return SlotGather(self)
-        self.meet()
+        self.barrier()
         return None
 
     def to_sum(self, num_bytes: int) -> Tensor | None:
@@ -126,7 +126,7 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large. Raises as `meet`. `number`:
+        order of ranks. False, on all ranks, if `whole` is too large. Raises as `barrier`. `number`:
         see `gather`."""
         self._note(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
@@ -134,7 +134,7 @@ class SharedSlots:
             return False
         if whole.data_ptr() != mine.data_ptr():
             mine.view(whole.dtype).copy_(whole.view(-1))
-        self.meet()
+        self.barrier()
         world_size, width = self._memory.world_size, whole.element_size()
         parts = self._summed.view(whole.dtype).as_strided(
             (world_size, own.numel()),
@@ -159,24 +159,24 @@ class SharedSlots:
         return (rank * NUM_SUMMED + self._num_sums % NUM_SUMMED) * self._summed_bytes
 
     @property
-    def num_met(self) -> int:
+    def num_barriers(self) -> int:
         """Number of barriers so far."""
-        return self._memory.num_met
+        return self._memory.num_barriers
 
     def finish(self) -> None:
-        """End forward passes that no backward follows. Raises as `meet` if another rank's forward
-        passes go on."""
+        """End forward passes that no backward follows. Raises as `barrier` if another rank's
+        forward passes go on."""
         self._note(PASSES_END, 0)
-        self.meet()
+        self.barrier()
 
     def _note(self, exchange: int, slot: int) -> None:
         self._last = exchange & ((1 << _LAST_BITS) - 1)
         self._digest = (self._digest * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _MASK
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
 
-        Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if their
+        Raises GenerationBroken as `SharedMemory.gather_words`; InvalidSpec, on all ranks, if their
         gathers and sums so far differ.
         """
         in_use = 0
@@ -184,9 +184,9 @@ class SharedSlots:
             if use is not None and use() is not None:
                 in_use |= 1 << number
         own = (self._digest << _LAST_BITS | self._last) << NUM_GATHERED
-        messages = self._memory.meet(own | in_use)
+        messages = self._memory.gather_words(own | in_use)
         if len({message >> NUM_GATHERED for message in messages}) > 1:
-            meet_before_leaving(self._memory.meet, GenerationBroken)
+            final_barrier(self._memory.gather_words, GenerationBroken)
             operations = [_exchange_number(message >> NUM_GATHERED) for message in messages]
             refusal = different_layers(self.ranks, operations, self.names)
             self.report_refusal(refusal)
@@ -207,10 +207,11 @@ class SlotGather(dist.Work):
     def __init__(self, slots: SharedSlots) -> None:
         super().__init__()
         self._slots = slots
-        self._began = slots.num_met
+        self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for a barrier, with the time limit of `SharedMemory.meet`; raises as `meet`."""
-        if self._slots.num_met == self._began:
-            self._slots.meet()
+        """Wait for a barrier, with the time limit of `SharedMemory.gather_words`; raises as
+        `barrier`."""
+        if self._slots.num_barriers == self._began:
+            self._slots.barrier()
         return True

@@ -26,7 +26,7 @@ from shoal.layouts.tensor.plan import (
 )
 from shoal.layouts.tensor.regions import regions
 from shoal.layouts.tensor.sequence_blocks import sequence_blocks
-from shoal.layouts.tensor.styles import CUT_DIMS, STYLES, odd
+from shoal.layouts.tensor.styles import CUT_DIMS, STYLES, reason_to_keep_whole
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
@@ -132,7 +132,7 @@ class _Derivation:
                 seen=repr(style),
                 expected=" or ".join(repr(known) for known in (*fitting, WHOLE)),
             )
-        reason = odd(module) or self._too_small(module, style)
+        reason = reason_to_keep_whole(module) or self._too_small(module, style)
         if reason:
             raise InvalidSpec(
                 f"module {name!r} cannot be split over {self._degree} ranks",
@@ -149,7 +149,7 @@ class _Derivation:
                 yield name, "as given"
             elif type(module) not in STYLES:
                 yield name, f"a {type(module).__name__} cannot be split"
-            elif reason := odd(module):
+            elif reason := reason_to_keep_whole(module):
                 yield name, reason
 
     def _tied(self) -> None:

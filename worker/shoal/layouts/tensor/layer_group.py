@@ -34,7 +34,8 @@ _SIZE_BITS = 40
 
 class TensorGroup:
     """A rank's tensor group. All ranks call the same methods in the same order, on one thread at a
-    time but for `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`.
+    time but for `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
+    `release`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TensorGroup:
 
     def of_layer(self, name: str) -> "LayerGroup":
         """Return the group for the collectives of one layer."""
-        return LayerGroup(ranks=self, site=self._exchanges.site(name))
+        return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
         """Begin a step. Collective in the second step, in which ranks of one machine open shared
@@ -78,10 +79,10 @@ class TensorGroup:
         self._slots = torch.frombuffer(memory.data, dtype=torch.uint8)
 
     @property
-    def num_met(self) -> int:
+    def num_barriers(self) -> int:
         """Number of barriers in memory so far. Thread-safe."""
         memory = self._memory
-        return memory.num_met if memory is not None else 0
+        return memory.num_barriers if memory is not None else 0
 
     def set_exchange(self, exchange: int) -> None:
         """Set the number of the next collective, as its `ExchangeSite` gave it."""
@@ -187,10 +188,11 @@ class TensorGroup:
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-        Raises GenerationBroken as `SharedMemory.meet`. If ranks meet for different layers, or with
-        values of different sizes, this is recorded, and refused when records are compared."""
+        Raises GenerationBroken as `SharedMemory.gather_words`. If ranks meet for different layers,
+        or with values of different sizes, this is recorded, and refused when records are
+        compared."""
         message = self._exchange_number << _SIZE_BITS | size
-        messages = memory.meet(message)
+        messages = memory.gather_words(message)
         if any(each != message for each in messages):
             same = all(each >> _SIZE_BITS == self._exchange_number for each in messages)
             self._exchanges.differ(size if same else None)

@@ -80,7 +80,7 @@ class _Split(ParallelStyle):
         self._ranks = ranks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for key, dim in take_part(module, self._entry, self._ranks).items():
+        for key, dim in make_partial(module, self._entry, self._ranks).items():
             self._cut(module, key, dim, device_mesh)
         return module
 
@@ -97,7 +97,7 @@ class _Split(ParallelStyle):
         parameter_table(owner)[key] = self._known[id(whole)]
 
 
-def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
+def make_partial(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
     """Make the module compute this rank's part; its parameters are still whole. Returns the
     dimension along which each parameter is to be cut, by name."""
     # KeyedDropout is a subclass of Dropout.
@@ -175,7 +175,7 @@ class TensorLayout(Layout):
         mesh = DeviceMesh.from_group(
             world.group, world.device.type, mesh_dim_names=(world.axis("tensor"),)
         )
-        world.exchanges.among(range(world.world_size))
+        world.exchanges.set_peers(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
         # Gradients of these parameters cover this rank's positions only: they have to be summed.
@@ -198,7 +198,7 @@ class TensorLayout(Layout):
     def counts(self, name: str) -> bool:
         return isinstance(self._parameters.get(name), DTensor) or self.world.rank == 0
 
-    def travels(self, name: str) -> bool:
+    def is_lost_with_rank(self, name: str) -> bool:
         if name.startswith(MODEL):
             return isinstance(self._parameters.get(name.removeprefix(MODEL)), DTensor)
         owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
@@ -235,7 +235,7 @@ class TensorLayout(Layout):
 
     @property
     def num_moved(self) -> int:
-        return self._ranks.num_met
+        return self._ranks.num_barriers
 
     def cut(self, reason: str) -> None:
         self._ranks.cut(reason)

@@ -22,7 +22,7 @@ CUT_DIMS: Mapping[tuple[type[nn.Module], str], Mapping[str, int]] = {
 }
 
 
-def odd(module: nn.Module) -> str:
+def reason_to_keep_whole(module: nn.Module) -> str:
     """Return the reason why a module of a class in STYLES must stay whole, or an empty string."""
     if has_hooks(module):
         return "it has hooks, which would see a part"

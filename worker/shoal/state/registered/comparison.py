@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import gather_if_different, meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather_if_different
 from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
@@ -38,7 +38,7 @@ def compare(
     for at_step, holders in sorted(by_step.items()):
         found = difference(holders)
         if found:
-            meet_after_collective(group)
+            barrier_after_collective(group)
             raise _differs(at_step, found)
 
 

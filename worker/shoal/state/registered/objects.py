@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.state.plain_values import put_together, take_apart
+from shoal.state.plain_values import join_state, split_state
 from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
 from shoal.torch_private.amp import scaler_state
@@ -220,7 +220,7 @@ class RegisteredState:
                 )
         if unregistered := sorted(captured.kinds.keys() - self._objects.keys()):
             log.warning(
-                "registered_state_left_behind",
+                "registered_state_dropped",
                 names=", ".join(unregistered),
                 seen="state in the checkpoint of objects that the script does not register",
             )
@@ -263,7 +263,7 @@ class RegisteredState:
     def _take(
         self, name: str, state: Any, values: dict[str, Json], tensors: dict[str, Tensor]
     ) -> None:
-        values[name], own = take_apart(state, name)
+        values[name], own = split_state(state, name)
         for path, tensor in own.items():
             if tensor.is_meta:
                 raise InvalidSpec(
@@ -290,13 +290,13 @@ class RegisteredState:
 
     def _load(self, captured: CapturedState) -> None:
         for name, each in self._objects.items():
-            now = take_apart(_state_of(name, each), name)[1]
+            now = split_state(_state_of(name, each), name)[1]
             given = {
                 path: tensor.to(now[path].device if path in now else "cpu", copy=True)
                 for path, tensor in _of(name, captured.tensors).items()
             }
             try:
-                each.load_state_dict(put_together(captured.values[name], given))
+                each.load_state_dict(join_state(captured.values[name], given))
             except (MemoryError, OSError) as error:
                 # The type is kept: after these errors a retry may succeed.
                 error.add_note(f"It was raised by load_state_dict of the registered {name!r}.")
@@ -308,7 +308,7 @@ class RegisteredState:
                     expected="load_state_dict(state) that takes the result of state_dict()",
                 ) from error
         if self._optimizer is not None and GROUPS in captured.values:
-            settings = put_together(captured.values[GROUPS], _of(GROUPS, captured.tensors))
+            settings = join_state(captured.values[GROUPS], _of(GROUPS, captured.tensors))
             _set_groups(self._optimizer, settings)
 
 
@@ -322,7 +322,7 @@ def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
         raise
 
 
-def into_shard(state_shard: StateShard, captured: CapturedState) -> StateShard:
+def with_registered(state_shard: StateShard, captured: CapturedState) -> StateShard:
     """Return the state shard with the registered state added."""
     if not captured.values:
         return state_shard
@@ -334,7 +334,7 @@ def into_shard(state_shard: StateShard, captured: CapturedState) -> StateShard:
 
 
 def of_shard(state_shard: StateShard) -> CapturedState:
-    """Return the registered state that `into_shard` added."""
+    """Return the registered state that `with_registered` added."""
     values: Any = state_shard.values.get("registered", {})
     shards = {
         name.removeprefix(REGISTERED): shard.tensor
@@ -346,7 +346,7 @@ def of_shard(state_shard: StateShard) -> CapturedState:
 
 
 def into_state(state: State, captured: CapturedState) -> State:
-    """Return the whole state with the registered state added, as `into_shard` for a shard."""
+    """Return the whole state with the registered state added, as `with_registered` for a shard."""
     if not captured.values:
         return state
     tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}

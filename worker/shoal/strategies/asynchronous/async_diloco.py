@@ -118,7 +118,7 @@ class AsyncDiLoCo(AsyncSGD):
     def _watch_loss(self) -> None:
         # Checked by steps, not updates: a round is one update, and a run may have a few dozen.
         if self._losses is not None and self._losses.is_due(self._step):
-            self._losses.look(self._step)
+            self._losses.judge_window(self._step)
 
     def _end_round(self) -> None:
         """Push the round's change, and continue from the servers' new values."""

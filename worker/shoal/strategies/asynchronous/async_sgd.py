@@ -41,7 +41,7 @@ from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import (
     FollowedSchedule,
-    in_words,
+    message_text,
     refuse_changes,
     to_spec,
 )
@@ -54,7 +54,7 @@ from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_p
 from shoal.strategies.leasing import LeasingStrategy
 from shoal.strategies.rollback.step_snapshot import StepSnapshot
 from shoal.torch_private.schedulers import mark_stepped
-from shoal.weights.pieces import HeldWeights, held_by_all
+from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
@@ -137,7 +137,7 @@ class PushOptions:
             )
 
 
-def level(acknowledge: str) -> Acknowledgement.ValueType:
+def acknowledgement_level(acknowledge: str) -> Acknowledgement.ValueType:
     """Return the level of this name. Raises InvalidSpec if there is none."""
     name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
     if acknowledge not in LEVELS:
@@ -251,7 +251,7 @@ class AsyncSGD(LeasingStrategy):
         self._options = PushOptions(
             policy=to_policy(staleness, reject_above, compensation, adaptive=adaptive),
             schedule=schedule,
-            acknowledgement=level(acknowledge),
+            acknowledgement=acknowledgement_level(acknowledge),
             compression=None if compression is None else find_compression(compression),
             lost_wait_s=lost_wait_s,
             must_fall=loss_must_fall,
@@ -286,8 +286,8 @@ class AsyncSGD(LeasingStrategy):
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
-            "staleness": in_words(policy),
-            "schedule": in_words(spec.schedule) or str(followed or "with each push"),
+            "staleness": message_text(policy),
+            "schedule": message_text(spec.schedule) or str(followed or "with each push"),
             **self._clock.fields(),
             **self._own_fields(),
         }
@@ -443,7 +443,7 @@ class AsyncSGD(LeasingStrategy):
 
     def _watch_loss(self) -> None:
         if self._losses is not None and self._losses.is_due(self._step):
-            self._losses.look(self._num_updates)
+            self._losses.judge_window(self._num_updates)
 
     @property
     def _num_updates(self) -> int:
@@ -481,7 +481,7 @@ class AsyncSGD(LeasingStrategy):
             )
         if self._shared.compressor is not None:
             self._shared.compressor.refused(result.stale)
-        self._counts.rollbacks.see(self._connected().versions)
+        self._counts.rollbacks.compare_versions(self._connected().versions)
         if self._clock.wants_values:
             self._shared.values.adopt()
         return result
@@ -510,7 +510,7 @@ class AsyncSGD(LeasingStrategy):
         """Get the present values."""
         with waiting:
             self._connected().pull(self._shared.values.writable(), wait_s=0.0)
-        self._counts.rollbacks.see(self._connected().versions)
+        self._counts.rollbacks.compare_versions(self._connected().versions)
         self._shared.values.adopt()
 
     @property
@@ -530,7 +530,7 @@ class AsyncSGD(LeasingStrategy):
     def weights(self) -> HeldWeights:
         """Return the present values, whole, as one member publishes for all."""
         model = self._shared.model
-        return held_by_all(
+        return replicated_weights(
             dict(model.named_parameters()),
             persistent_buffers(model),
             step=self._step,
@@ -543,7 +543,7 @@ class AsyncSGD(LeasingStrategy):
         if not self.pushes_rows:
             return super().own_weights()
         model = self._shared.model
-        return held_by_all(
+        return replicated_weights(
             self._shared.untrained,
             persistent_buffers(model),
             step=self._step,

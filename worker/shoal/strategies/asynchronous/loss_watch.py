@@ -78,7 +78,7 @@ class LossWatch:
         self._began = 0
         self._recent: list[float] = []
 
-    def see(
+    def judge_loss(
         self, mean_loss: float, num_updates: int, first_loss: float = math.inf
     ) -> Stagnation | None:
         """Judge the mean loss of a window that ended at `num_updates` of the job. `first_loss`: the
@@ -128,18 +128,18 @@ class LossMonitor:
         return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss. Only `look` reads it, as reading waits for the GPU."""
+        """Add a loss. Only `judge_window` reads it, as reading waits for the GPU."""
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:
         """True if a window of steps is full."""
         return bool(self._losses) and not step % WINDOW_STEPS
 
-    def look(self, num_updates: int) -> None:
+    def judge_window(self, num_updates: int) -> None:
         """Judge a full window; log when a problem begins, changes or ends."""
         mean, first = torch.stack(self._losses).mean().item(), self._losses[0].item()
         self._losses.clear()
-        self._last = self._watch.see(mean, num_updates, first)
+        self._last = self._watch.judge_loss(mean, num_updates, first)
         before = self._logged.event if self._logged is not None else ""
         if self._last is None:
             if before:

@@ -241,7 +241,7 @@ _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
 }
 
 
-def in_words(message: Message) -> str:
+def message_text(message: Message) -> str:
     """Text of a message in one line, for error messages about a conflict."""
     return " ".join(str(message).split())
 

@@ -18,7 +18,7 @@ class RollbackWatch:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
-    def see(self, versions: Mapping[int, int]) -> None:
+    def compare_versions(self, versions: Mapping[int, int]) -> None:
         """Compare each shard's version with the last one seen; log one line for all rollbacks."""
         seen, self._seen = self._seen, dict(versions)
         back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}

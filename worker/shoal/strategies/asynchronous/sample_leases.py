@@ -64,7 +64,7 @@ class Leases:
             if span is not None:
                 with self._changed:
                     took_s = time.monotonic() - given_s
-                    self._reserve.pace.trained(span.stop - span.start, took_s)
+                    self._reserve.pace.record_trained(span.stop - span.start, took_s)
 
     def _next(self) -> SampleRange | None:
         with self._changed:

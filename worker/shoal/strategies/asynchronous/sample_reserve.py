@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from math import exp
 
-from shoal_client.progress.ranges import SampleRange, joined, size_of, without
+from shoal_client.progress.ranges import SampleRange, joined, size_of, subtract_ranges
 
 AHEAD_S = 900.0
 """Time for which members can train while no coordinator, or no etcd, answers."""
@@ -30,7 +30,7 @@ class Pace:
         self._num_samples = 0.0
         self._busy_s = 0.0
 
-    def trained(self, num_samples: int, took_s: float) -> None:
+    def record_trained(self, num_samples: int, took_s: float) -> None:
         kept = exp(-took_s / PACE_WINDOW_S)
         self._num_samples = self._num_samples * kept + num_samples
         self._busy_s = self._busy_s * kept + took_s
@@ -103,7 +103,7 @@ class SampleReserve:
 
     def lost(self, ranges: Iterable[SampleRange]) -> None:
         """Remove ranges that this member no longer holds."""
-        self._ready = deque(without(self._ready, ranges))
+        self._ready = deque(subtract_ranges(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
         """Remove and return the newest samples, as far as they are to be given back. `share`: the

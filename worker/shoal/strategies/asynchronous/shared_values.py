@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.tied_tensors import refuse_hidden_ties
-from shoal.state.host_copies import CopyUnderWay, copy_to_host, side_by_side, work_so_far
+from shoal.state.host_copies import CopyUnderWay, copy_to_host, queued_work, side_by_side
 from shoal_client.shards.blocks import Buffers
 from shoal_proto.errors import DtypeMismatch, InvalidSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -79,7 +79,7 @@ class SharedValues:
         """Copy the written values into the parameters."""
         for copy, own in self._staged():
             own.copy_(copy, non_blocking=own.is_cuda)
-        self._adopted = work_so_far([own for _, own in self._staged()])
+        self._adopted = queued_work([own for _, own in self._staged()])
 
     def _staged(self) -> list[tuple[Tensor, nn.Parameter]]:
         slots = self._slots.values()

@@ -26,21 +26,21 @@ from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfg
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import is_on_host, refuse_layers, refuse_parameter_hooks
 from shoal.model.losses import check_loss
-from shoal.model.module_proxy import retarget, take_modes
+from shoal.model.module_proxy import copy_modes, retarget
 from shoal.model.script_attributes import ScriptAttributes
 from shoal.model.several import SeveralModels, models_of, proxies_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
-from shoal.state.registered.objects import into_shard, of_shard
+from shoal.state.registered.objects import of_shard, with_registered
 from shoal.state.resharding import reshard
 from shoal.state.shards import MODEL, REGISTERED, Chunk, StateShard
 from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
-from shoal.strategies.synchronous.loss_scale import found_by_any
+from shoal.strategies.synchronous.loss_scale import reduce_found_inf
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.compiling import is_routing_compiled
 from shoal.torch_private.dtensor import clear_sharding_cache
-from shoal.weights.pieces import HeldWeights, held_in
+from shoal.weights.pieces import HeldWeights, sharded_weights
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -147,7 +147,7 @@ class LayoutStrategy(SynchronousStrategy):
         )
         # DTensor's cache entries for the meshes of old generations are useless now.
         clear_sharding_cache()
-        self._attributes.carry(self._proxy, self._meta_model.model)
+        self._attributes.copy_to(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
         self._generation_group.kept_regions.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
@@ -157,12 +157,12 @@ class LayoutStrategy(SynchronousStrategy):
         )
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
-            held.append(into_shard(self._meta_model.initial(), self._registered.current()))
+            held.append(with_registered(self._meta_model.initial(), self._registered.current()))
         state_shard = self._newest_state(generation, group, held, binding)
         binding.fill(state_shard)
         self._registered.adopt(of_shard(state_shard))
-        take_modes(self._proxy, binding.layout.plain)
-        binding.layout.watch(self._transaction.ours)
+        copy_modes(self._proxy, binding.layout.plain)
+        binding.layout.watch(self._transaction.expects_gradient)
         self._binding, self._filling, self._transaction.step = binding, None, state_shard.step
         for name, module in models_of(binding.layout.plain).items():
             retarget(models_of(self._proxy)[name], module)
@@ -173,8 +173,8 @@ class LayoutStrategy(SynchronousStrategy):
             members,
             dist.new_group,
             # Registered state is whole on every member.
-            lambda name: not name.startswith(REGISTERED) and binding.layout.travels(name),
-            binding.layout.lost_together([entry.host for entry in generation.entries]),
+            lambda name: not name.startswith(REGISTERED) and binding.layout.is_lost_with_rank(name),
+            binding.layout.failure_domains([entry.host for entry in generation.entries]),
         )
         self._checkpoints.join_writers(world.world_size)
         check_same_step(generation.number, self.step, group, binding.layout.shared_memory)
@@ -195,13 +195,13 @@ class LayoutStrategy(SynchronousStrategy):
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """Return this member's state after the last committed step."""
         self._transaction.snapshot.settle_buffers()
-        own = into_shard(binding.collect(self.step), self._registered.current())
-        return self._checkpoints.samples.carried(own)
+        own = with_registered(binding.collect(self.step), self._registered.current())
+        return self._checkpoints.samples.add_position(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """Return, within a step, the state of `_collect` without the script's changes in the step.
-        Raises GenerationBroken as `StepSnapshot.as_begun`."""
-        with self._transaction.snapshot.as_begun(binding.held) as changed:
+        Raises GenerationBroken as `StepSnapshot.state_at_step_start`."""
+        with self._transaction.snapshot.state_at_step_start(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())
         shards = {key: replace(own.shards[key], tensor=t) for key, t in paths if key in own.shards}
@@ -218,7 +218,7 @@ class LayoutStrategy(SynchronousStrategy):
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):
-                return binding.needs(name, shape, dtype)
+                return binding.needed_chunk(name, shape, dtype)
             return Chunk.whole(shape) if self._registered else None
 
         def target(name: str, chunk: Chunk) -> Tensor | None:
@@ -267,15 +267,17 @@ class LayoutStrategy(SynchronousStrategy):
         snapshot = self._transaction.snapshot
         is_whole, snapshot.is_whole = snapshot.is_whole, True
         if is_whole:
-            others = binding.layout.stepped_by_others
+            others = binding.layout.names_stepped_elsewhere
             self._peer_checkpoints.stop(lambda: self._collect(binding), stepped_by_others=others)
         else:
-            self._peer_checkpoints.stop_within_update(self.step, binding.begun)
+            self._peer_checkpoints.drop_live_state(self.step, binding.collected_names)
 
     def num_moved(self) -> int:
         filling, binding = self._filling, self._binding
         memory = filling.shared_memory if filling is not None else None
-        moved = self._peer_checkpoints.num_moved + (memory.num_met if memory is not None else 0)
+        moved = self._peer_checkpoints.num_moved + (
+            memory.num_barriers if memory is not None else 0
+        )
         return moved + (binding.layout.num_moved if binding is not None else 0)
 
     def _hand_over(self, leaving: Collection[int]) -> None:
@@ -303,7 +305,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._begin()
         votes = self._transaction.votes
         votes.exchange_parts()
-        if layout.meets_in_forward(is_first_step=votes.is_first_step):
+        if layout.communicates_in_forward(is_first_step=votes.is_first_step):
             votes.announce()
         return layout.module
 
@@ -343,7 +345,7 @@ class LayoutStrategy(SynchronousStrategy):
         waits = not is_on_host(loss)
         if layout.looks_for_faults and not waits:
             check_loss(loss, self.step)
-        with self._transaction.weighing():
+        with self._transaction.weighted_backward():
             self._activate(self._transaction.chosen)
             if layout.looks_for_faults and waits:
                 layout.note_loss(loss)
@@ -382,7 +384,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         self._refuse_weights()
-        self.backward(loss, self._transaction.weigh(weight))
+        self.backward(loss, self._transaction.add_weight(weight))
 
     def _refuse_weights(self) -> None:
         """Raise InvalidSpec if losses cannot have weights of their own."""
@@ -403,7 +405,7 @@ class LayoutStrategy(SynchronousStrategy):
             return loss
 
         given = loss_function if layout.shares_loss else noted
-        with self._transaction.weighing():
+        with self._transaction.weighted_backward():
             loss = layout.forward_backward(inputs, targets, given, weight)
         if layout.looks_for_faults and (layout.shares_loss or is_on_host(loss)):
             check_loss(loss, self.step)
@@ -432,7 +434,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not may_vote or votes.weights.are_own:
             self._settle()
             return
-        check.look(layout.parameters)
+        check.scan(layout.parameters)
         votes.propose(is_faulty=check.is_own, idle=layout.idle())
         self._settle()
         check.note_faults(votes.faults)
@@ -466,7 +468,7 @@ class LayoutStrategy(SynchronousStrategy):
             with self._generation_group.judging():
                 layout.check()
         elif self._process_group is not None:
-            overflowed = found_by_any(layout.overflowed(), self._process_group, self._device)
+            overflowed = reduce_found_inf(layout.overflowed(), self._process_group, self._device)
         self._settle()
         self._generation_group.check()
         with self._transaction.committing(self._optimizer, overflowed=overflowed):
@@ -476,10 +478,10 @@ class LayoutStrategy(SynchronousStrategy):
             # Check again, for the layout's own messages: half an update is no valid state.
             self._generation_group.check()
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
-        if self.step == 1 or self._checkpoints.due(self.step):
+        if self.step == 1 or self._checkpoints.is_due(self.step):
             self.position.inspection.raise_on_all(self.group)
         # The copy is made in the next step, so that the report of this step does not wait for it.
-        self._copy_due = self._peer_checkpoints.due(self.step)
+        self._copy_due = self._peer_checkpoints.is_due(self.step)
         self._checkpoint()
         acknowledged()
 
@@ -512,7 +514,7 @@ class LayoutStrategy(SynchronousStrategy):
         binding, _ = self._binding, self.group
         assert binding is not None, "there is a generation"
         self._transaction.snapshot.settle_buffers()
-        return held_in(
+        return sharded_weights(
             binding.layout,
             step=self.step,
             tied=self._meta_model.tied,

@@ -92,7 +92,7 @@ class TensorParallel(LayoutStrategy):
         whole = not plan.splits and not isinstance(model, SelfSplittingModule)
         if world.world_size > 1 and whole:
             log.warning(
-                "tensor_plan_splits_nothing",
+                "tensor_plan_empty",
                 degree=plan.degree,
                 bytes_per_rank=plan.whole_bytes,
                 hint="every member holds and computes everything; print the plan to see why",

@@ -69,11 +69,11 @@ class OuterLoop:
         """Copy the present state, which all members have, over the last state agreed on."""
         self._agreed = self.state.capture(step, self._agreed)
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         """Roll back to the last state agreed on."""
         self.state.restore(self.agreed)
 
-    def set_aside(self, step: int) -> None:
+    def save_optimizer_state(self, step: int) -> None:
         """Keep this member's own optimizer state at the end of a round, in host memory.
 
         If the round then ends on another member but breaks here, `take` restores this state with

@@ -28,14 +28,14 @@ from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, PlanInput, uncompressed
-from shoal.state.shards import everything
+from shoal.state.shards import whole_chunk
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.outer_step import OuterStep
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal.weights.pieces import HeldWeights, held_by_all
+from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -68,7 +68,7 @@ class Round:
         """Note that step number `step` is about to be taken, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
-        self.applied[step] = hyper.now()
+        self.applied[step] = hyper.current_values()
 
     def stepped(self, acknowledged: Callable[[], None]) -> None:
         """Note that a step was taken; `acknowledged` is called when its round has ended."""
@@ -150,7 +150,7 @@ class LocalSGD(SynchronousStrategy):
         self._model, self._optimizer = model, optimizer
         self._transaction.train(model, optimizer)
         self._gradients = StepGradients(model.parameters(), optimizer)
-        self._watching = watch_parameters(model.parameters(), self._transaction.ours)
+        self._watching = watch_parameters(model.parameters(), self._transaction.expects_gradient)
         return model, optimizer
 
     def figures(self, subject: PlanInput) -> Plan:
@@ -193,7 +193,7 @@ class LocalSGD(SynchronousStrategy):
         self._checkpoints.join_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
-            state_shard = self._checkpoints.read(kept, everything, self._optimizer)
+            state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)
             self._outer_loop.adopt(state_shard)
             self._transaction.step = state_shard.step
         self._rank = generation.rank
@@ -222,8 +222,8 @@ class LocalSGD(SynchronousStrategy):
             try:
                 if self._is_ending_round:
                     # The round may have ended on another member: then its weights are taken later.
-                    self._outer_loop.set_aside(self.step)
-                self._outer_loop.go_back()
+                    self._outer_loop.save_optimizer_state(self.step)
+                self._outer_loop.roll_back()
             except (ShapeMismatch, DtypeMismatch) as error:
                 # The script has changed the model's dtype or shape: the next step refuses that.
                 log.debug("round_not_rolled_back", reason=str(error)[:300])
@@ -239,7 +239,7 @@ class LocalSGD(SynchronousStrategy):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
-        with self._transaction.weighing():
+        with self._transaction.weighted_backward():
             # A member without a share has a stand-in sample: its replica stays unchanged.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -271,7 +271,7 @@ class LocalSGD(SynchronousStrategy):
             self._optimizer, lambda: self._outer_loop.state.collect(self.step)
         )
         self._round.stepped(acknowledged)
-        if self._checkpoints.due(self.step) or self.step % self._every_steps == 0:
+        if self._checkpoints.is_due(self.step) or self.step % self._every_steps == 0:
             self._end_round(group)
         # A checkpoint has the first rank's optimizer state, as a joiner would get it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
@@ -316,7 +316,7 @@ class LocalSGD(SynchronousStrategy):
     def weights(self) -> HeldWeights:
         """Return the weights as of the end of the last round."""
         world_size, agreed = self.group.size(), self._outer_loop.agreed
-        return held_by_all(
+        return replicated_weights(
             _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
             _of_kind(agreed.tensors, "buffer/", persistent_buffers(self._model)),
             step=agreed.step,

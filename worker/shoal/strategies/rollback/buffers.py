@@ -19,7 +19,7 @@ class StepBuffers:
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self.lasting = LastingBuffers(None)
+        self.lasting = PersistentBuffers(None)
         self._all_tables: list[_Table] = []
         self._num_buffers = 0
         """Number of buffers of all modules at the last walk over the modules."""
@@ -31,7 +31,7 @@ class StepBuffers:
 
     def begin(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Begin a step. Returns the persistent buffers, and the transient ones. Raises as
-        `LastingBuffers.settle`, or with the error that `forget` has kept."""
+        `PersistentBuffers.settle`, or with the error that `forget` has kept."""
         if self._refusal is not None:
             raise self._refusal
         # A walk over the modules of a model takes longer than all else at the beginning of a step.
@@ -51,7 +51,7 @@ class StepBuffers:
         return self.lasting.buffers, transient
 
     def _scan(self, model: nn.Module) -> None:
-        self._model, self.lasting = model, LastingBuffers(model)
+        self._model, self.lasting = model, PersistentBuffers(model)
         parts = [(buffer_table(part), transient_buffers(part)) for part in model.modules()]
         self._all_tables = [table for table, _ in parts]
         self._num_buffers = sum(map(len, self._all_tables))
@@ -73,12 +73,12 @@ class StepBuffers:
             self.lasting.settle()
         except InvalidSpec as refusal:
             self._refusal = refusal
-        self._model, self.lasting = None, LastingBuffers(None)
+        self._model, self.lasting = None, PersistentBuffers(None)
         self._all_tables, self._tables, self._names_by_id = [], [], {}
         self._num_buffers = 0
 
 
-class LastingBuffers:
+class PersistentBuffers:
     """The persistent buffers of a model, which stay the same tensors throughout training.
 
     A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. Code

@@ -186,7 +186,7 @@ class StateWrites:
         self._num_writes = self._counts()
 
     @contextmanager
-    def as_begun(self, copy_of: CopyOf) -> Iterator[None]:
+    def state_at_step_start(self, copy_of: CopyOf) -> Iterator[None]:
         """Return a context with the state from when the step began."""
         present = [(each, dict(each.state)) for each, _ in self._begun]
         _set_state(self._begun, copy_of)

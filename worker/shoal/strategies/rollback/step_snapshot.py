@@ -149,7 +149,7 @@ class StepSnapshot:
             )
 
     @contextmanager
-    def as_begun(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def state_at_step_start(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Return a context in which optimizers have their state from when the step began. It yields
         copies, from that time, of the held tensors that may have changed since. Raises
         GenerationBroken if the script has written to a tensor that is not saved: this member no
@@ -161,7 +161,7 @@ class StepSnapshot:
                 " time, in a step whose first state has to be copied to other members"
             )
         copies = ((name, self._saved.copy_of(each)) for name, each in held.items())
-        with self._state.as_begun(self._saved.copy_of):
+        with self._state.state_at_step_start(self._saved.copy_of):
             yield {name: copy for name, copy in copies if copy is not None}
 
     def forget(self) -> None:

@@ -32,16 +32,16 @@ from shoal.model.gradients import (
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.state.host_copies import state_dict_on_host
-from shoal.state.registered.objects import into_shard, into_state, of_shard, of_state
+from shoal.state.registered.objects import into_state, of_shard, of_state, with_registered
 from shoal.state.replicated import ReplicatedState, State
-from shoal.state.shards import StateShard, everything
+from shoal.state.shards import StateShard, whole_chunk
 from shoal.state.transfer import receive, send
 from shoal.strategies.synchronous.generation_group import check_same_step
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.replicated_module import ReplicatedModule, bucket_size
 from shoal.torch_private.tensors import foreach_mul_
-from shoal.weights.pieces import HeldWeights, held_by_all
+from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal_proto.errors import InvalidSpec
 
 
@@ -135,7 +135,7 @@ class DDP(SynchronousStrategy):
         self._checkpoints.join_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
-            state_shard = self._checkpoints.read(kept, everything, self._optimizer)
+            state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)
             self._state.adopt(state_shard)
             self._registered.adopt(of_shard(state_shard))
             self._transaction.step = state_shard.step
@@ -158,7 +158,7 @@ class DDP(SynchronousStrategy):
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
             state = into_state(self._state.collect(self.step), self._registered.current())
-            send(self._checkpoints.samples.carried(state), receivers, group)
+            send(self._checkpoints.samples.add_position(state), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
@@ -183,7 +183,7 @@ class DDP(SynchronousStrategy):
             )
             exchange = exchange_for(group, self._state.name_of, self._traffic, self.compressor)
             self._replicas[name] = ModelReplica(ddp, exchange)
-            self._replicas[name].watch(self._transaction.ours)
+            self._replicas[name].watch(self._transaction.expects_gradient)
 
     # --- steps ---
 
@@ -209,7 +209,7 @@ class DDP(SynchronousStrategy):
         if self._transaction.in_step and replica is not None and torch.is_grad_enabled():
             votes = self._transaction.votes
             votes.exchange_parts()
-            if replica.ddp.meets_in_forward(is_first_step=votes.is_first_step):
+            if replica.ddp.communicates_in_forward(is_first_step=votes.is_first_step):
                 votes.announce()
             return replica.ddp
         return models_of(self._model)[name]
@@ -220,7 +220,7 @@ class DDP(SynchronousStrategy):
             replica.ddp.require_backward_grad_sync = reduces
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        with self._transaction.weighing():
+        with self._transaction.weighted_backward():
             replicas = self._replicas_of(self._transaction.chosen)
             loss = loss if weight == 1.0 else loss * weight
             # With several models, compute only the gradients of those that the pass trains.
@@ -261,7 +261,7 @@ class DDP(SynchronousStrategy):
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         refuse_compressed_weights(self.compression)
-        self.backward(loss, self._transaction.weigh(weight))
+        self.backward(loss, self._transaction.add_weight(weight))
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -305,7 +305,7 @@ class DDP(SynchronousStrategy):
         self._settle()
         # Share before the optimizer steps: a failure here leaves the state of the last step.
         for replica in self._replicas.values():
-            replica.running.share(group)
+            replica.running.broadcast_buffers(group)
         self._generation_group.check()
         with self._transaction.committing(self._optimizer, overflowed=overflowed):
             if not overflowed:
@@ -326,7 +326,7 @@ class DDP(SynchronousStrategy):
         self._checkpoints.write(self.step, self._state_shard, lambda _: self._rank == 0)
 
     def _state_shard(self) -> StateShard:
-        return into_shard(self._state.state_shard(self.step), self._registered.current())
+        return with_registered(self._state.state_shard(self.step), self._registered.current())
 
     def keep_alone(self) -> None:
         if self._has_state:
@@ -355,7 +355,7 @@ class DDP(SynchronousStrategy):
     def weights(self) -> HeldWeights:
         world_size = self.group.size()
         self._transaction.snapshot.settle_buffers()
-        return held_by_all(
+        return replicated_weights(
             self._state.parameters,
             persistent_buffers(self._model),
             step=self.step,

@@ -115,7 +115,7 @@ class GenerationCheckpoints:
         """Write a checkpoint if one is due after this many committed steps. Waits for the previous
         one first, and only logs its CheckpointFailed. Raises InvalidSpec as `Checkpoints.offer`."""
         checkpoints = self._checkpoints
-        if checkpoints is not None and self.due(step):
+        if checkpoints is not None and self.is_due(step):
             try:
                 checkpoints.close()
             except CheckpointFailed as error:
@@ -124,7 +124,7 @@ class GenerationCheckpoints:
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
-            checkpoints.offer(self.samples.added_to(state_shard()), writes=writes)
+            checkpoints.offer(self.samples.add_to_shard(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; waits as `conclude`. Does
@@ -141,11 +141,11 @@ class GenerationCheckpoints:
         """The newest checkpoint that was written, if any. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if a checkpoint of the state after this many steps is to be written."""
         checkpoints = self._checkpoints
         is_last = step > 0 and self._position.checkpoint_at == step
-        return checkpoints is not None and (is_last or checkpoints.due(step))
+        return checkpoints is not None and (is_last or checkpoints.is_due(step))
 
     @property
     def are_kept(self) -> bool:

@@ -184,7 +184,7 @@ def check_same_step(
     """Raise InternalError unless all members of the generation are at this step. Collective.
     `memory`: used in place of the group if the members share it."""
     if memory is not None:
-        by_rank = list(memory.meet(step))
+        by_rank = list(memory.gather_words(step))
     else:
         steps = torch.zeros(group.size(), dtype=torch.int64)
         steps[group.rank()] = step

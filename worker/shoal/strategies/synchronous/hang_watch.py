@@ -129,23 +129,23 @@ class HangWatch:
             ident=threading.get_ident(),
             native_id=threading.get_native_id(),
         )
-        self.sign()
+        self.note_progress()
 
-    def sign(self) -> None:
+    def note_progress(self) -> None:
         """Note that the trainer makes progress. Cheap."""
         self._sign_s = time.monotonic()
 
-    def waits_inside(self, *, begins: bool) -> None:
+    def note_coordinator_wait(self, *, begins: bool) -> None:
         """Note that the trainer begins, or ends, to wait for the coordinator's answer."""
         self._inside += 1 if begins else -1
-        self.sign()
+        self.note_progress()
 
     def loads(self, *, begins: bool) -> None:
         """Note that the trainer begins, or ends, to wait for a batch to be loaded."""
         self._loads = begins
-        self.sign()
+        self.note_progress()
 
-    def hang_in(self, generation: int) -> str:
+    def hang_report(self, generation: int) -> str:
         """Description of the hang found in this generation; else empty. Thread-safe."""
         number, reason = self._hang
         return reason if number == generation else ""

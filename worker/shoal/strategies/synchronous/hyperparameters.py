@@ -47,7 +47,7 @@ class Hyperparameters:
         """Names of the optimizers; a single one has the empty name."""
         return list(optimizers_of(self._optimizer))
 
-    def now(self) -> Values:
+    def current_values(self) -> Values:
         """The present values; the same object as long as nothing changes."""
         own, groups = self._optimizer.defaults, self._optimizer.param_groups
         seen: list[object] = []
@@ -74,7 +74,7 @@ class Hyperparameters:
 
     def failed(self, step: int) -> None:
         """Note that an attempt at the step after `step` committed ones failed."""
-        self._failed = (step, self.now())
+        self._failed = (step, self.current_values())
 
     def entering(self) -> None:
         """Compare the values with those of a failed attempt, before a generation changes them.
@@ -85,25 +85,25 @@ class Hyperparameters:
         failed, self._failed = self._failed, None
         if failed is not None:
             step, values = failed
-            change = _changed(step, {"when it failed": values, "after that": self.now()})
+            change = _changed(step, {"when it failed": values, "after that": self.current_values()})
             self._conflict = self._conflict or change
 
     def conflict(self, step: int) -> str:
         """Return the reason why the step cannot be repeated as it was; "" if it can. A difference
         that `entering` found is returned only once."""
         conflict, self._conflict = self._conflict, ""
-        return conflict or self.again(step)
+        return conflict or self.differences_on_retry(step)
 
-    def again(self, step: int) -> str:
+    def differences_on_retry(self, step: int) -> str:
         """Return the differences from the values last applied in this step; "" if none."""
         before = self._applied.get(step)
-        if before is None or before == self.now():
+        if before is None or before == self.current_values():
             return ""
-        return _changed(step, {"the first time": before, "now": self.now()})
+        return _changed(step, {"the first time": before, "now": self.current_values()})
 
     def apply(self, step: int) -> None:
         """Note that the present values are applied in this step."""
-        self._applied[step] = self.now()
+        self._applied[step] = self.current_values()
         self._applied.move_to_end(step)
         while len(self._applied) > KEPT_STEPS:
             self._applied.popitem(last=False)
@@ -136,7 +136,7 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     return differing
 
 
-def in_words(differing: Mapping[str, Mapping[str, Any]]) -> str:
+def describe_differences(differing: Mapping[str, Mapping[str, Any]]) -> str:
     """Text of the result of `differences`: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
     return ". ".join(f"{field}: {by_value(values)}" for field, values in differing.items())
 

@@ -33,7 +33,7 @@ def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
     load_scaler_state(scaler, state)
 
 
-def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+def reduce_found_inf(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """True on all ranks if `found` is True on any of them. Collective."""
     flag = torch.tensor([float(found)], device=device)
     if group.size() > 1:

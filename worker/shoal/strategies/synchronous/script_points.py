@@ -18,9 +18,9 @@ import structlog
 from shoal.layouts.layer_exchanges import (
     ExchangeRecord,
     LayerExchanges,
+    describe_exchanges,
     difference,
     different_layers,
-    in_words,
 )
 from shoal.torch_private.c10d import Store
 from shoal_proto.errors import InvalidSpec, ShoalError
@@ -89,7 +89,7 @@ class ScriptPoints:
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
 
-    def look(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
+    def check(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
         `stood_s`: with pauses. Returns True, once, if the wait is endless. By then all members have
         read this verdict, or have had `read_within_s` for it."""
@@ -192,7 +192,7 @@ class ScriptPoints:
         differing = difference(dict(zip(names, records, strict=True)))
         if differing is not None:
             self._store.set(_OF_LAYERS, "1")
-            self._store.set(_VERDICT, in_words(differing))
+            self._store.set(_VERDICT, describe_exchanges(differing))
 
     def _compare_points(self) -> None:
         keys = [_POINT.format(rank) for rank in range(len(self._members))]

@@ -68,7 +68,7 @@ class ScriptPosition:
     _wait: ScriptPoint | None = None
     """The point at which the script waits for others; its `step` is not set."""
 
-    def mark_wait(self, what: str, *, is_call: bool = False) -> None:
+    def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
         """Note the point at which the script waits for others from now on, if it waits."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
@@ -77,7 +77,7 @@ class ScriptPosition:
         """Return a context in which the script waits in a call, within a step, that all members
         make together."""
         before = self._wait
-        self.mark_wait(what, is_call=True)
+        self.set_wait_point(what, is_call=True)
         try:
             yield
         finally:
@@ -111,14 +111,14 @@ class ScriptPosition:
         self._wait = None
         self.num_calls, self.unconfirmed = 0, False
 
-    def returns(self, *, confirmed: bool) -> None:
+    def note_result(self, *, confirmed: bool) -> None:
         """Note that the call in progress has a result."""
         self.in_call = False
         self._wait = None
         self.num_calls += int(confirmed)
         self.unconfirmed = not confirmed
 
-    def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
+    def exchange_positions(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Exchange positions, and determine if a call in progress is repeated or confirmed.
         Collective, when a generation begins.
 
@@ -127,13 +127,13 @@ class ScriptPosition:
         self.is_shared = False
         self.exchanges = LayerExchanges()
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
-        message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
+        message[group.rank()] = torch.tensor(self.as_integers(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
         positions = message.tolist()
         self.follow(positions, step if has_state else NO_STATE)
         self.is_shared = has_state and all(row[0] == step for row in positions)
 
-    def words(self, step: int, *, has_state: bool) -> list[int]:
+    def as_integers(self, step: int, *, has_state: bool) -> list[int]:
         """Return this member's position as integers for the others."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
@@ -141,7 +141,8 @@ class ScriptPosition:
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply the consequences of all members' positions; no I/O. Raises as `meet`."""
+        """Apply the consequences of all members' positions; no I/O. Raises as
+        `exchange_positions`."""
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.gather import gather, meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal.model.several import optimizers_of
 from shoal.model.trained_parameters import are_same
 from shoal.state.optimizer_state import take_settings
@@ -64,7 +64,7 @@ class StateInspection:
         messages = gather(json.dumps(own).encode(), group)
         refusal = next((each for each in map(json.loads, messages) if each is not None), None)
         if refusal is not None:
-            meet_after_collective(group)
+            barrier_after_collective(group)
             raise ShoalError.from_dict(refusal)
 
 

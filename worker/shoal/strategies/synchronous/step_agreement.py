@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import gather, meet_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
@@ -70,7 +70,7 @@ class StepCut:
         return (self._last > 1 or self.shares_samples) and not self.is_agreed
 
     @property
-    def says_all_passes(self) -> bool:
+    def fixes_num_passes(self) -> bool:
         """True if each member's number of passes follows from the agreed parts."""
         return self.is_agreed and self.num_parts > 1
 
@@ -180,7 +180,7 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
         share samples, else after a step that was cut into parts. Members that share samples wait
-        for all votes here, and raise UnequalPasses if votes differ; others do so in `passing`."""
+        for all votes here, and raise UnequalPasses if votes differ; others do so in `vote_pass`."""
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -190,7 +190,7 @@ class StepAgreement:
     def announce(self) -> None:
         """Vote on a further pass, as a forward pass that communicates begins. Raises UnequalPasses
         on all members unless all of them make that pass."""
-        if self._passes and not self._announced and not self._cut.says_all_passes:
+        if self._passes and not self._announced and not self._cut.fixes_num_passes:
             self._announced = True
             is_cut = self._cut.num_parts > 1
             further = StepVote(passes=self._passes + 1)
@@ -198,7 +198,7 @@ class StepAgreement:
             self._receive_ballots()
             self._cut.is_agreed |= is_cut
 
-    def passing(self) -> None:
+    def vote_pass(self) -> None:
         """Vote, as a backward pass begins. Raises as `announce`, before the pass sends anything."""
         self.exchange_parts()
         if self._words.has_sent:
@@ -208,7 +208,7 @@ class StepAgreement:
         self._announced = False
         self._passes += 1
 
-    def meet(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
+    def vote_action(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
         """Vote on an action on some of several optimizers, which all members have to take now.
         Raises UnequalPasses on all if votes differ; for an update HyperparametersDiffer too."""
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
@@ -219,7 +219,7 @@ class StepAgreement:
             self._compare(self._step)
 
     def _applied(self) -> Values:
-        return with_norms(self._hyper.now(), self._position.norms)
+        return with_norms(self._hyper.current_values(), self._position.norms)
 
     # --- votes on a step, or on a round of steps ---
 
@@ -288,7 +288,7 @@ class StepAgreement:
         try:
             weights = weights_of(dict(zip(self._members, ballots, strict=True)), self._step)
         except InvalidSpec:
-            meet_after_collective(self._group)
+            barrier_after_collective(self._group)
             raise
         return 1.0 if weights is None else self.weights.factor(weights)
 
@@ -324,7 +324,7 @@ class StepAgreement:
     def _cast(self, vote: StepVote) -> None:
         if self._steps > 1 and self._words.may_share:
             # Not in the first step: that would lengthen the stop after a member was lost.
-            self._words.share()
+            self._words.enable_shared_memory()
         self._vote, applied = vote, vote.applied
         if applied and applied != self._digested[0]:
             self._digested = (applied, digest_of(applied))
@@ -339,7 +339,7 @@ class StepAgreement:
     def _check_passes(self, ballots: Sequence[Ballot]) -> None:
         if all(each.passes == ballots[0].passes for each in ballots):
             return
-        meet_after_collective(self._group)
+        barrier_after_collective(self._group)
         by_member = dict(zip(self._members, ballots, strict=True))
         check_passes(by_member, self._step, self._hyper.names)
 
@@ -350,7 +350,7 @@ class StepAgreement:
         own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1
         votes = map(StepVote.decode, [own] if alone else gather(own, self._group))
-        meet_after_collective(self._group)
+        barrier_after_collective(self._group)
         check_votes(dict(zip(self._members, votes, strict=True)), step, is_taken=is_taken)
 
     def cut(self, reason: str) -> None:

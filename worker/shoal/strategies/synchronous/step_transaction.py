@@ -94,7 +94,7 @@ class StepTransaction:
         state are undone if the step fails; see `StepSnapshot.begin`."""
         self._sign()
         self.registered.attempt()
-        self.position.mark_wait(f"session.step() after {self.step} steps")
+        self.position.set_wait_point(f"session.step() after {self.step} steps")
         self.snapshot.begin(model, parameters, self._optimizers)
         self.begin_alone()
         self.votes.begin(self.step)
@@ -131,16 +131,16 @@ class StepTransaction:
             for one in group["params"]
         ]
 
-    def ours(self) -> bool:
+    def expects_gradient(self) -> bool:
         """True if a gradient may arrive now: the session asked for it, or no step has begun."""
         return self._computes or not self.in_step
 
     @contextmanager
-    def weighing(self) -> Iterator[None]:
+    def weighted_backward(self) -> Iterator[None]:
         """Return a context for a backward pass whose loss is weighted by this member's share. If
         passes communicate, raises UnequalPasses on all members unless all make this pass."""
         if self._passes_meet:
-            self.votes.passing()
+            self.votes.vote_pass()
             self.agree_on(OptimizerAction.BACKWARD)
         self._computes = self.is_weighted = True
         self.due |= self.chosen
@@ -149,7 +149,7 @@ class StepTransaction:
         finally:
             self._computes = False
 
-    def weigh(self, weight: float) -> float:
+    def add_weight(self, weight: float) -> float:
         """Add the weight of a loss; return the factor for the loss."""
         self.votes.weights.add(weight)
         return weight / self.votes.weights.unit
@@ -185,10 +185,10 @@ class StepTransaction:
     # --- votes ---
 
     def agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing if there is only one
-        optimizer."""
+        """See `StepAgreement.vote_action`, for the chosen optimizers. Does nothing if there is only
+        one optimizer."""
         if self.training is not None:
-            self.votes.meet(action, self.chosen)
+            self.votes.vote_action(action, self.chosen)
 
     def begin_part(self, index: int, num_parts: int) -> bool:
         """See `StepAgreement.begin_part`."""
@@ -241,7 +241,7 @@ class StepTransaction:
     def withdraw(self) -> None:
         """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
         self._undo()
-        self.position.mark_wait("")
+        self.position.set_wait_point("")
         self.snapshot.check_whole(self.step)
 
     def _undo(self) -> None:

@@ -21,8 +21,8 @@ from shoal.layouts.layer_exchanges import ExchangeRecord, check_exchanges, ranks
 from shoal.strategies.synchronous.hyperparameters import (
     Values,
     by_value,
+    describe_differences,
     differences,
-    in_words,
 )
 from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, UnequalPasses
 
@@ -236,7 +236,7 @@ def _check_hyperparameters(votes: Mapping[str, StepVote], step: int) -> None:
         if differing:
             raise _differ(
                 f"the members would apply different hyperparameters in step {step + after}",
-                seen=in_words(differing),
+                seen=describe_differences(differing),
                 details={field: by_value(values) for field, values in differing.items()},
             )
 

@@ -107,18 +107,18 @@ class SynchronousStrategy(Strategy):
 
     def _report_wait(self, waited_s: float, stood_s: float) -> None:
         points = self._points
-        if points is not None and points.look(self.position.point(self.step), waited_s, stood_s):
+        if points is not None and points.check(self.position.point(self.step), waited_s, stood_s):
             self.cut(self._generation_group.number)
 
-    def hang_in(self, generation: int) -> str:
-        return self._watch.hang_in(generation) if self._watch is not None else ""
+    def hang_report(self, generation: int) -> str:
+        return self._watch.hang_report(generation) if self._watch is not None else ""
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
         return self._points.refusal(generation) if self._points is not None else None
 
     def asks(self, *, begins: bool) -> None:
         if self._watch is not None:
-            self._watch.waits_inside(begins=begins)
+            self._watch.note_coordinator_wait(begins=begins)
 
     def loads(self, *, begins: bool) -> None:
         if self._watch is not None:
@@ -127,7 +127,7 @@ class SynchronousStrategy(Strategy):
     def _sign(self) -> None:
         """Note that the trainer makes progress."""
         if self._watch is not None:
-            self._watch.sign()
+            self._watch.note_progress()
 
     def _set_stage(
         self, stage: TrainerStage, number: int = 0, group: dist.ProcessGroup | None = None
@@ -146,7 +146,7 @@ class SynchronousStrategy(Strategy):
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
-            self.position.meet(process_group, self.step, has_state=self._has_state)
+            self.position.exchange_positions(process_group, self.step, has_state=self._has_state)
             if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
@@ -283,7 +283,7 @@ class SynchronousStrategy(Strategy):
         finished the step, as it may still change registered state or weights.
         """
         if self._registered or self._checkpoints.samples.are_known:
-            self._checkpoints.owed = self._checkpoints.due(self.step)
+            self._checkpoints.owed = self._checkpoints.is_due(self.step)
         else:
             self._write_checkpoint()
 
@@ -292,7 +292,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def checkpoint_due(self) -> bool:
-        return self._checkpoints.due(self.step)
+        return self._checkpoints.is_due(self.step)
 
     @property
     def written_checkpoint(self) -> WrittenCheckpoint | None:
@@ -364,7 +364,7 @@ class SynchronousStrategy(Strategy):
 
     def finish(self) -> None:
         group = self.group
-        self.position.mark_wait("the end of its batches")
+        self.position.set_wait_point("the end of its batches")
         if self.position.stop_at is not None:
             reasons = [each.decode() for each in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")

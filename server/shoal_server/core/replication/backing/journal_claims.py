@@ -13,11 +13,11 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
-    found_older,
     is_older,
-    led_from_disk,
     may_be_put_on_disk,
     not_on_disk,
+    promote_from_disk,
+    record_older_copy,
 )
 
 
@@ -35,7 +35,7 @@ class JournalClaims:
         self._listed_s = -inf
         self._longest_gap_s = limits.longest_gap_s
 
-    def found(self, key: Key, epoch: int, version: int) -> None:
+    def note_journaled(self, key: Key, epoch: int, version: int) -> None:
         """Note a shard that an earlier process left in the journal."""
         self._found[key] = epoch, version
 
@@ -62,11 +62,11 @@ class JournalClaims:
         """Remove a shard that is led here now, or that another disk has."""
         self._found.pop(key, None)
 
-    def not_there(self, key: Key, epoch: int) -> None:
+    def note_missing(self, key: Key, epoch: int) -> None:
         """Note that the journal lacks a shard that this server is to lead from it in that epoch."""
         self._missing[key] = epoch
 
-    def seen(
+    def note_servers(
         self,
         present: frozenset[Holder],
         ended: frozenset[Holder],
@@ -91,5 +91,5 @@ class JournalClaims:
             return a
         found = self._found[key]
         if found is not None and is_older(a, *found):
-            return found_older(a, self._me, found[1], self._dead)
-        return led_from_disk(a, self._me, self._dead)
+            return record_older_copy(a, self._me, found[1], self._dead)
+        return promote_from_disk(a, self._me, self._dead)

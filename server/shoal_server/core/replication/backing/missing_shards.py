@@ -7,7 +7,7 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
-    not_held,
+    replace_empty_primary,
     without_backup,
 )
 
@@ -17,7 +17,7 @@ class MissingShards:
         self._me = me
         self._excused: dict[Key, int] = {}
 
-    def excuse(self, key: Key, assignment: ShardAssignment | None) -> None:
+    def tolerate_absence(self, key: Key, assignment: ShardAssignment | None) -> None:
         """Tolerate the absence of a shard in the record's epoch: it is being loaded from the
         journal, or was retired (`ShardRetired`)."""
         if assignment is not None:
@@ -28,5 +28,5 @@ class MissingShards:
         if a.content is not ShardContent.PRESENT or self._excused.get(key) == a.epoch:
             return a
         if a.primary == self._me:
-            return not_held(a, self._me)
+            return replace_empty_primary(a, self._me)
         return without_backup(a, a.primary, self._me) if self._me in a.backups else a

@@ -28,7 +28,7 @@ class PrimaryWatch:
         """Shards of which this server has a copy in step, by primary."""
         self._silent: dict[Holder, _Silent] = {}
 
-    def came(self, peer: Holder, link: int) -> None:
+    def record_link(self, peer: Holder, link: int) -> None:
         self._incoming_links[peer].add(link)
         self._silent.pop(peer, None)
 
@@ -46,7 +46,7 @@ class PrimaryWatch:
         """Open links from that primary to this server."""
         return sorted(self._incoming_links.get(peer, ()))
 
-    def back(self, key: Key, primary: Holder) -> Iterator[Effect]:
+    def watch_primary(self, key: Key, primary: Holder) -> Iterator[Effect]:
         """Watch a primary from which this server may take over the shard."""
         self._backed[primary].add(key)
         yield from self._probe_if_silent(primary)
@@ -84,7 +84,7 @@ class PrimaryWatch:
     def wakes_s(self) -> float:
         return min((silent.again_s for silent in self._silent.values()), default=inf)
 
-    def due(self, now_s: float) -> Iterator[Effect]:
+    def due_probes(self, now_s: float) -> Iterator[Effect]:
         for peer, silent in self._silent.items():
             if silent.again_s <= now_s:
                 silent.again_s = inf

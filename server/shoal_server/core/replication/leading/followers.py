@@ -48,7 +48,7 @@ class Follower:
         self.note_received(received)
         self._goal, self._rounds = version, 0
 
-    def needs_from(self, version: int) -> int:
+    def needs_records_after(self, version: int) -> int:
         """Version after which the follower needs records; `version`: the primary's at this time."""
         if self.phase is FollowerPhase.IMAGE and self.image_version is None:
             return version
@@ -90,7 +90,7 @@ class Follower:
         self.image_version = None
         self._ahead.clear()
 
-    def draw_level(self, version: int) -> bool:
+    def try_catch_up(self, version: int) -> bool:
         """Decide whether a joiner counts from now on; returns True if it begins to.
 
         Pushes made during the transfer of its image are sent first, and do not wait for it."""
@@ -101,6 +101,6 @@ class Follower:
         return self.counts
 
     @property
-    def is_level(self) -> bool:
+    def is_caught_up(self) -> bool:
         """True if a joiner counts, and has all records that may be acknowledged without it."""
         return self.counts and self.confirmed >= self._goal

@@ -48,7 +48,7 @@ class FullPeers:
             full.until_s = now_s + full.pause_s
         return False
 
-    def took(self, holder: Holder) -> bool:
+    def note_copied(self, holder: Holder) -> bool:
         """Note that the server took a copy; return True if it was full. During a pause nothing
         changes: the copy was sent before the refusal."""
         full = self._full.get(holder)

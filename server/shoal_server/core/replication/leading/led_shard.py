@@ -24,10 +24,10 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
+    exchange_primary,
     filled,
-    handed_over,
     in_step,
-    put_on_disk,
+    record_disk,
     without_backup,
 )
 from shoal_server.core.shards.shard_log import Record, ShardLog
@@ -130,7 +130,7 @@ class LedShard:
         """Newest version that every required follower has; None if no follower is required."""
         return min((f.received for f in self._required()), default=None)
 
-    def is_safe(self, version: int) -> bool:
+    def is_replicated(self, version: int) -> bool:
         safe = self.safe_version
         return safe is None or safe >= version
 
@@ -146,23 +146,23 @@ class LedShard:
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
         return self._disk.version if is_named else None
 
-    def asked(self, token: Token, version: int, level: AckLevel) -> Effect | None:
+    def answer_or_wait(self, token: Token, version: int, level: AckLevel) -> Effect | None:
         """The answer to a caller; None if the caller has to wait, and is noted as waiting."""
         if self.is_deposed:
             return RefuseVersion(token, AckRefusalReason.DEPOSED)
         if level is AckLevel.DURABLE and not self._disk.keeps:
             return RefuseVersion(token, AckRefusalReason.NO_DISK)
-        if self.is_as_safe(version, level):
+        if self.may_acknowledge(version, level):
             return AcknowledgeVersion(token)
         self._waiters[level].add(version, token)
         return None
 
-    def is_as_safe(self, version: int, level: AckLevel) -> bool:
+    def may_acknowledge(self, version: int, level: AckLevel) -> bool:
         if self.is_deposed:
             return False
         if level is AckLevel.APPLIED:
             return True
-        if not self.is_safe(version):
+        if not self.is_replicated(version):
             return False
         durable = self.durable_version
         return level is AckLevel.REPLICATED or (durable is not None and durable >= version)
@@ -197,11 +197,11 @@ class LedShard:
         if self.followers:
             self.log.append(record)
         else:
-            self.log.skip(record.version)
+            self.log.restart_after(record.version)
 
     def trim(self) -> None:
         """Discard records that no follower needs."""
-        needs = (f.needs_from(self.version) for f in self.followers.values())
+        needs = (f.needs_records_after(self.version) for f in self.followers.values())
         self.log.trim(min(needs, default=self.version))
 
     def unreplicated(self) -> Iterator[Effect]:
@@ -219,7 +219,7 @@ class LedShard:
 
     # --- the disk ---
 
-    def on_disk(self, version: int) -> None:
+    def note_journaled(self, version: int) -> None:
         disk = self._disk
         is_first = disk.version is None
         disk.version, disk.keeps = max(version, disk.version or 0), True
@@ -261,13 +261,13 @@ class LedShard:
             or self.handover.phase is not HandoverPhase.NONE
         )
 
-    def lose(self, holder: Holder) -> None:
+    def mark_lost(self, holder: Holder) -> None:
         """Mark a holder as lost: it is needed no more once it is removed from the record."""
         self.lost.add(holder)
         if holder in self.followers:
             self.followers[holder].unlink()
 
-    def hold_on_to(self, wanted: frozenset[Holder]) -> list[Follower]:
+    def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
         """Make the wanted holders the followers. Remove and return others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
@@ -289,16 +289,16 @@ class LedShard:
         for holder in sorted(self.lost):
             a = without_backup(a, me, holder)
         joiner = self.followers.get(a.joining) if a.joining is not None else None
-        if joiner is not None and joiner.is_level:
+        if joiner is not None and joiner.is_caught_up:
             joiner.is_admitting = True
             a = in_step(a, me, joiner.holder)
         if self._is_formed(a):
             a = filled(a, me, self.epoch)
         if self._disk.version is not None:
-            a = put_on_disk(a, me, self._disk.reported)
+            a = record_disk(a, me, self._disk.reported)
         if self._is_level_with(a.successor):
             self.handover.is_writing = True
-            a = handed_over(a, me)
+            a = exchange_primary(a, me)
         return a
 
     def _is_formed(self, a: ShardAssignment) -> bool:
@@ -326,12 +326,12 @@ class LedShard:
 
     # --- steps that follow ---
 
-    def advanced(self, now_s: float, announced_s: float) -> Iterator[Effect]:
+    def take_due_steps(self, now_s: float, announced_s: float) -> Iterator[Effect]:
         """Take the steps that are due. `announced_s`: time from the notice of a successor to
         workers until pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
-                follower.draw_level(self.version)
+                follower.try_catch_up(self.version)
         if not self.is_open and self.assignment.content is ShardContent.PRESENT:
             self.is_open = True
             yield OpenShard(self.key)
@@ -351,7 +351,7 @@ class LedShard:
                 yield from self.keep_leading()
         # Stop pushes only once the backups have all of them: then there is little to wait for.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
-        if is_due and self.is_safe(self.version):
+        if is_due and self.is_replicated(self.version):
             self.handover.phase = HandoverPhase.STOPPING
             yield StopPushes(self.key)
 

@@ -86,13 +86,13 @@ class LedShards:
         for holder in led.followers:
             yield from self._unfollow(led.key, holder)
 
-    def followed_by(self, peer: Holder) -> list[LedShard]:
+    def shards_followed_by(self, peer: Holder) -> list[LedShard]:
         found = (self._shards.get(key) for key in self.links.keys(peer))
         return [led for led in found if led is not None and peer in led.followers]
 
     # --- followers ---
 
-    def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
+    def follow_record(self, led: LedShard) -> Iterator[Effect]:
         """Make exactly the record's other holders followers, except those that are lost, and a
         joiner that recently had no memory and is not used yet."""
         joining = led.assignment.joining
@@ -100,17 +100,17 @@ class LedShards:
         is_full = joining is not None and self.full.is_full(joining)
         if joining is not None and is_full and not self.links.is_used(joining, led.key):
             wanted.discard(joining)
-        for follower in led.hold_on_to(frozenset(wanted)):
+        for follower in led.retain_followers(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
         # A lost holder that a write in progress keeps as a follower may be named again.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
-                yield from self.links.use(holder, led.key)
+                yield from self.links.add_use(holder, led.key)
                 if self.links.opened(holder) is not None:
                     yield from self.offer(led, holder)
 
     def _unfollow(self, key: Key, holder: Holder) -> Iterator[Effect]:
-        yield from self.links.unuse(holder, key)
+        yield from self.links.remove_use(holder, key)
         yield from self._next_image(holder)
 
     def offer(self, led: LedShard, peer: Holder) -> Iterator[Effect]:
@@ -155,7 +155,7 @@ class LedShards:
         if link is None:
             return touched
         if isinstance(reply, ChunkReceived):
-            for each in link.images.taken(reply.image, reply.next_chunk):
+            for each in link.images.note_acknowledged(reply.image, reply.next_chunk):
                 effect = (
                     SendRequest(peer, link.number, each) if isinstance(each, ImageChunk) else each
                 )
@@ -197,11 +197,11 @@ class LedShards:
         if not is_awaited:
             return
         peer = follower.holder
-        if self.full.took(peer):
+        if self.full.note_copied(peer):
             touched.effects.append(LogLine("copies_taken_again", peer=peer))
         follower.begin(reply.version, led.version)
         touched.effects += link.images.drop(led.key)
-        for record in led.log.after(reply.version):
+        for record in led.log.records_after(reply.version):
             update = UpdateMessage(led.key, led.epoch, record.version)
             touched.effects.append(SendRequest(peer, link.number, update, record))
         touched.effects += self.followed(led)
@@ -222,7 +222,7 @@ class LedShards:
             return
         follower.phase = FollowerPhase.IMAGE
         if link.images.may_continue(led.key, reply.image, reply.next_chunk):
-            for request in link.images.go_on(reply.next_chunk):
+            for request in link.images.resume_from(reply.next_chunk):
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
@@ -261,8 +261,8 @@ class LedShards:
         return [led for led in shards if led.assignment.joining == peer]
 
     def _lose(self, touched: TouchedShards, led: LedShard, peer: Holder) -> None:
-        led.lose(peer)
-        touched.effects += self.links.unuse(peer, led.key)
+        led.mark_lost(peer)
+        touched.effects += self.links.remove_use(peer, led.key)
         touched.shards.append(led)
 
     # --- images ---
@@ -319,12 +319,12 @@ class LedShards:
 
     # --- links ---
 
-    def link_broke(self, event: ev.LinkBroken, now_s: float) -> TouchedShards:
+    def handle_link_break(self, event: ev.LinkBroken, now_s: float) -> TouchedShards:
         peer, touched = event.peer, TouchedShards()
         link = self.links.find(peer)
         assert link is not None
-        failing = link.images.broke()
-        followed = self.followed_by(peer)
+        failing = link.images.record_link_break()
+        followed = self.shards_followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
             touched.effects += self.followed(led)
@@ -332,7 +332,7 @@ class LedShards:
             note = LogLine("copy_refused", failing, peer, "each link breaks under its image")
             touched.effects.append(note)
             self._lose(touched, self._shards[failing], peer)
-        if self.links.broke(event, now_s):
+        if self.links.record_link_break(event, now_s):
             self.full.forget(peer)
             touched.effects += self.links.end(peer)
             if followed:
@@ -345,15 +345,19 @@ class LedShards:
     def wakes_s(self) -> float:
         return min(self.links.wakes_s, self.full.wakes_s, self._reports_disk_s, self._hands_over_s)
 
-    def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
+    def take_due_steps(self, led: LedShard, now_s: float) -> Iterator[Effect]:
         """Take the steps that are due for a shard."""
-        yield from led.advanced(now_s, self._announced_s)
+        yield from led.take_due_steps(now_s, self._announced_s)
         if led.handover.is_announced and led.handover.stops_from_s > now_s:
             self._hands_over_s = min(self._hands_over_s, led.handover.stops_from_s)
 
-    def due(self, now_s: float) -> list[LedShard]:
+    def due_shards(self, now_s: float) -> list[LedShard]:
         """Shards with steps that are due at this time."""
-        return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
+        return [
+            *self.retryable_shards(now_s),
+            *self.newer_on_disk(now_s),
+            *self._handovers_due(now_s),
+        ]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
         """All announced handovers, once one of them is due. Those due within TOGETHER_S become due
@@ -367,19 +371,19 @@ class LedShards:
                 led.handover.stops_from_s = now_s
         return announced
 
-    def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
+    def note_journaled(self, led: LedShard, version: int, now_s: float) -> None:
         """Note the version up to which the journal has the shard."""
-        led.on_disk(version)
+        led.note_journaled(version)
         self._reports_disk_s = min(self._reports_disk_s, now_s + self._disk_report_s)
 
-    def disk_news(self, now_s: float) -> list[LedShard]:
+    def newer_on_disk(self, now_s: float) -> list[LedShard]:
         """Shards with a newer version on disk than in the record, if it is time to write that."""
         if now_s < self._reports_disk_s:
             return []
         self._reports_disk_s = inf
         return [led for led in self._shards.values() if led.note_disk_version()]
 
-    def full_again(self, now_s: float) -> list[LedShard]:
+    def retryable_shards(self, now_s: float) -> list[LedShard]:
         """Shards that wait for a server whose pause is over."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):

@@ -40,7 +40,7 @@ class ReplicationLinks:
         self._used: defaultdict[Holder, set[Key]] = defaultdict(set)
         self._last = 0
 
-    def use(self, peer: Holder, key: Key) -> Iterator[Effect]:
+    def add_use(self, peer: Holder, key: Key) -> Iterator[Effect]:
         self._used[peer].add(key)
         yield from self.connect(peer)
 
@@ -48,7 +48,7 @@ class ReplicationLinks:
         """True if the shard uses the link to that server."""
         return key in self._used.get(peer, ())
 
-    def unuse(self, peer: Holder, key: Key) -> Iterator[Effect]:
+    def remove_use(self, peer: Holder, key: Key) -> Iterator[Effect]:
         self._used[peer].discard(key)
         link = self._links.get(peer)
         if link is not None:
@@ -88,7 +88,7 @@ class ReplicationLinks:
     def mark_open(self, peer: Holder) -> None:
         self._links[peer].phase = LinkPhase.OPEN
 
-    def broke(self, event: LinkBroken, now_s: float) -> bool:
+    def record_link_break(self, event: LinkBroken, now_s: float) -> bool:
         """Note a break; return True if the peer is given up. Otherwise the link is opened again."""
         link, limits = self._links[event.peer], self._limits
         if event.has_replied or link.give_up_s == inf:
@@ -111,7 +111,7 @@ class ReplicationLinks:
     def wakes_s(self) -> float:
         return min((link.again_s for link in self._links.values()), default=inf)
 
-    def due(self, now_s: float) -> Iterator[Effect]:
+    def reopen_due(self, now_s: float) -> Iterator[Effect]:
         """Open the broken links whose pause is over."""
         for peer, link in list(self._links.items()):
             if link.again_s <= now_s:

@@ -74,7 +74,7 @@ class OutgoingImages:
             and image.acknowledged <= next_chunk <= image.start.num_chunks
         )
 
-    def go_on(self, next_chunk: int) -> Iterator[Request]:
+    def resume_from(self, next_chunk: int) -> Iterator[Request]:
         """Continue from that chunk, over a new link."""
         image = self.current
         assert image is not None
@@ -88,7 +88,7 @@ class OutgoingImages:
         yield replace(start, next_chunk=image.sent)
         yield from self._fill_window(image)
 
-    def taken(self, number: int, next_chunk: int) -> Iterator[ImageChunk | Effect]:
+    def note_acknowledged(self, number: int, next_chunk: int) -> Iterator[ImageChunk | Effect]:
         """Note that the peer has all chunks before `next_chunk`; release them and send more."""
         image = self.current
         if image is None or image.number != number or next_chunk <= image.acknowledged:
@@ -104,7 +104,7 @@ class OutgoingImages:
             yield ImageChunk(image.key, image.number, image.sent)
             image.sent += 1
 
-    def broke(self) -> Key | None:
+    def record_link_break(self) -> Key | None:
         """Note that the link broke. Return the current image's shard if that happened too often."""
         image = self.current
         if image is None or not image.is_flowing:

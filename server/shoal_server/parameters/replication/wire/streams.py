@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto import bulk
 from shoal_proto.bulk import FrameKind
-from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.bulk_opening import connect_to_offer, present_key
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.tls.channels import open_aio_channel
@@ -162,7 +162,7 @@ class BulkStream:
         slots = self._slots
         if slots is None or not self.inline_bytes < len(data) <= frames.PIECE_BYTES:
             return None
-        return slots.draft(data) if self._wire.is_quiet else None
+        return slots.draft(data) if self._wire.is_idle else None
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
         start, *rest = of_record
@@ -172,7 +172,7 @@ class BulkStream:
         if not rest:
             return self._wire.send_now(message)
         slots, piece = self._slots, rest[0]
-        if slots is None or not isinstance(piece, Piece) or not self._wire.is_quiet:
+        if slots is None or not isinstance(piece, Piece) or not self._wire.is_idle:
             return False
         at = slots.fill_now(piece.data)
         if at is None:
@@ -218,7 +218,7 @@ class BulkStream:
 
     @property
     def is_in_memory(self) -> bool:
-        return self._wire.is_local and self._wire.is_quiet
+        return self._wire.is_local and self._wire.is_idle
 
     def _reply(self, frame: bulk.Frame) -> FollowReply:
         try:
@@ -283,9 +283,9 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
 
 
 def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
-    connected = secured(reach(offer, address))
+    connected = secured(connect_to_offer(offer, address))
     try:
-        mapped = greet(connected, offer.key, NUM_SLOTS * SLOT_BYTES)
+        mapped = present_key(connected, offer.key, NUM_SLOTS * SLOT_BYTES)
         connected.setblocking(False)
     except BaseException:
         connected.close()

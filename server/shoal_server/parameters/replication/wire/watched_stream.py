@@ -40,13 +40,13 @@ class WatchedStream:
         self.replied_s = 0.0
         """Time of the other end's last message, by the event loop's clock; 0 before the first."""
 
-    async def greet(self, hello: pb.Hello) -> None:
+    async def send_hello(self, hello: pb.Hello) -> None:
         """Send the stream's first message, which names this server."""
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
         """Send a frame. Raises the error that broke the stream; see `PeerStream`."""
-        self._silence.expect()
+        self._silence.start_counting()
         await self._stream.write(frame)
 
     @property
@@ -62,10 +62,10 @@ class WatchedStream:
         """Send a record without waiting, if possible. True if it was sent."""
         if not self._stream.write_now(*of_record, keep=keep):
             return False
-        self._silence.expect()
+        self._silence.start_counting()
         return True
 
-    async def beat(self) -> None:
+    async def send_beat(self) -> None:
         """Send a beat. The other end answers it."""
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
@@ -97,7 +97,7 @@ class WatchedStream:
         self.replied_s = asyncio.get_running_loop().time()
         self._silence.note_message()
 
-    async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
+    async def run_tasks(self, *work: Coroutine[Any, Any, None]) -> None:
         """Run these tasks until one of them has ended; then cancel the others.
 
         Raises a ShoalError for any error of the task, and Unavailable if the other end was silent

@@ -6,11 +6,11 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
     JobAssignments,
     ShardAssignment,
-    promoted,
+    promote,
     without_backup,
 )
+from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.rebalance import Servers
-from shoal_server.core.shards.sightings import Sightings
 
 A, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")
 ALL = Servers(present=frozenset({A, B, C}))
@@ -20,7 +20,7 @@ def job(*shards: ShardAssignment) -> JobAssignments:
     return JobAssignments(job="job", copies=2, shards=shards)
 
 
-def suspects(sightings: Sightings, assignments: JobAssignments, now_s: float) -> set[Holder]:
+def suspects(sightings: ObservedServers, assignments: JobAssignments, now_s: float) -> set[Holder]:
     return set(sightings.judged(assignments, ALL, asked_s=now_s, now_s=now_s).suspects)
 
 
@@ -29,19 +29,19 @@ def test_a_server_that_a_backup_replaced_is_a_suspect_despite_a_write() -> None:
     with the coordinator's own write."""
     first = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,))
     second = ShardAssignment(shard_id=1, epoch=1, primary=B, backups=(A,))
-    sightings = Sightings(300.0, 4.0)
+    sightings = ObservedServers(300.0, 4.0)
     before = job(first, second)
     assert suspects(sightings, before, 0.0) == set()
     wished = job(first, replace(second, joining=C))
-    stands = job(promoted(first, A, B), replace(second, joining=C))
-    sightings.wrote(wished, stands)
+    stands = job(promote(first, A, B), replace(second, joining=C))
+    sightings.note_written(wished, stands)
     assert suspects(sightings, stands, 0.1) == {A}
 
 
 def test_a_backup_that_the_coordinator_removed_is_no_suspect() -> None:
     shard = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B, C))
-    sightings = Sightings(300.0, 4.0)
+    sightings = ObservedServers(300.0, 4.0)
     suspects(sightings, job(shard), 0.0)
     relieved = job(without_backup(shard, A, C))
-    sightings.wrote(relieved, relieved)
+    sightings.note_written(relieved, relieved)
     assert suspects(sightings, relieved, 0.1) == set()

@@ -1,7 +1,7 @@
 """Shards that a server disowns: their records place them on its disk, which does not have them."""
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.backing.disowning import Disowning
+from shoal_server.core.replication.backing.disk_removal import DiskRemoval
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.shards.assignments import ShardAssignment
 
@@ -23,11 +23,11 @@ def is_disowned(
     each_s: float = 1.0,
 ) -> bool:
     """True if the server disowns the shard after it has listed the servers for this long."""
-    disowning = Disowning(ME, LIMITS)
+    disowning = DiskRemoval(ME, LIMITS)
     record = missing(primary)
     now_s = 0.0
     while now_s <= for_s:
-        disowning.seen([record], present, ended, asked_s=now_s, now_s=now_s)
+        disowning.note_servers([record], present, ended, asked_s=now_s, now_s=now_s)
         now_s += each_s
     return disowning.revised(record).on_disk == ""
 

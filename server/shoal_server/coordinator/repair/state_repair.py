@@ -19,7 +19,7 @@ from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 T = TypeVar("T")
 
 
-def mended_state(
+def repaired_state(
     job: str,
     data: bytes,
     *,

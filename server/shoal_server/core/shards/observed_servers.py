@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import JobAssignments
-from shoal_server.core.shards.rebalance import Servers, gone_on_without
+from shoal_server.core.shards.rebalance import Servers, dropped_holders
 
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
@@ -16,7 +16,7 @@ cannot reach its primary takes over at once. If the backup reaches the primary, 
 merely cut off from etcd, and serves on meanwhile."""
 
 
-class Sightings:
+class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
@@ -51,7 +51,7 @@ class Sightings:
             disks=self._disks(assignments, seen, asked_s, now_s),
         )
 
-    def wrote(self, wished: JobAssignments, stands: JobAssignments) -> None:
+    def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
         """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
         still examines shards that others changed meanwhile."""
         if self._last is not None:
@@ -93,7 +93,7 @@ class Sightings:
     ) -> frozenset[Holder]:
         """Present holders that a peer has dropped. If still present after SUSPECT_S, a holder may
         be given shards again."""
-        dropped = gone_on_without(last, assignments) & seen.present
+        dropped = dropped_holders(last, assignments) & seen.present
         self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
         self._suspect_until_s = {
             holder: until_s

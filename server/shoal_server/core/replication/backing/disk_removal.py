@@ -7,10 +7,10 @@ from collections.abc import Collection
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import ShardAssignment, off_disk
+from shoal_server.core.shards.assignments import ShardAssignment, remove_disk
 
 
-class Disowning:
+class DiskRemoval:
     """Removal of this server's disk from records, except for shards led by a process of this server
     that may be alive: it may have the disk, or be about to write the shard to it."""
 
@@ -20,7 +20,7 @@ class Disowning:
         self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
 
-    def seen(
+    def note_servers(
         self,
         missing: Collection[ShardAssignment],
         present: frozenset[Holder],
@@ -40,7 +40,7 @@ class Disowning:
         """The record that this server wants for a shard that is not on its disk."""
         if self._is_own(missing) and missing.primary not in self._dead:
             return missing
-        return off_disk(missing, self._me)
+        return remove_disk(missing, self._me)
 
     def _is_own(self, a: ShardAssignment) -> bool:
         return a.primary.server_id == self._me.server_id

@@ -88,7 +88,7 @@ class ChangeReports:
         self._awaited = self._awaited[0], change
         return self.end()
 
-    def due(self, now_unix_s: float) -> Sequence[ChangeView]:
+    def due_changes(self, now_unix_s: float) -> Sequence[ChangeView]:
         """Changes to log now even without a member's report."""
         if self._awaited is None or now_unix_s < self._awaited[1].unix_s + REPORTED_WITHIN_S:
             return []

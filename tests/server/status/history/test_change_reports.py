@@ -3,7 +3,7 @@
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import ChangeSummary, Departure
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.stories import (
+from shoal_server.status.history.change_reports import (
     REPORTED_WITHIN_S,
     ChangeReport,
     ChangeReports,
@@ -63,10 +63,10 @@ def test_only_reports_of_members_that_trained_before_count() -> None:
 def test_a_change_without_reports_is_described_after_a_time() -> None:
     stories = ChangeReports()
     stories.runs(story(), 100.0)
-    assert stories.due(100.0 + REPORTED_WITHIN_S - 0.1) == []
-    (change,) = stories.due(100.0 + REPORTED_WITHIN_S)
+    assert stories.due_changes(100.0 + REPORTED_WITHIN_S - 0.1) == []
+    (change,) = stories.due_changes(100.0 + REPORTED_WITHIN_S)
     assert change.line.endswith("3 go on; nobody trained for 0.04 s; 0 steps lost")
-    assert stories.due(1000.0) == []
+    assert stories.due_changes(1000.0) == []
 
 
 def test_a_change_is_described_before_the_next_one() -> None:

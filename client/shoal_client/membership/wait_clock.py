@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
-class HeldClock:
+class WaitClock:
     """Clock of a wait for other members. It stops while a member is paused, while no coordinator
     can be reached, and while this member is on standby, which has no limit.
     """
@@ -25,7 +25,7 @@ class HeldClock:
         self._is_standby = False
         self._stood_by_s = -math.inf
 
-    def turn(self, now_s: float, *, away: bool) -> None:
+    def set_away(self, now_s: float, *, away: bool) -> None:
         """Record that the stream has ended (`away`), or that its first notice arrived."""
         self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s

@@ -23,7 +23,7 @@ MAX_REST_S = 0.01
 """Longest rest. All rests together add at most 5 s to the copy of 1 GB in chunks of 2 MiB."""
 
 
-async def run_and_rest(run: Runner, work: Callable[[], T]) -> T:
+async def run_throttled(run: Runner, work: Callable[[], T]) -> T:
     """Run `work` in a thread, rest, and return its result."""
 
     def timed() -> tuple[T, float]:

@@ -10,7 +10,7 @@ from shoal_client.liveness.beat_board import BeatBoard
 from shoal_client.local.process import KILLED_S
 
 
-class WorkerEnds:
+class WorkerTermination:
     """Decides when remaining workers are to end, by the monotonic clock, and ends them."""
 
     def __init__(
@@ -23,14 +23,14 @@ class WorkerEnds:
 
     @property
     def next_s(self) -> float:
-        """The time at which `due` or `left_behind` next has work to do; infinity: none."""
+        """The time at which `kill_overdue` or `left_behind` next has work to do; infinity: none."""
         return min(self._over_s, self._kill_s, self._leave_s)
 
     @property
     def running(self) -> list[WorkerSlot]:
         return [slot for slot in self._slots if slot.process is not None]
 
-    def tell_all(self) -> None:
+    def order_stop(self) -> None:
         """Ask all workers to finish their step and end, within the grace time."""
         # SIGTERM whichever signal the launcher got: on SIGINT each script would end within its
         # step, with a traceback.
@@ -38,7 +38,7 @@ class WorkerEnds:
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:
             assert slot.process is not None
-            slot.process.ask_to_end()
+            slot.process.terminate()
 
     def kill(self, slots: Sequence[WorkerSlot]) -> None:
         if not slots:
@@ -63,7 +63,7 @@ class WorkerEnds:
             self._say(f"{slot.member_id} was declared lost {how}")
             self.kill([slot])
 
-    def due(self, over: str, board: BeatBoard) -> None:
+    def kill_overdue(self, over: str, board: BeatBoard) -> None:
         """Kill workers whose grace time is over. `over`: the job's phase if the job has ended."""
         now_s = time.monotonic()
         if not over:

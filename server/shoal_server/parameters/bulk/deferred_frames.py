@@ -8,8 +8,8 @@ from shoal_server.parameters.bulk.wire import FrameConnection
 WITHIN_S = 0.005
 
 
-class LateFrames:
-    """Sends the frames of `put` within WITHIN_S, and all queued frames before any frame of
+class DeferredFrames:
+    """Sends the frames of `queue_frame` within WITHIN_S, and all queued frames before any frame of
     `send_now`. Lives on the event loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
@@ -20,7 +20,7 @@ class LateFrames:
         self._freed: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, about: Hashable, frame: bytes) -> None:
+    def queue_frame(self, about: Hashable, frame: bytes) -> None:
         """Queue a frame. It replaces a queued frame with the same `about`."""
         self._newest[about] = frame
         if self._timer is None:
@@ -53,7 +53,7 @@ class LateFrames:
         self._wire.send_soon(self._take())
 
     def _take(self) -> bytes:
-        """Return all queued frames, and empty the queues. Frames of `put` come first: they
+        """Return all queued frames, and empty the queues. Frames of `queue_frame` come first: they
         acknowledge the data in the freed slots."""
         self.close()
         waiting = b"".join([*self._newest.values(), *self._freed])

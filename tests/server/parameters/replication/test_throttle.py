@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from shoal_server.parameters.replication.run_and_rest import MAX_REST_S, RESTS, run_and_rest
+from shoal_server.parameters.replication.throttle import MAX_REST_S, RESTS, run_throttled
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ async def took_s(late_s: float) -> float:
 
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    assert await run_and_rest(run, lambda: "done") == "done"
+    assert await run_throttled(run, lambda: "done") == "done"
     return loop.time() - began_s
 
 
