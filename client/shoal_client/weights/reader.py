@@ -367,8 +367,15 @@ class SeriesReader:
                 if not reply.digest:
                     return None
                 staged = self._staged(reply.digest)
-                fetched = self._fetch_from_relay(source, staged, left_s, is_difference=True)
-                with closing(fetched or self._stores.fetch([holder], staged, left_s)) as difference:
+                try:
+                    fetched = self._fetch_from_relay(source, staged, left_s, is_difference=True)
+                    fetched = fetched or self._stores.fetch([holder], staged, left_s)
+                except BaseException:
+                    staged.close()
+                    if self._relay is not None:
+                        self._relay.give_up(reply.digest)
+                    raise
+                with closing(fetched) as difference:
                     self.fetched_bytes += staged.received_bytes
                     if self._relay is not None:
                         self._relay.add(difference)

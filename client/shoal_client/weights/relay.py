@@ -207,6 +207,15 @@ class Relay(WeightStoreServicer):
             entry.staged = staged
         return staged
 
+    def give_up(self, digest: bytes) -> None:
+        """Note that a staged segment does not arrive; readers that wait for it get an error."""
+        with self._changed:
+            entry = self._segments.get(digest)
+            if entry is not None and not entry.is_whole:
+                del self._segments[digest]
+                entry.is_given_up = True
+                self._changed.notify_all()
+
     def add(self, segment: Segment) -> None:
         """Pass on a complete, sealed segment."""
         with self._changed:

@@ -18,7 +18,7 @@ from support.processes.served_process import awaited
 from support.weights import halting_relay
 
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS
-from shoal_client.weights.reader import SeriesReader
+from shoal_client.weights.reader import Base, SeriesReader, _Wanted
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_proto import CHUNK_BYTES
@@ -26,6 +26,7 @@ from shoal_proto.errors import AccessDenied, ChecksumMismatch, InvalidSpec, Unav
 from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
+from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2 import StoreServer
 
 HOST = "127.0.0.1"
@@ -279,3 +280,47 @@ def _has_two_chunks(child: SeriesReader) -> bool:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(Unavailable, match="cannot relay"):
         Relay(SERIES, "192.0.2.1")
+
+
+def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is freed, and no other reader waits for it."""
+    old, new, difference = (sealed(os.urandom(CHUNK_BYTES)) for _ in range(3))
+    recorded = [pb.Segment(digest=s.digest, num_bytes=s.num_bytes) for s in (old, new)]
+    before, after = (pb.VersionRecord(number=i, segments=[s]) for i, s in enumerate(recorded, 1))
+    view = pb.SeriesView(versions=[after], head=2, servers=[StoreServer(id="one", address="-")])
+    view.versions[0].segments[0].holders.append("one")
+    staged_before: list[StagedSegment] = []
+    closed: list[StagedSegment] = []
+    close = StagedSegment.close
+
+    def close_noted(staged: StagedSegment) -> None:
+        closed.append(staged)
+        close(staged)
+
+    def break_off(holders: object, staged: StagedSegment, timeout_s: float) -> Segment:
+        staged.open(chunk_digests(difference.view()), difference.num_bytes)
+        staged_before.append(staged)
+        raise Unavailable("the connection broke")
+
+    reader = SeriesReader(["-"], SERIES, "r", apply_difference=_not_applied, relay_at=HOST)
+    relay, stores = reader._relay, reader._stores
+    assert relay is not None
+    monkeypatch.setattr(StagedSegment, "close", close_noted)
+    monkeypatch.setattr(reader, "view", lambda timeout_s: view)
+    monkeypatch.setattr(reader, "layout", lambda record: pb.Layout(segment_bytes=[CHUNK_BYTES]))
+    monkeypatch.setattr(stores, "is_local", lambda holders: False)
+    monkeypatch.setattr(
+        stores, "difference", lambda *_: pb.DifferenceReply(digest=difference.digest)
+    )
+    monkeypatch.setattr(stores, "fetch", break_off)
+    wanted = _Wanted(0, [], SegmentWriter)
+    with closing(reader), relay.version([new.digest]):
+        made = reader._by_difference(after, wanted, Base(before, {0: old}), None, LIMIT_S)
+        assert made is None
+        assert closed == staged_before
+        with pytest.raises(Unavailable, match="does not hold the segment"):
+            fetched(relay, difference.digest, may_be_local=False)
+
+
+def _not_applied(*_: memoryview) -> None:
+    raise AssertionError("no difference has arrived")
