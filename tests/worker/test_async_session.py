@@ -62,12 +62,16 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
 
 
 @pytest.mark.long
-def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalCluster) -> None:
-    """The member leaves after its step and ends with 143; each sample still counts once."""
-    epochs = 40
+@pytest.mark.parametrize("strategy", ["async-sgd", "async-diloco"])
+def test_a_drained_member_gives_back_what_it_did_not_train_on(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """The member leaves after its step, within a round, and ends with 143; each sample still counts
+    once."""
+    epochs, job = 40, f"{strategy}-drain"
     with Ranks() as ranks:
-        stays = start(ranks, cluster, "async-drain", "a", epochs=epochs)
-        drained = start(ranks, cluster, "async-drain", "b", epochs=epochs)
+        stays = start(ranks, cluster, job, "a", epochs=epochs, strategy=strategy)
+        drained = start(ranks, cluster, job, "b", epochs=epochs, strategy=strategy)
         drained.expect("committed")
         drained.send_signal(signal.SIGTERM)
         assert drained.expect("exits") == {"code": 143, "reason": "SIGTERM"}
