@@ -10,12 +10,13 @@ from typing import cast
 import structlog
 
 from shoal.data.batches import Batch, Loader
+from shoal.membership.draining import Drained
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.leasing import LeasingStrategy, SampleLeases
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.progress.ranges import SampleRange
-from shoal_proto.errors import InvalidSpec, JobFinished
+from shoal_proto.errors import InvalidSpec, JobFinished, ShoalError
 
 log = structlog.get_logger(__name__)
 
@@ -224,7 +225,18 @@ class LeasedBatches(BatchSource):
         except JobFinished as finished:
             # The last sample was completed before this member asked for more samples.
             log.info("job_finished_by_others", reason=str(finished))
+        except Drained:
+            self._flush_and_leave()
+            raise
         self.all_trained = True
+
+    def _flush_and_leave(self) -> None:
+        """Let the steps so far count, before this member leaves in good order. If that fails, other
+        members train on their samples again."""
+        try:
+            self._controller.strategy.flush()
+        except ShoalError as error:
+            log.warning("last_steps_not_acknowledged", reason=str(error))
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
         """Offer a range's batch, again after a refused step, until a step on it is committed."""

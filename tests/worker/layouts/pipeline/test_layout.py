@@ -254,7 +254,7 @@ def test_outputs_of_any_shape_come_back_and_go_into_the_loss():
 
 
 def test_a_layout_can_be_released_twice():
-    """As every layout: the first release may have been that of a failed bring-up."""
+    """Every layout allows it: the first release may have been that of a failed bring-up."""
 
     def body() -> None:
         layout = in_stages(models.perceptron(), this_world())

@@ -184,7 +184,7 @@ def test_split_attention_computes_what_whole_attention_does(case, batch_first):
 
 
 def test_split_attention_needs_the_mask_that_it_is_told_of():
-    """As a whole one does: `is_causal` alone would not hide later positions."""
+    """Whole attention needs it too: `is_causal` alone would not hide later positions."""
     inputs = torch.randn(3, 5, 12)
     whole = nn.MultiheadAttention(12, 4, batch_first=True)
 

@@ -6,8 +6,9 @@ et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401
 continues from the values right after its own push, which include other members' pushes.
 
 - Each member steps its own optimizer, any of torch's, and keeps its state.
-- A round's samples count once its push is acknowledged. If a member is lost, or leaves within
-  a round, its work since its last push is lost too: other members train on the samples again.
+- A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
+  its work since its last push is lost too: other members train on the samples again. A member that
+  drains pushes its round first.
 """
 
 from collections.abc import Callable, Mapping

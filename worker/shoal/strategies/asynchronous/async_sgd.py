@@ -202,7 +202,7 @@ class AsyncSGD(LeasingStrategy):
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
     watch_counts: ClassVar[str] = "updates"
-    """What the watch on the loss counts."""
+    """Unit in which the watch on the loss counts."""
 
     def __init__(
         self,
