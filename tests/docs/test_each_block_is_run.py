@@ -31,7 +31,7 @@ DRAIN = (
 )
 SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_continues_in_another_cluster"
 COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
-TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_within_tls"
+TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_with_tls"
 TORCHRUN = (
     "tests/worker/torchrun/test_torchrun_nodes.py"
     "::test_training_goes_on_after_a_lost_node_and_with_a_new_one"
