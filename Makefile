@@ -64,12 +64,12 @@ run_tests = $(PYTEST) -m "$(TESTS) and $(1)" || case $$? in 5) ;; \
 test: $(VENV)/.installed ## all but the slow tests, on real parts
 	$(call run_tests,not long)
 
-# All of them take 40 minutes on two idle cores: each commit begins with other files, leaves out what is left, and says
+# All of them take 40 minutes on two idle cores: each day of commits begins with other files, leaves out the rest, and says
 # so. 0: no limit.
 LONG_WITHIN_S ?= 1200
 
 test-long: $(VENV)/.installed ## slow tests and further combinations, begun within 20 minutes (LONG_WITHIN_S=0: all of them)
-	export SHOAL_TESTS_WITHIN_S=$(LONG_WITHIN_S) SHOAL_TESTS_ORDER=$$(git rev-parse HEAD 2> /dev/null); $(call run_tests,long)
+	export SHOAL_TESTS_WITHIN_S=$(LONG_WITHIN_S) SHOAL_TESTS_ORDER=$$(git log -1 --format=%cs 2> /dev/null); $(call run_tests,long)
 
 # What compares each strategy with one process, on time and with collectives that end late; and of
 # the asynchronous strategies, which equal none, the sessions.

@@ -20,7 +20,8 @@ BEGUN_S = time.monotonic()
 WITHIN_S = float(os.environ.get("SHOAL_TESTS_WITHIN_S", "0"))
 """Seconds after which no further test begins; 0: no limit. `make test-long` sets it."""
 ORDER = os.environ.get("SHOAL_TESTS_ORDER", "")
-"""A text that orders the files of tests, so that a limit leaves out other files for each commit."""
+"""A text that orders the files of tests: the day of the newest commit. So a limit leaves out other
+files on another day."""
 CRASHES: list[object] = []
 
 # A shell that starts the tests in the background makes them, and every process that they start,
