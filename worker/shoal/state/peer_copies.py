@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from itertools import chain, groupby, islice
 from operator import contains
 from typing import Any
@@ -56,7 +57,7 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
-    distances = _distances([hosts[rank] for rank in ring], copies)
+    distances = _distances(tuple(hosts[rank] for rank in ring), copies)
     targets = []
     for rank in range(world_size):
         peers = (ring[(index_in_ring[rank] + distance) % world_size] for distance in distances)
@@ -65,7 +66,8 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     return targets
 
 
-def _distances(hosts: Sequence[str], copies: int) -> list[int]:
+@lru_cache(maxsize=1)
+def _distances(hosts: tuple[str, ...], copies: int) -> list[int]:
     """Return all distances in a ring of these hosts, those of the copies first."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
