@@ -17,6 +17,7 @@ from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digest
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
     SEGMENT_TRANSFER_CHUNKS,
     FetchSegmentReply,
@@ -182,6 +183,15 @@ def test_a_segment_whose_chunks_all_arrived_is_not_requested_again() -> None:
     servers.close()
     with SegmentConnection(own, "the second") as second:
         assert second.fetch(FetchSegmentRequest(), staged, 10.0).view() == b"weights"
+
+
+def test_an_offer_stays_as_it_is_if_the_connection_must_not_be_local() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    offer = OpenBulkReply(local_name="name", port=port)
+    with pytest.raises(Unavailable):
+        SegmentConnection.open(offer, f"127.0.0.1:{port}", may_be_local=False)
+    assert offer == OpenBulkReply(local_name="name", port=port)
 
 
 def test_digests_of_another_segment_are_refused() -> None:

@@ -192,9 +192,11 @@ class SegmentConnection:
         try:
             if not offer.port:
                 raise ConnectionRefusedError("the server accepts no bulk connections")
+            reachable = OpenBulkReply()
+            reachable.CopyFrom(offer)
             if not may_be_local:
-                offer.local_name = ""
-            connected = secured(connect_to_offer(offer, address), name)
+                reachable.local_name = ""
+            connected = secured(connect_to_offer(reachable, address), name)
             try:
                 present_key(connected, offer.key, 0)
                 return cls(connected, address, chunk_within_s=chunk_within_s)
