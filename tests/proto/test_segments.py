@@ -4,17 +4,25 @@ import gc
 import mmap
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal_proto import CHUNK_BYTES
-from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage
+from shoal_proto import CHUNK_BYTES, bulk
+from shoal_proto.bulk import FrameKind
+from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage, Unavailable
 from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_proto.segments.transfer import StagedSegment
+from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.weights_pb2 import (
+    SEGMENT_TRANSFER_CHUNKS,
+    FetchSegmentReply,
+    FetchSegmentRequest,
+)
 
 SIZES = [0, 1, 4096, CHUNK_BYTES, 2 * CHUNK_BYTES + 17]
 
@@ -152,6 +160,38 @@ def test_received_chunks_are_not_requested_again() -> None:
     staged.verify(1, chunk)
     assert staged.missing == [0, 2]
     assert staged.received_bytes == CHUNK_BYTES
+
+
+def test_a_segment_whose_chunks_all_arrived_is_not_requested_again() -> None:
+    """The first connection breaks between the last chunk and the end. The second one answers
+    nothing."""
+    whole = sealed(b"weights")
+    staged = StagedSegment(whole.digest)
+    reply = FetchSegmentReply(
+        num_bytes=whole.num_bytes,
+        chunk_digests=whole.chunk_digests,
+        transfer=SEGMENT_TRANSFER_CHUNKS,
+    )
+    own, servers = socket.socketpair()
+    with servers, SegmentConnection(own, "the first") as first:
+        servers.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
+        servers.sendall(bulk.header(FrameKind.CHUNK, num_bytes=whole.num_bytes) + whole.view())
+        servers.shutdown(socket.SHUT_WR)
+        with pytest.raises(Unavailable, match="the first broke"):
+            first.fetch(FetchSegmentRequest(), staged, 10.0)
+    own, servers = socket.socketpair()
+    servers.close()
+    with SegmentConnection(own, "the second") as second:
+        assert second.fetch(FetchSegmentRequest(), staged, 10.0).view() == b"weights"
+
+
+def test_an_offer_stays_as_it_is_if_the_connection_must_not_be_local() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    offer = OpenBulkReply(local_name="name", port=port)
+    with pytest.raises(Unavailable):
+        SegmentConnection.open(offer, f"127.0.0.1:{port}", may_be_local=False)
+    assert offer == OpenBulkReply(local_name="name", port=port)
 
 
 def test_digests_of_another_segment_are_refused() -> None:

@@ -108,6 +108,11 @@ class StagedSegment:
         wanted = self.wanted or [range(last)]
         return [i for each in wanted for i in each if i < last and i not in self._verified]
 
+    @property
+    def is_complete(self) -> bool:
+        """True once all wanted chunks are verified; False before `open`."""
+        return self._writer is not None and not self.missing
+
     def chunk_buffer(self, index: int) -> memoryview:
         """Return the memory for a chunk."""
         assert self._writer is not None
@@ -187,9 +192,11 @@ class SegmentConnection:
         try:
             if not offer.port:
                 raise ConnectionRefusedError("the server accepts no bulk connections")
+            reachable = OpenBulkReply()
+            reachable.CopyFrom(offer)
             if not may_be_local:
-                offer.local_name = ""
-            connected = secured(connect_to_offer(offer, address), name)
+                reachable.local_name = ""
+            connected = secured(connect_to_offer(reachable, address), name)
             try:
                 present_key(connected, offer.key, 0)
                 return cls(connected, address, chunk_within_s=chunk_within_s)
@@ -269,8 +276,11 @@ class SegmentConnection:
         missing chunks over the socket and verifying each.
 
         Raises what the server raises, ChecksumMismatch, MalformedMessage, Overloaded (no memory),
-        Unavailable or DeadlineExceeded; then `staged` may continue over another connection.
+        Unavailable or DeadlineExceeded; then `staged` may continue over another connection, on
+        which nothing is requested if no chunk is missing.
         """
+        if staged.is_complete:
+            return staged.seal()
         give_up_s = time.monotonic() + timeout_s
         sent = FetchSegmentRequest()
         sent.CopyFrom(request)
@@ -285,15 +295,16 @@ class SegmentConnection:
             reply = self._message(FetchSegmentReply, give_up_s)
             if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
                 check_root(reply.chunk_digests, reply.num_bytes, staged.digest)
-                segment = self._adopt(reply, give_up_s, staged.digest)
+                segment: Segment | None = self._adopt(reply, give_up_s, staged.digest)
             elif reply.transfer == SEGMENT_TRANSFER_CHUNKS:
                 staged.open(reply.chunk_digests, reply.num_bytes)
                 self._receive(staged, give_up_s)
-                segment = staged.seal()
+                segment = None
             else:
                 raise self._malformed(f"transfer {reply.transfer}", "DESCRIPTOR or CHUNKS")
             self._end(give_up_s)
-            return segment
+            # Only now: after a failure before the end, the next connection seals it.
+            return segment if segment is not None else staged.seal()
         except OSError as error:
             raise self._broken(repr(error)) from error
         finally:

@@ -140,8 +140,13 @@ class SnapshotLibrary:
         Files of a snapshot later than the newest complete one are kept: it is being written. A
         damaged manifest, or one of a later release, stays and does not count; its snapshot's files
         and all earlier ones are kept, since it may refer to each of them. Returns the snapshots
-        that were removed. Raises Unavailable; then only some may be removed.
+        that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then only some
+        may be removed.
         """
+        if num_kept < 1:
+            raise InvalidSpec(
+                "bad number of snapshots to keep", seen=str(num_kept), expected="1 or more"
+            )
         manifests, damaged = self.read_all()
         kept = manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]

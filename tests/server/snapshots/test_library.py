@@ -90,6 +90,17 @@ def test_retention_keeps_the_files_of_the_kept_snapshots(library: SnapshotLibrar
     }
 
 
+@pytest.mark.parametrize("num_kept", [0, -1])
+def test_retention_that_would_keep_no_snapshot_is_refused(
+    library: SnapshotLibrary, num_kept: int
+) -> None:
+    for number in (1, 2):
+        write_snapshot(library, number, [number])
+    with pytest.raises(InvalidSpec, match="1 or more"):
+        library.keep_newest(num_kept)
+    assert [each.number for each in library.list()] == [1, 2]
+
+
 def test_retention_keeps_the_files_of_a_snapshot_of_a_later_release(
     library: SnapshotLibrary, tmp_path: Path
 ) -> None:

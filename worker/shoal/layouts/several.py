@@ -87,7 +87,14 @@ class SeveralLayouts(Layout):
             each.note_loss(loss)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add gradients to the active models only; those of other models are unchanged."""
+        """Add gradients to the active models only; those of other models are unchanged. Raises
+        InvalidSpec if no model is active."""
+        if not self._active:
+            raise InvalidSpec(
+                "a backward pass that trains no model",
+                seen="no active model",
+                expected=f"a pass for at least one of {', '.join(self.layouts)}",
+            )
         scaled = loss if weight == 1.0 else loss * weight
         for each in self._active:
             each.begin_pass(scaled)

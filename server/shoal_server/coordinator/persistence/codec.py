@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
-from shoal_proto import errors, secrets
+from shoal_proto import secrets
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.packing.listings import PackedListing
@@ -213,19 +213,18 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     """Error of the class that the refusal names, or InternalError for an unknown name, with
     conflicts, generation and the replacing process as details."""
-    kind = getattr(errors, refusal.kind, InternalError)
+    kind = ShoalError.kinds.get(refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)
     if refusal.replaced_by:
         details["replaced_by"] = public_id(refusal.replaced_by)
-    error: ShoalError = kind(
+    return kind(
         refusal.what,
         seen=refusal.seen,
         expected=refusal.expected,
         fix=refusal.fix,
         details=details,
     )
-    return error
 
 
 def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = True) -> pb.Notice:

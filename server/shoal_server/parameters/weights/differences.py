@@ -59,11 +59,17 @@ class WeightDifferences:
         self._now_s = now_s
         self._kept: OrderedDict[_Key, _CachedDifference] = OrderedDict()
         self._being_made: dict[_Key, asyncio.Future[_CachedDifference]] = {}
+        self._is_closed = False
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a kept difference, by its digest; None if there is none."""
-        made = (kept.difference for key, kept in self._kept.items() if key.series == series)
-        return next((each for each in made if each is not None and each.digest == digest), None)
+        """Return a kept difference, by its digest; None if there is none. Counts as a request for
+        it."""
+        for key, kept in self._kept.items():
+            made = kept.difference
+            if key.series == series and made is not None and made.digest == digest:
+                self._note_use(key, kept)
+                return made
+        return None
 
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
@@ -88,7 +94,7 @@ class WeightDifferences:
                 )
                 making.add_done_callback(lambda _: self._being_made.pop(key, None))
             kept = await asyncio.shield(making)
-        kept.used_s = self._now_s()
+        self._note_use(key, kept)
         return kept.difference
 
     def sweep(self) -> None:
@@ -98,7 +104,8 @@ class WeightDifferences:
                 self._drop(key)
 
     def close(self) -> None:
-        """Drop all differences."""
+        """Drop all differences. One that is being made is not kept."""
+        self._is_closed = True
         for key in list(self._kept):
             self._drop(key)
 
@@ -116,19 +123,30 @@ class WeightDifferences:
                     taken = self._memory.reserve(difference.num_bytes, "differences of weights")
                     claim.enter_context(taken)
             except Overloaded as error:
+                # Not kept: there may be memory at the next request.
                 log.info("difference_not_made", series=key.series, reason=str(error))
-                difference = None
+                return _CachedDifference(None, ExitStack(), self._now_s())
+            if self._is_closed:
+                return _CachedDifference(None, ExitStack(), self._now_s())
             kept = self._kept[key] = _CachedDifference(difference, claim.pop_all(), self._now_s())
         if len(self._kept) > MAX_KEPT:
             self._drop(next(iter(self._kept)))
+        if difference is None:
+            log.info("difference_not_made", series=key.series, reason="too much has changed")
+            return kept
         log.info(
             "difference_made",
             series=key.series,
-            num_bytes=difference.num_bytes if difference is not None else None,
+            num_bytes=difference.num_bytes,
             of_bytes=target.num_bytes,
             took_s=round(self._now_s() - began_s, 3),
         )
         return kept
+
+    def _note_use(self, key: _Key, kept: _CachedDifference) -> None:
+        kept.used_s = self._now_s()
+        if key in self._kept:
+            self._kept.move_to_end(key)
 
     def _drop(self, key: _Key) -> None:
         kept = self._kept.pop(key)

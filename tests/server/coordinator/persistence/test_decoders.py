@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.clusters.garbage import good_member, good_record, good_state
 
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import InternalError, InvalidSpec, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.replication_pb2 import JobHoldings, ShardHolding
@@ -25,6 +25,7 @@ from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.limits import Limits
+from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import UnreadableRecord
@@ -237,3 +238,11 @@ def test_members_are_sent_every_limit() -> None:
     assert {each.name for each, _ in message.ListFields()} == set(
         pb.Limits.DESCRIPTOR.fields_by_name
     )
+
+
+@pytest.mark.parametrize("kind", ["OfALaterRelease", "Mapping", "Any"])
+def test_a_refusal_that_names_no_error_becomes_an_internal_error(kind: str) -> None:
+    """Some of these names are in the module of the errors."""
+    error = codec.refusal_to_error(Refusal(kind=kind, what="refused"), 1)
+    assert type(error) is InternalError
+    assert error.what == "refused"

@@ -1,12 +1,17 @@
 """Gathering and summing in shared memory: results have Gloo's bits, and nothing is overwritten too
 soon."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.collectives import shared_memory_bodies
 from support.processes.worlds import assemble, run_on_gloo
+
+from shoal.layouts.sharded.shared_slots import NUM_GATHERED, NUM_SUMMED, SharedSlots
+from shoal_proto.errors import InvalidSpec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -18,6 +23,18 @@ def test_sums_and_means_have_the_bits_that_gloo_gives_them(dtype: torch.dtype) -
 
 def test_a_sum_that_is_too_large_for_a_slot_is_left_to_gloo() -> None:
     assert run_on_gloo(2, shared_memory_bodies.too_large) == [False] * 2
+
+
+def test_only_sums_and_means_are_computed() -> None:
+    data = memoryview(bytearray((NUM_GATHERED + NUM_SUMMED) * 4096))
+    memory: Any = SimpleNamespace(
+        data=data, rank=0, world_size=1, gather_words=lambda message: [message]
+    )
+    slots, own = SharedSlots(memory, 4096, 4096), torch.empty(2)
+    with pytest.raises(InvalidSpec, match="SUM or AVG"):
+        slots.reduce_scatter(own, torch.ones(2), dist.ReduceOp.MAX)
+    assert slots.reduce_scatter(own, torch.ones(2), dist.ReduceOp.SUM)
+    assert own.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 5])

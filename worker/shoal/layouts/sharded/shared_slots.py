@@ -126,8 +126,12 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large. Raises as `barrier`. `number`:
-        see `gather`."""
+        order of ranks. False, on all ranks, if `whole` is too large. Raises as `barrier`, and
+        InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise InvalidSpec(
+                "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
+            )
         self._note(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
