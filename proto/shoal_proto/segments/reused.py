@@ -109,7 +109,8 @@ class ReusedSegment(Segment):
         )
 
     def sealed(self) -> Segment:
-        """Return a copy in memory of its own, which is not reused."""
+        """Return an immutable (sealed) copy, which may be passed to other processes. Its memory is
+        not reused. Raises Overloaded if there is no memory."""
         writer = SegmentWriter(self.num_bytes)
         writer.buffer[:] = self.view()
         return writer.seal(self.chunk_digests, is_whole=self.is_whole)
@@ -135,7 +136,8 @@ class _ReusingWriter(SegmentWriter):
         return self._pages.is_touched or self._pages.populate(start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Return the bytes as a segment. They are not sealed: no other process has them."""
+        """Return the bytes as a segment. They are not sealed: no other process has them.
+        `of_chunks`: the digests of its chunks; None: they are computed."""
         pages, window = self._pages, self._window
         assert pages is not None and window is not None
         if of_chunks is None:

@@ -196,9 +196,9 @@ class SegmentWriter:
         return self._buffer
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Make the bytes immutable, and return them as a segment. Computes their digests, unless
-        given as `of_chunks`; then the segment is whole in any case. Do not use the writer
-        afterwards.
+        """Make the bytes immutable, and return them as a segment. `of_chunks`: the digests of its
+        chunks; None: they are computed, and `is_whole` is ignored: the segment is whole. Do not use
+        the writer afterwards.
 
         Raises InternalError while anything else refers to `buffer`, or if the kernel does not seal
         the file.

@@ -122,7 +122,7 @@ class StagedSegment:
         return view
 
     def populate(self, index: int) -> None:
-        """Prepare the memory for a chunk."""
+        """Prepare the memory for a chunk. Raises Overloaded if there is not enough."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
@@ -140,7 +140,8 @@ class StagedSegment:
         self._on_progress()
 
     def seal(self) -> Segment:
-        """Return the segment, once no chunk is missing."""
+        """Return the segment, by the writer's `seal`. Call it only if no chunk is `missing`: this
+        is not checked. Releases all buffers of `chunk_buffer`."""
         assert self._writer is not None
         # The error of a failed connection may still refer to these views, and a buffer with views
         # cannot be sealed.
@@ -161,7 +162,8 @@ class SegmentConnection:
     def __init__(
         self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
     ) -> None:
-        """Takes ownership of the socket, on which a server has accepted the key."""
+        """Takes ownership of the socket, on which a server has accepted the key. `chunk_within_s`:
+        see `open`."""
         self._socket = connected
         self._chunk_within_s = chunk_within_s
         self._on_beat: Callable[[], object] = _nothing
@@ -183,11 +185,14 @@ class SegmentConnection:
         name: str = SERVER_NAME,
         chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
-        """Connect to the server at `address` (host:port of its gRPC service) that made the offer,
-        and serves as `name`. Raises Unavailable, or ChecksumMismatch for a damaged answer.
+        """Connect to the server that made the offer. `address`: host:port of its gRPC service.
+        `name`: the name that its TLS certificate must have. `may_be_local`: False to connect over
+        TCP on this host too. Raises Unavailable, or ChecksumMismatch for
+        a damaged answer.
 
-        `chunk_within_s`: for a relay, the longest time until its next frame, BEAT included. The
-        digests of memory that a relay shares are computed here, not trusted.
+        `chunk_within_s`: set it for a relay: the longest time until its next frame, BEAT included.
+        Digests of a descriptor are then computed here; with None (a server) the sent ones are
+        trusted.
         """
         try:
             if not offer.port:
@@ -247,7 +252,8 @@ class SegmentConnection:
     ) -> PutSegmentReply:
         """Send a segment: its descriptor to a server on this host, else its bytes; nothing if the
         server has the segment. Returns once the server has verified the segment and forwarded it;
-        the reply names the servers that hold the segment.
+        the reply names the servers that hold the segment. `timeout_s`: limit of the whole call,
+        checked between its parts: a silent server may delay the error by up to SILENCE_S.
 
         Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
@@ -267,7 +273,7 @@ class SegmentConnection:
             self._end(give_up_s)
             return reply
         except OSError as error:
-            raise self._reason(error) from error
+            raise self._error_of_failed_send(error) from error
 
     def fetch(
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
@@ -346,7 +352,7 @@ class SegmentConnection:
                     for later in missing[first : number + AHEAD + 1]:
                         checks.append(memory.submit(staged.populate, later))
                     buffer = staged.chunk_buffer(index)
-                    self._next_buffer = partial(self._exactly, buffer)
+                    self._next_buffer = partial(self._checked_buffer, buffer)
                     frame = self._frame(give_up_s)
                     if (
                         frame.kind is not FrameKind.CHUNK
@@ -362,7 +368,7 @@ class SegmentConnection:
         finally:
             self._next_buffer = None
 
-    def _exactly(self, buffer: memoryview, num_bytes: int) -> memoryview:
+    def _checked_buffer(self, buffer: memoryview, num_bytes: int) -> memoryview:
         if num_bytes != len(buffer):
             raise self._malformed(
                 f"a chunk of {num_bytes} bytes", f"a chunk of {len(buffer)} bytes"
@@ -390,7 +396,9 @@ class SegmentConnection:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
-        """Return the next frame other than BEAT. Raises the error of an ERROR frame."""
+        """Return the next frame other than BEAT. Raises the error of an ERROR frame,
+        DeadlineExceeded, Unavailable if the server closes the connection, MalformedMessage, and
+        OSError after SILENCE_S."""
         while True:
             until_s = give_up_s
             if self._chunk_within_s is not None:
@@ -434,7 +442,7 @@ class SegmentConnection:
                 else:
                     self._socket.sendfile(file, start, len(chunk))
 
-    def _reason(self, error: OSError) -> ShoalError:
+    def _error_of_failed_send(self, error: OSError) -> ShoalError:
         """Return the error of a failed send: the server's, if it sent one before it closed the
         connection."""
         try:

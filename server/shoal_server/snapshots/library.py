@@ -134,8 +134,8 @@ class SnapshotLibrary:
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
-        """Remove all but the newest `num_kept` snapshots, at least 1, and every file to which no
-        remaining snapshot refers.
+        """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
+        snapshot refers. `num_kept`: 1 or more.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
         damaged manifest, or one of a later release, stays and does not count; its snapshot's files

@@ -22,6 +22,7 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
 
 
 def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
+    """Return the steps in progress in messages of `of_begun`; None: the step touches all shards."""
     return {
         StepId(session.session, step.sequence): None
         if step.touches_all
@@ -32,6 +33,7 @@ def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
 
 
 def of_part(part: ManifestEntry) -> ShardFile:
+    """Return an entry of a manifest as a message."""
     stamp = ShardStamp(shard_id=part.shard_id, epoch=part.epoch, version=part.version)
     return ShardFile(
         shard=stamp,
@@ -43,6 +45,7 @@ def of_part(part: ManifestEntry) -> ShardFile:
 
 
 def to_part(file: ShardFile) -> ManifestEntry:
+    """Return the manifest's entry for a file in a message, not checked."""
     return ManifestEntry(
         shard_id=file.shard.shard_id,
         epoch=file.shard.epoch,

@@ -3,17 +3,17 @@
 import re
 from collections.abc import Mapping
 
-_OTHERS = frozenset(
+_NOT_SHOWN = frozenset(
     {"schema", "torch", "backend", "device", "nccl", "reconfigure", "validators", "registered"}
 )
 """Fields about the model's parts and where it is trained."""
-_FIRST = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
+_ORDER = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
 _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
 """The text of one optimizer: its class, and the settings of each group."""
 _SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Settings of torch's optimizers that do not change what they compute."""
-_COUNT = "parameters"
+_NUM_PARAMETERS = "parameters"
 """The number of parameters of a group, which its text ends with."""
 
 
@@ -21,13 +21,14 @@ def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the hyperparameters by name, the best known first.
 
     The settings of a single optimizer become entries of their own, with the values of its groups if
-    these differ. They are those before the first step, whatever a schedule changes later.
+    these differ. The values are those before the first step: a schedule's later changes are not
+    shown.
     """
-    found = {name: value for name, value in fields.items() if name not in _OTHERS}
+    found = {name: value for name, value in fields.items() if name not in _NOT_SHOWN}
     settings = _settings_of(found.get("optimizer", ""))
-    # A field of the strategy, such as "schedule", goes before a setting of its name.
+    # If a field and a setting of the optimizer have the same name, the field is shown.
     found = {**settings, **found, **({"optimizer": settings["optimizer"]} if settings else {})}
-    first = {name: found[name] for name in _FIRST if name in found}
+    first = {name: found[name] for name in _ORDER if name in found}
     return first | dict(sorted(found.items()))
 
 
@@ -42,6 +43,6 @@ def _settings_of(optimizer: str) -> dict[str, str]:
     settings = {"optimizer": form[1]}
     for name in names:
         values = [group.get(name, "none") for group in groups]
-        if name != _COUNT:
+        if name != _NUM_PARAMETERS:
             settings[name] = values[0] if len(set(values)) == 1 else " | ".join(values)
     return settings

@@ -1,4 +1,5 @@
-"""Limits on connections that send nothing or too slowly, or that do not read answers."""
+"""Limits of the status server: slow or silent clients, numbers of connections and live pages,
+allowed hosts, invalid HTTP."""
 
 import asyncio
 import json
@@ -34,7 +35,7 @@ async def serving(
         yield server, bounds
 
 
-async def opened(server: StatusServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(server: StatusServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", server.port)
 
 
@@ -50,7 +51,7 @@ def kind_of(answer: bytes) -> tuple[int, str]:
 )
 async def test_an_unfinished_request_is_refused(world: World, sent: bytes) -> None:
     async with serving(world, QUICK) as (server, bounds):
-        reader, writer = await opened(server)
+        reader, writer = await connect(server)
         writer.write(sent)
         assert kind_of(await reader.read()) == (408, "DeadlineExceeded")
         assert bounds.connections.refused["late requests"] == 1
@@ -60,7 +61,7 @@ async def test_an_unfinished_request_is_refused(world: World, sent: bytes) -> No
 @pytest.mark.long
 async def test_a_further_request_of_a_connection_has_the_same_limit(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
-        reader, writer = await opened(server)
+        reader, writer = await connect(server)
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         assert await reader.readuntil(b"ok\n")
         writer.write(b"GET ")
@@ -70,7 +71,7 @@ async def test_a_further_request_of_a_connection_has_the_same_limit(world: World
 
 async def test_an_unfinished_body_is_refused(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
-        reader, writer = await opened(server)
+        reader, writer = await connect(server)
         head = f"POST {HEALTH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         writer.write(head.encode() + b"content-length: 40\r\n\r\n{")
         head_bytes = await reader.readuntil(b"\r\n\r\n")
@@ -86,10 +87,10 @@ async def test_a_connection_beyond_the_limit_is_refused_as_overloaded(world: Wor
         (HttpLimits(http_connections_per_peer=3), "connections of one peer"),
     ):
         async with serving(world, limits) as (server, bounds), AsyncExitStack() as stack:
-            held = [await opened(server) for _ in range(3)]
+            held = [await connect(server) for _ in range(3)]
             for _, writer in held:
                 stack.callback(writer.close)
-            reader, refused = await opened(server)
+            reader, refused = await connect(server)
             stack.callback(refused.close)
             assert kind_of(await reader.read()) == (503, "Overloaded")
             assert bounds.connections.refused == {reason: 1}
@@ -147,8 +148,8 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
 
 @pytest.mark.long
 async def test_requests_for_another_host_are_refused(world: World) -> None:
-    """The Host header has an attacker's name if his DNS names this server's address (DNS
-    rebinding)."""
+    """DNS rebinding: an attacker's domain resolves to this server, so a browser sends that domain
+    in the Host header."""
     async with (
         serving(world, HttpLimits(), "shoal.example.org") as (server, _),
         httpx.AsyncClient(trust_env=False, base_url=server.url) as http,
@@ -166,7 +167,7 @@ async def test_invalid_http_is_not_logged(world: World, caplog: pytest.LogCaptur
     """Otherwise any caller could fill the log."""
     async with serving(world, HttpLimits()) as (server, _):
         for sent in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
-            reader, writer = await opened(server)
+            reader, writer = await connect(server)
             writer.write(sent)
             assert (await reader.read(13)).startswith(b"HTTP/1.1 400")
             writer.close()

@@ -1,4 +1,5 @@
-"""`cpu_offload`: cut parameters are on the host, and train to the weights of one process."""
+"""`cpu_offload`: sharded parameters are in host memory, and training gives the same weights as on
+one process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,9 +45,9 @@ def test_equal_to_one_process_with_clipping_and_accumulation(strategy: str) -> N
         assert difference(ours, single) < equality.TOLERANCE
 
 
-def _places() -> list[tuple[bool, str, int]]:
-    """Return for each parameter: if torch is to offload it, its device, and the number of ranks
-    times its part."""
+def _offloaded_shards() -> list[tuple[bool, str, int]]:
+    """Return for each parameter: True if FSDP offloads it; the device of its local shard; and world
+    size x shard elements // all elements (1 if evenly sharded)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
@@ -67,16 +68,17 @@ def _places() -> list[tuple[bool, str, int]]:
 
 
 def test_torch_offloads_each_parameter() -> None:
-    """The offload moves nothing on a CPU and pins no memory: torch refuses to pin without a GPU."""
+    """Every parameter is marked for offload, on a CPU too. Memory is not pinned there: torch's
+    default would pin, and fails without a GPU."""
     assert CPUOffloadPolicy().pin_memory
-    for found in run_in_memory(_places, 2):
+    for found in run_in_memory(_offloaded_shards, 2):
         assert found == [(True, "cpu", 1)] * 4
 
 
 def _state_elsewhere() -> tuple[str, str, torch.dtype, torch.Size]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
-    # The other device stands for the host, while the mesh would be a GPU's.
+    # Without a GPU: the mesh's CPU stands for the GPU, and `meta` for the host.
     local = torch.empty(2, 3, dtype=torch.float64, device="meta")
     placed = placed_like(parameter, local)
     return placed.to_local().device.type, placed.device.type, placed.dtype, placed.shape
@@ -111,6 +113,12 @@ def test_the_plan_says_that_parameters_are_in_host_memory() -> None:
 def test_cpu_offload_is_refused_under_fsdp_tensor() -> None:
     with pytest.raises(InvalidSpec, match=r"fsdp-tensor.*cpu_offload=True"):
         shoal.FSDPTensor(cpu_offload=True)
+
+
+def test_cpu_offload_cannot_unscale_gradients() -> None:
     assert not shoal.FSDP(cpu_offload=True).unscales
     assert shoal.FSDP().unscales
+
+
+def test_cpu_offload_is_in_the_options() -> None:
     assert shoal.FSDP(cpu_offload=True).options() != shoal.FSDP().options()

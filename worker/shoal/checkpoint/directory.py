@@ -62,7 +62,9 @@ def begin(path: Path) -> Path:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one."""
+    """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one. The
+    caller has synced the files. Raises OSError; an existing checkpoint may then be at its
+    `.replaced` path (see `sweep`), or the new one in place."""
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None
     if replaced:

@@ -127,6 +127,7 @@ class SeveralLayouts(Layout):
             each.finish_passes()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
+        """Raise InvalidSpec: several models have no common forward pass. Ask each layout."""
         raise InvalidSpec("several models have no forward pass in common")
 
     def reduce(self) -> None:

@@ -296,7 +296,8 @@ def _reduced(
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
     """Return the largest or smallest values, and NaN where any member has NaN. Gloo itself compares
-    in pairs, and may return the number or the NaN of a pair."""
+    in pairs, and may return the number or the NaN of a pair. Collective. Overwrites `host` and
+    returns it."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)

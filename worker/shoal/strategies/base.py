@@ -227,7 +227,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare a step: no gradients, and parameters of the last committed step."""
+        """Prepare a step. Afterwards no parameter has a gradient, and the parameters are those to
+        compute the step with: of the last committed step under synchronous strategies; the member's
+        own, or those last pulled, under others. May raise the errors of a pull."""
 
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
         """Begin part `index` of `num_parts` of this member's share; the next pass is for that part.

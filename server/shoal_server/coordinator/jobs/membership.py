@@ -247,7 +247,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
-    # Numbers out of range are ignored; the heartbeat still counts.
+    """Return the event of a heartbeat. Numbers out of range are ignored; the heartbeat counts."""
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.HeartbeatReceived(
         **_identity(beat.token),

@@ -45,7 +45,8 @@ _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
 def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
-    """A job's bounds from a member's message; `secret` is the job's secret in its token."""
+    """Return the job's bounds that a member sent, not checked here. `secret`: the job secret from
+    the member's token; only its digest is kept."""
     return JobSpec(
         job=spec.job,
         min_members=spec.min_members,
@@ -57,10 +58,12 @@ def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
 
 
 def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
+    """Return the info that a member sent about itself, not checked here."""
     return MemberInfo(**{each.name: getattr(info, each.name) for each in fields(MemberInfo)})
 
 
 def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
+    """Return the proposal that a member sent. Its listings stay packed."""
     return Proposal(
         fields=dict(proposal.fields),
         synchronous=proposal.synchronous,
@@ -73,7 +76,8 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    """Limits for members: the fields and the values derived from them."""
+    """Return the limits that members need: all fields of `pb.Limits`, whether `Limits` stores them
+    or derives them."""
     names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
@@ -115,7 +119,8 @@ def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
-    """Roster from a message. `incarnations`: by member id; a message does not contain them."""
+    """Return the roster in a message. `incarnations`: by member id, since a message does not
+    contain them. Raises KeyError if one is missing, or for an unknown StateAction."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,
@@ -141,6 +146,7 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Genera
 
 
 def digest_of(roster: GenerationRoster) -> str:
+    """Return the digest of the roster as a message, by which members accept it."""
     return roster_digest(roster_to_pb(roster))
 
 
@@ -155,7 +161,7 @@ def record_to_pb(record: GenerationRecord, *, with_roster: bool = True) -> pb.Ge
     ]
     return pb.GenerationRecord(
         job=record.job,
-        roster=_shown(record.roster, with_roster),
+        roster=_roster_or_number(record.roster, with_roster),
         verdict=_VERDICT_TO_PB[record.verdict],
         reason=record.reason,
         digest=record.digest,
@@ -164,13 +170,15 @@ def record_to_pb(record: GenerationRecord, *, with_roster: bool = True) -> pb.Ge
     )
 
 
-def _shown(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
+def _roster_or_number(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
     return roster_to_pb(roster) if with_roster else pb.Roster(generation=roster.generation)
 
 
 def record_from_pb(
     record: pb.GenerationRecord, incarnations: Mapping[str, str]
 ) -> GenerationRecord:
+    """Return the record in a message. `incarnations`: see `roster_from_pb`. Raises KeyError as that
+    does, and for an unknown verdict."""
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts
@@ -191,7 +199,8 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Incarnation and info of a member's key. Raises UnreadableRecord."""
+    """Decode the value of a member's key in etcd: the incarnation and the info. Raises
+    UnreadableRecord."""
     value = Fields.parsed(data)
     info = MemberInfo(
         host=value.text("host"),
@@ -233,7 +242,9 @@ def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = 
     match notice:
         case events.PrepareNotice():
             message.prepare.CopyFrom(
-                pb.Prepare(roster=_shown(notice.roster, with_roster), digest=notice.digest)
+                pb.Prepare(
+                    roster=_roster_or_number(notice.roster, with_roster), digest=notice.digest
+                )
             )
         case events.OutcomeNotice():
             message.outcome.CopyFrom(record_to_pb(notice.record, with_roster=with_roster))

@@ -54,7 +54,7 @@ class Deadlines:
     suspect_since_s: float | None = None
     """Time at which a collective failed; the report of a loss is awaited since then."""
     overdue_check_s: float | None = None
-    """Earliest time at which a member may have waited for the join limit."""
+    """Time of the next check for members that have waited for longer than the join limit."""
 
     def stop(self) -> None:
         """Stop all limits except that of the first proposal."""
@@ -71,8 +71,8 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def extend(self, by_s: float) -> None:
-        """Move the limits by the time of a pause, except that of a failed collective, after which a
-        loss has to be reported in time."""
+        """Move the limits by the time of a pause. `suspect_since_s` is not moved: after a failed
+        collective the report of a loss is due in time, pause or not."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -182,7 +182,9 @@ class JobState:
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat: the number of steps that the trainer has taken. Cheap."""
+        """Note the step in a heartbeat, the number of steps that the trainer has taken, if the
+        member has entered a generation and is in a synchronous one; otherwise, or for another
+        incarnation, do nothing. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
@@ -240,7 +242,8 @@ class JobState:
         return member.is_in(self.running) or member.keeps_job
 
     def suspects_of(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Newcomers among the members; if there are none, all that do not train."""
+        """Return the members to refuse if a roster of these members fails: those that neither train
+        nor have `keeps_job`; if there are none, all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
@@ -251,7 +254,7 @@ class JobState:
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
-        while a generation runs, and if the job completes."""
+        while a generation runs, if the job completes, and before it has trained."""
         if self.running is not None or self.end.completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)

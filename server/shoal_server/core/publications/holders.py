@@ -89,7 +89,8 @@ class Holders:
     def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Note which servers are registered now, and since when holders of versions are not."""
+        """Replace the list of registered servers. For each holder of a segment of `versions` that
+        is not registered, keep the time since when it has been absent."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {

@@ -108,6 +108,8 @@ def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
 
 
 def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
+    """Return the version in a message. Its digest is computed anew from its segments: the message's
+    is not compared, see `parse_version`."""
     return PublishedVersion(
         number=found.number,
         epoch=found.epoch,
@@ -125,10 +127,12 @@ def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
 
 
 def segment_to_pb(segment: PublishedSegment) -> pb.Segment:
+    """Return the segment as a message."""
     return pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=segment.holders)
 
 
 def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
+    """Return the segment in a message, not checked here."""
     return PublishedSegment(
         digest=segment.digest, num_bytes=segment.num_bytes, holders=tuple(segment.holders)
     )

@@ -123,6 +123,7 @@ def key_values(messages: Iterable[pb.KeyValue]) -> tuple[KeyValue, ...]:
 
 
 def transaction_result(reply: pb.TxnResponse) -> TransactionResult:
+    """Return the outcome of a transaction, with the results of its reads only, in their order."""
     reads = tuple(
         key_values(each.response_range.kvs)
         for each in reply.responses

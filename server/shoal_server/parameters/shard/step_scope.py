@@ -43,7 +43,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """Decode a scope that `to_message` encoded."""
+        """Decode a scope that `to_message` encoded; None if the message names no shards."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property
@@ -56,6 +56,7 @@ class Scope:
 
 
 def to_message(scope: Scope | None) -> StepScope | None:
+    """Encode a scope; None, for no scope, stays None."""
     if scope is None:
         return None
     return StepScope(shard_bits=scope.shard_bits, of_tables=scope.of_tables)

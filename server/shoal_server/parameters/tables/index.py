@@ -47,7 +47,8 @@ class RowIndex:
 
     @property
     def id_tensor(self) -> Tensor:
-        """The ids by row, as a tensor."""
+        """`ids` as a tensor over the same memory: undefined for rows that are not in use; do not
+        keep it."""
         return self._ids.tensor
 
     @property

@@ -75,15 +75,16 @@ class WeightDifferences:
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
         """Return the difference from `base` to `target`; None if the whole segment is to be sent:
-        the sizes differ, too much has changed, or there is too little memory for a difference.
-        `elements`: runs of elements as (bytes of an element, bytes of the run).
+        the sizes differ, too much has changed, the difference would be larger than MAX_SIZE, or
+        there is too little memory. The result, None too unless memory lacked, is kept: see `sweep`. `elements`: runs of
+        elements as (bytes of an element, bytes of the run).
 
         Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
         is not in `codec.SIZES`.
         """
         if base.num_bytes != target.num_bytes:
             return None
-        _check(elements, target.num_bytes)
+        _check_elements(elements, target.num_bytes)
         key = _Key(series, base.digest, target.digest, tuple(elements))
         kept = self._kept.get(key)
         if kept is None:
@@ -98,7 +99,8 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Drop the differences that were not requested for KEPT_S."""
+        """Drop the differences that were neither requested nor found for KEPT_S. (Beyond MAX_KEPT
+        the one that was used least recently is dropped.)"""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)
@@ -117,7 +119,7 @@ class WeightDifferences:
                 loop = asyncio.get_running_loop()
                 with self._memory.reserve(most_bytes, "differences of weights"):
                     difference = await loop.run_in_executor(
-                        self._threads, _made, base, target, key.elements
+                        self._threads, _encode, base, target, key.elements
                     )
                 if difference is not None:
                     taken = self._memory.reserve(difference.num_bytes, "differences of weights")
@@ -156,7 +158,7 @@ class WeightDifferences:
             kept.difference = None
 
 
-def _made(base: Segment, target: Segment, elements: Elements) -> Segment | None:
+def _encode(base: Segment, target: Segment, elements: Elements) -> Segment | None:
     old, new = base.view(), target.view()
     if codec.changed_share(old, new) > MAX_CHANGED:
         return None
@@ -172,7 +174,7 @@ def _made(base: Segment, target: Segment, elements: Elements) -> Segment | None:
     return writer.seal()
 
 
-def _check(elements: Sequence[tuple[int, int]], num_bytes: int) -> None:
+def _check_elements(elements: Sequence[tuple[int, int]], num_bytes: int) -> None:
     made_up = sum(run_bytes for _, run_bytes in elements)
     sizes = {size for size, _ in elements}
     if made_up != num_bytes or not sizes <= set(codec.SIZES):

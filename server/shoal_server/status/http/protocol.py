@@ -64,7 +64,7 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self._limits.http_stalled_s, self._stalled)
+            self._stall = self.loop.call_later(self._limits.http_stalled_s, self._abort_stalled)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -94,13 +94,14 @@ class BoundedProtocol(H11Protocol):
         self.transport.write(raw_answer(408, late))
         self.transport.close()
 
-    def _stalled(self) -> None:
+    def _abort_stalled(self) -> None:
         self._counts.count_closed("readers that do not read")
         self.transport.abort()
 
 
 def raw_answer(status: int, error: ShoalError) -> bytes:
-    """A complete HTTP answer, for a connection on which no request is being answered."""
+    """Return a complete HTTP answer with the error as JSON, for a connection on which no request is
+    being answered. `status`: 408 or 503."""
     body = json.dumps(
         {
             "kind": type(error).__name__,

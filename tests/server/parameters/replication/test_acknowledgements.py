@@ -1,4 +1,4 @@
-"""Waits for an acknowledgement are answered only for the replica to which the push was applied."""
+"""A wait for an acknowledgement raises WrongEpoch if this server no longer leads the replica."""
 
 from typing import cast
 
@@ -19,7 +19,7 @@ from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 ME = Holder("ps-0", "one")
 
 
-class Agreeing:
+class AcknowledgingDriver:
     """A driver whose core acknowledges every request."""
 
     acknowledgements: Acknowledgements
@@ -29,7 +29,7 @@ class Agreeing:
         self.acknowledgements.acknowledge_version(AcknowledgeVersion(event.token))
 
 
-def led() -> ShardReplica:
+def led_replica() -> ShardReplica:
     blocks = [Block(parameter="w", num_elements=1)]
     spec = Shard(shard_id=0, epoch=1, dtype="float32", blocks=blocks)
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
@@ -39,10 +39,11 @@ def led() -> ShardReplica:
 
 
 async def test_a_push_to_a_dropped_replica_is_not_acknowledged() -> None:
-    """The next run of a job has shards with the same numbers and epochs."""
-    driver = Agreeing()
+    """A wait on a replica that is no longer led_replica raises WrongEpoch, even if the core would
+    acknowledge: the job's next run has shards with the same ids and epochs."""
+    driver = AcknowledgingDriver()
     acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver), ME)
-    replica = led()
+    replica = led_replica()
     await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)
     replica.is_led = False
     with pytest.raises(WrongEpoch):

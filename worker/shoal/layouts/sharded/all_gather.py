@@ -28,8 +28,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo, raises InvalidSpec on all ranks if another rank begins
-        a further layer instead."""
+        """End the forward passes. Over Gloo collective: raises InvalidSpec on all ranks if another
+        rank begins a further layer instead. In shared memory does nothing."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

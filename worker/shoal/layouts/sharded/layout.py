@@ -88,7 +88,8 @@ class ShardedOptions:
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
     """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
-    at least `shard`, so that no rank holds more than 1/shard of the model; else all ranks."""
+    at least `shard`, so that no rank holds more than 1/shard of the model. All ranks if `shard` is
+    None or larger than `world_size`."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -105,6 +106,7 @@ class ShardedLayout(Layout):
     """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
+        """Shard the model, in place. Collective. Raises InvalidSpec as `group_modules`."""
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -338,7 +340,7 @@ class ShardedLayout(Layout):
 
     def stepped(self) -> None:
         """Broadcast the first rank's buffers, such as running means: each rank has computed its own
-        from its own samples."""
+        from its own samples. Collective."""
         self._settle()
         self._buffers.broadcast_buffers(self.world.group)
 

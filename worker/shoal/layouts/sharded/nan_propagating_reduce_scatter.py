@@ -98,7 +98,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
-    """Average the rows over the copies, in place."""
+    """Average the rows over the copies, in place. Collective among `copies`."""
     wait_abortable(dist.all_reduce(rows, group=copies, async_op=True), copies)
     rows.div_(copies.size())
 

@@ -18,6 +18,7 @@ def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bo
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
     """Fill `own` with this rank's part of the sum or mean over the ranks, added in their order.
+    Collective. `op`: ReduceOp.SUM or AVG, see `sends_each_part_once`.
 
     torch 2.13 makes Gloo sum the whole on every rank and keeps a part, which sends twice the bytes:
     3.9 ms of processor time per rank for 4 MB on 4 ranks, against 1.8 ms here.

@@ -2,9 +2,9 @@
 
 Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
 into memory that all can read: for an all-gather into its part of a common slot; for a sum into its
-own slot, and each rank adds up its part of all slots. A collective takes one barrier (`barrier`),
-or none: weights that torch gathers ahead of their use, as in backward, are complete after the
-barrier of the sum in between.
+own slot, and each rank adds up its part of all slots. A collective takes at most one barrier
+(`barrier`). In backward torch gathers weights before it needs them: if a sum follows before their
+use, the barrier of the sum completes the gather too.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
 the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
@@ -34,12 +34,12 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 NUM_GATHERED = 3
 """One slot to copy from, one for the next all-gather, and one that torch still keeps."""
 NUM_SUMMED = 2
-_ELSEWHERE = NUM_GATHERED
+_NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
 """Bits of the last operation, as numbered in `layer_order`."""
 _MASK = (1 << 44) - 1
 """Mask of the digest that fits into a message beside the last operation and the slots in use."""
-_ODD = 1_000_003
+_DIGEST_FACTOR = 1_000_003
 """Odd factor of the digest: digests that differ stay different under equal operations."""
 
 
@@ -84,7 +84,7 @@ class SharedSlots:
         kept: KeptRegions | None = None,
     ) -> "SharedSlots | None":
         """Open slots for whole tensors of at most these sizes; None, on all ranks, if they cannot
-        share memory. Collective. `limit_s`, `kept`: see `share_memory`."""
+        share memory. Collective. `limit_s`, `kept`, errors: see `share_memory`."""
         gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
         each = dist.get_world_size(group) * NUM_SUMMED
         size = NUM_GATHERED * gathered_bytes + each * summed_bytes
@@ -105,13 +105,14 @@ class SharedSlots:
         return data
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
-        """Return the work to wait for before other ranks' parts are read. None, on all ranks and
-        after a barrier that raises as `barrier`, if `output` is not from `to_gather`. `number`:
-        index of the parameter group."""
+        """Return work; wait for it before other ranks' parts are read. If `output` is not from
+        `to_gather`, make a barrier and return None: the caller has to gather in another way. All
+        ranks get the same kind of result, or the error of `barrier`. `number`: index of the
+        parameter group."""
         start = output.data_ptr()
-        slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
+        slot = self._starts.index(start) if start in self._starts else _NO_SLOT
         self._note(to_gather(number), slot)
-        if slot != _ELSEWHERE:
+        if slot != _NO_SLOT:
             return SlotGather(self)
         self.barrier()
         return None
@@ -126,8 +127,8 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large. Raises as `barrier`, and
-        InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
+        order of ranks. False, on all ranks, if `whole` is too large; otherwise makes a barrier, and
+        raises as `barrier`. InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
@@ -168,14 +169,15 @@ class SharedSlots:
         return self._memory.num_barriers
 
     def finish(self) -> None:
-        """End forward passes that no backward follows. Raises as `barrier` if another rank's
-        forward passes go on."""
+        """End forward passes that no backward follows, with a barrier. Raises as `barrier`, also if
+        another rank's forward passes go on."""
         self._note(PASSES_END, 0)
         self.barrier()
 
     def _note(self, exchange: int, slot: int) -> None:
         self._last = exchange & ((1 << _LAST_BITS) - 1)
-        self._digest = (self._digest * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _MASK
+        operation = (self._last + 1) * (_NO_SLOT + 1) + slot
+        self._digest = (self._digest * _DIGEST_FACTOR + operation) & _MASK
 
     def barrier(self) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
@@ -214,8 +216,8 @@ class SlotGather(dist.Work):
         self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for a barrier, with the time limit of `SharedMemory.gather_words`; raises as
-        `barrier`."""
+        """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit is
+        that of `SharedMemory.gather_words`. Raises as `barrier`."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()
         return True

@@ -171,8 +171,8 @@ class OuterLoop:
         # Parameters that no optimizer steps have no outer step either.
         others = {**self._buffers(), **self._written(parameters, group)}
         means = {
-            **self._means(self._changes(parameters, step, weight), wire, self._compressor),
-            **self._means(self._changes(others, step, weight), wire, None),
+            **self._means_of(self._changes(parameters, step, weight), wire, self._compressor),
+            **self._means_of(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
         # Agree on nothing before this: an incomplete mean would make this member differ for good,
@@ -236,10 +236,12 @@ class OuterLoop:
             flat = torch.cat([change.reshape(-1) for change in changes])
             yield PackedTensors(flat, names, [change.shape for change in changes])
 
-    def _means(
+    def _means_of(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """Return the means of all members' changes, by name, flat."""
+        """All-reduce this member's weighted changes, one bucket at a time; return the means by
+        name, flattened: views of the buckets. Collective. Raises NonFiniteGradient from `changes`.
+        """
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
