@@ -71,8 +71,8 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("issue",), "issue accepts a role"),
-        (("init", "worker"), "issue accepts a role"),
+        (("issue",), "only issue takes a role"),
+        (("init", "worker"), "only issue takes a role"),
         (("issue", "root"), "no such role"),
         (("issue", "viewer", "--job", "j"), "only a worker"),
         (("issue", "viewer", "--name", "a/b"), "bad --name"),

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_one_world_size_is_read_by_another(whole, by_rows_on_fou
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, optimizer_name):
     write(tmp_path / "one", trained(optimizer_name, 3))
     model, own = binding(optimizer_name, seed=9)
-    own.fill(read(tmp_path / "one", own.needs))
+    own.fill(read(tmp_path / "one", own.needed_chunk))
     train(model, own.optimizer, range(3, 6))
     assert differences(own.collect(6), trained(optimizer_name, 6)) == []
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_plain_torch_is_read(tmp_path, optimizer_name):
     train(model, optimizer, range(3))
     save(tmp_path / "torch", model, optimizer, step=3)
     ours, own = binding(optimizer_name, seed=9)
-    state_shard = read(tmp_path / "torch", own.needs)
+    state_shard = read(tmp_path / "torch", own.needed_chunk)
     assert state_shard.step == 3
     own.fill(state_shard)
     for either, its_optimizer in ((model, optimizer), (ours, own.optimizer)):
@@ -159,7 +159,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
     dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
     _, own = binding("sgd")
     with pytest.raises(error, match=r"last\.bias"):
-        own.fill(read(tmp_path / "torch", own.needs))
+        own.fill(read(tmp_path / "torch", own.needed_chunk))
 
 
 # --- invalid and damaged checkpoints ---

@@ -200,17 +200,17 @@ def own_state(text: object) -> Mapping[str, Any]:
     Shoal wrote it, MalformedMessage if it is damaged."""
     try:
         content: Any = json.loads(text if isinstance(text, str) else "")
-        written, step, values = content["format"], content["step"], content["values"]
-        if not isinstance(written, int) or written > FORMAT:
-            raise InvalidSpec(
-                "the checkpoint has a newer format",
-                seen=str(written)[:100],
-                expected=f"at most {FORMAT}",
-                fix="Read it with the version of Shoal that wrote it, or a later one.",
-            )
-        checksums = bool(content.get("checksums"))
-        return {"step": int(step), "values": dict(values), "checksums": checksums}
+        written, step = int(content["format"]), int(content["step"])
+        values, checksums = dict(content["values"]), bool(content.get("checksums"))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise MalformedMessage(
             f"the checkpoint's entry {key_of(OWN)} cannot be read", seen=str(text)[:100]
         ) from error
+    if written > FORMAT:
+        raise InvalidSpec(
+            "the checkpoint has a newer format",
+            seen=str(written),
+            expected=f"at most {FORMAT}",
+            fix="Read it with the version of Shoal that wrote it, or a later one.",
+        )
+    return {"step": step, "values": values, "checksums": checksums}

@@ -43,7 +43,7 @@ class Refused:
             asyncio.Queue()
         )
 
-    async def reach(self, holder: Holder) -> str | None:
+    async def find_address(self, holder: Holder) -> str | None:
         raise AccessDenied("etcd does not let this server in")
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -90,7 +90,7 @@ class Following(Refused):
         super().__init__()
         self._directory = directory
 
-    async def reach(self, holder: Holder) -> str | None:
+    async def find_address(self, holder: Holder) -> str | None:
         return await self._directory.find_address(holder)
 
 
@@ -111,7 +111,7 @@ async def test_an_unknown_peer_is_gone_only_if_etcd_answers(is_cut_off: bool) ->
 class Open(Refused):
     """Owner that knows the other server's address."""
 
-    async def reach(self, holder: Holder) -> str | None:
+    async def find_address(self, holder: Holder) -> str | None:
         return "127.0.0.1:1"
 
 
