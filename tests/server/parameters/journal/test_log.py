@@ -117,9 +117,10 @@ def test_an_image_removes_the_segments_that_it_replaces(tmp_path: Path) -> None:
         journal.put_image("job", 1, shard.image())
         for value in range(100):
             journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
-        before = len(segments(tmp_path))
+        assert len(segments(tmp_path)) > 1
         journal.put_image("job", 1, shard.image())
-        assert len(segments(tmp_path)) == 1 < before
+        # After the last push the writer may still be about to begin a segment.
+        awaited(lambda: len(segments(tmp_path)) == 1, LIMIT_S, "one segment is left")
         journal.append("job", 0, 1, shard.push(100)).result(LIMIT_S)
     assert len(list((tmp_path / "images" / "job").iterdir())) == 1
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(101)))}
