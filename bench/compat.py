@@ -86,9 +86,9 @@ class Compared:
     difference: float
     """In float64."""
     in_16_bits: float = 0.0
-    """As written, if the program uses autocast."""
+    """Distance of the program as written, if it uses autocast."""
     plain_in_16_bits: float = 0.0
-    """Of the plain program from itself, with other splits of batches."""
+    """Distance of the plain program from itself, with other splits of batches."""
 
     @property
     def is_exact(self) -> bool:

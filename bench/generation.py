@@ -24,7 +24,7 @@ from rows import Row, publish
 
 DEFAULT_MEMBERS = 10_000
 HEARTBEAT_S = 5.0
-"""With one a second, the simulated hosts would need both cores of a small machine."""
+"""Interval of heartbeats. At one a second the simulated hosts would need both cores."""
 DRIVER = Path(__file__).with_name("large_driver.py")
 
 

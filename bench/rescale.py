@@ -42,7 +42,7 @@ BIN_S, BINS_A_SECOND = 0.1, 10
 TOLERATED = 0.2
 LOWEST_PRIORITY = 19
 BUSY_START = os.geteuid() != 0
-"""Without the right to raise priorities, the CPU time of starting servers is measured too."""
+"""True if priorities cannot be raised: the CPU time of starting servers is measured too."""
 
 _processes = multiprocessing.get_context("spawn")
 

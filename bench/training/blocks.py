@@ -19,7 +19,7 @@ class Blocks:
         self._descriptor = descriptor
         self._num_skipped = num_skipped
         self._num_steps = num_skipped + num_timed + 1
-        """One more than `num_timed`: there are n - 1 intervals between n steps."""
+        """`num_timed` + 1: there are n - 1 intervals between n steps."""
         self.num_steps = num_blocks * self._num_steps
         """Steps of all blocks."""
         self._ended_s: list[float] = []

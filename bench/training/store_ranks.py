@@ -136,7 +136,7 @@ def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) 
 
 
 def lose_host(pipe: Connection, world: World, kind: str) -> None:
-    """As rank 0, host the store and never open the group; as another, send the time of the error.
+    """Host the store, and never open the group, as rank 0; as another, send the error's time.
 
     A break that the coordinator reports interrupts the group, as in training.
     """

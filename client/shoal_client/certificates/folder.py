@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCertificate:
-    """One certificate of the folder, as `list_certificates` returns it."""
+    """Certificate of the folder, as `list_certificates` returns it."""
 
     path: Path
     caller: Caller

@@ -100,7 +100,7 @@ def test_a_push_of_correct_frames_is_applied(small: Small) -> None:
 def test_the_end_of_a_push_is_sent_with_its_last_answer(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That holds if the client has ended the push by then; otherwise the end follows the client's
+    """The client has ended the push by then; otherwise the end follows the client's
     end. A call has one end."""
     sent: list[tuple[Buffer, ...]] = []
     send = FrameConnection.send
@@ -266,7 +266,7 @@ def test_a_closed_connection_is_an_error_and_no_end_of_the_call(ends: Ends) -> N
 
 
 def test_an_abandoned_call_makes_the_connection_unusable(ends: Ends) -> None:
-    """Its data in transit must not be read as the answer to the next call."""
+    """Data in transit must not be read as the answer to the next call."""
     version = bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
     ends[1].sendall(version)
     answers = ends[0].pull(PULL, [], 60.0)

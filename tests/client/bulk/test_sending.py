@@ -133,7 +133,7 @@ def test_an_error_sent_before_the_connection_closed_is_raised() -> None:
 def test_a_call_of_large_parts_polls_for_answers_before_it_sleeps(
     num_parts: int, polls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so if the server can use another processor."""
+    """Condition: the server can use another processor."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     part = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)

@@ -246,7 +246,7 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
 
 
 def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
-    """On this transport rows must be in pieces, whose bytes are checked and counted."""
+    """Rows must be in pieces on this transport; their bytes are checked and counted."""
     raw = small.opened()
     request = TableLookupRequest(header=TableLookupHeader(token=small.token))
     request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)

@@ -65,7 +65,7 @@ async def world() -> AsyncIterator[World]:
 async def test_the_command_returns_once_the_member_has_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It prints the generation that runs without the member."""
+    """The command prints the generation that runs without the member."""
     async with world() as at:
         a, _ = await at.members.training("a", "b")
         draining = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
@@ -80,7 +80,7 @@ async def test_the_command_returns_once_the_member_has_left(
 
 
 async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> None:
-    """It is the coordinator's error."""
+    """The error is the coordinator's."""
     async with world() as at:
         await at.members.training("a", "b")
         with pytest.raises(UnknownMember, match="one of a, b"):

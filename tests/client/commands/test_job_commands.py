@@ -54,7 +54,7 @@ def train_on(member: MemberSession) -> int:
 
 @pytest.mark.long
 async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its members leave, it is listed as stopped, and no member can join until it is retried."""
+    """Members leave, the job is listed as stopped, and none can join until it is retried."""
     async with world() as at:
         members = await at.members.training("a", "b")
         trainers = [asyncio.to_thread(train_on, member) for member in members]

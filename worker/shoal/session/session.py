@@ -571,7 +571,7 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the present generation. Before the first generation, waits until
+        """Rank of this member in the present generation. Before the first generation, waits until
         the others have joined; raises InvalidSpec before `session.batches` or the first step."""
         return self._present().rank
 

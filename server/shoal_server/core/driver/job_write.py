@@ -64,7 +64,7 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """One durable write. The generation's record is never durable before the rest."""
+    """Durable write of a job. The generation's record is never durable before the rest."""
 
     job: str
     members: Mapping[str, MemberState | None]
