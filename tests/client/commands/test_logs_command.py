@@ -111,7 +111,7 @@ def test_the_newest_lines_of_a_file_span_restarts(
 def test_the_files_of_a_workers_output_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are two files, of the newest lines."""
+    """Two files have the newest lines."""
     monkeypatch.setattr(worker_logs, "MAX_BYTES", 4096)
     kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
     for number in range(2000):

@@ -89,7 +89,7 @@ def test_status_can_be_limited_to_one_job(
 
 
 def test_status_as_json_equals_the_api(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has all jobs with members and shards."""
+    """The output has all jobs with members and shards."""
     assert shoal("status", "--http", url, "--json") == 0
     (job,) = json.loads(capsys.readouterr().out)
     assert job["summary"]["job"] == "digits"
@@ -116,7 +116,7 @@ def test_status_without_jobs_is_no_error(
 def test_why_shows_what_a_member_waits_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It also shows the job's reason and the member's last error."""
+    """The output also shows the job's reason and the member's last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -155,7 +155,7 @@ def test_status_shows_command_and_commit(
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "nonsense", "http://[bad"])
 def test_the_error_for_an_unreachable_coordinator_names_the_option(address: str) -> None:
-    """It also names the environment variable."""
+    """The error also names the environment variable."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unavailable, match=r"--http URL or \$SHOAL_HTTP"):

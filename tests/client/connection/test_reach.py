@@ -86,7 +86,7 @@ def test_another_process_at_the_port_is_not_the_peer() -> None:
 
 
 def test_a_peer_that_accepts_connections_without_an_answer_is_reached() -> None:
-    """Its process may be slow, but the network works."""
+    """The peer's process may be slow, but the network works."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         assert check([entry("busy", busy.getsockname()[1])], SHORT_S) == {}
 

@@ -40,7 +40,7 @@ def test_a_step_counts_if_a_member_committed_it() -> None:
 
 
 def test_a_step_that_no_member_committed_counts_only_when_repeated() -> None:
-    """Its samples do not count as repeated."""
+    """Samples of such a step do not count as repeated."""
     dead = account(begin(1, 0, 0, 1))
     survivor = account(begin(1, 0, 2, 3), begin(2, 0, 0, 1, 2, 3), commit(2, 0))
     count = count_synchronous([dead, survivor], EXPECTED)

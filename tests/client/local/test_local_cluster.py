@@ -180,7 +180,7 @@ def test_parameter_servers_can_be_added_and_ended(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_error_for_a_part_that_does_not_start_has_its_log(tmp_path: Path) -> None:
-    """Its port is in use. The other parts are stopped."""
+    """The part's port is in use. The other parts are stopped."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -222,7 +222,7 @@ def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
 
 @pytest.mark.long
 def test_the_error_for_contradictory_limits_has_their_order(tmp_path: Path) -> None:
-    """It contains the coordinator's message."""
+    """The error contains the coordinator's message."""
     limits = {"--join-s": 10.0, "--collective-s": 9.0}
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=limits)
     with pytest.raises(Unavailable, match="exited with code 2") as raised:

@@ -116,7 +116,7 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
 
 
 async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
-    """It returns False, and writes nothing."""
+    """The call returns False, and writes nothing."""
     store = MemoryStore()
     async with served(store) as world:
         await asyncio.to_thread(check_not_finished, [world.address], "j")

@@ -231,7 +231,7 @@ async def test_a_password_for_an_etcd_without_authentication_is_ignored(etcd_end
 
 
 async def test_the_error_names_every_endpoint_that_did_not_answer() -> None:
-    """It also has what was seen at an endpoint that refuses connections."""
+    """The error also has what was seen at an endpoint that refuses connections."""
     with socket.socket() as closed, socket.socket() as deaf:
         closed.bind(("127.0.0.1", 0))
         deaf.bind(("127.0.0.1", 0))
@@ -284,7 +284,7 @@ async def test_a_request_above_etcds_limits_is_refused(etcd_endpoint: str) -> No
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
-    """They are refused at construction."""
+    """Bad settings are refused at construction."""
     with pytest.raises(InvalidSpec, match=message):
         EtcdConfig(**{"endpoints": ("127.0.0.1:2379",), **settings})  # type: ignore[arg-type]
 

@@ -185,7 +185,7 @@ def test_any_content_of_a_manifest_is_damage(tmp_path: Path, data: bytes) -> Non
     ],
 )
 def test_an_invalid_manifest_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
-    """Its checksum is correct."""
+    """The checksum is correct."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")
     manifest = manifest_of("job", 3, [part])

@@ -7,7 +7,7 @@ from shoal_server.serving.loop_lag import SAMPLE_EACH_S, LoopLag
 
 
 async def test_the_lag_is_at_least_the_time_that_a_loop_was_blocked() -> None:
-    """Before the first sample it is 0."""
+    """The lag is 0 before the first sample."""
     async with LoopLag() as lag:
         assert (lag.p99_s, lag.max_s) == (0.0, 0.0)
         await asyncio.sleep(2 * SAMPLE_EACH_S)

@@ -296,7 +296,7 @@ def test_sessions_expire_and_their_number_is_bounded(tmp_path: Path) -> None:
 def test_the_command_prints_tokens_and_stores_their_hashes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the owner can read the file."""
+    """The owner alone can read the file."""
     file = tmp_path / "tokens"
     for name, role in (("ann", "viewer"), ("bob", "operator")):
         assert token(TokenConfig("create", name=name, role=role, file=file)) == 0  # type: ignore

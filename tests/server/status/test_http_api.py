@@ -127,7 +127,7 @@ async def test_why_has_what_a_member_waits_for(world: World, http: httpx.AsyncCl
 async def test_the_answer_for_an_unknown_object_lists_the_known_ones(
     http: httpx.AsyncClient, path: str, kind: str, expected: str
 ) -> None:
-    """Its status is 404."""
+    """The status is 404."""
     body = body_of_error(await http.get(path), 404, kind)
     assert body["expected"] == expected
 
@@ -298,7 +298,7 @@ async def test_an_invalid_body_is_refused(http: httpx.AsyncClient, content: byte
 
 
 async def test_the_error_for_a_report_without_incarnation_names_it(http: httpx.AsyncClient) -> None:
-    """It is the only required field."""
+    """The incarnation is the only required field."""
     body = body_of_error(await http.post(HEALTH, json={"step": 1}), 422, "MalformedMessage")
     assert body["seen"] == "no incarnation"
 

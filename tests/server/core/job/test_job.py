@@ -40,7 +40,7 @@ def running(*names: str, high: int = 8) -> World:
 
 
 def test_the_first_generation_forms_once_the_desired_number_has_proposed() -> None:
-    """With fewer members it waits for more."""
+    """A job with fewer members waits for more."""
     w = world(desired=3)
     w.join("a")
     w.join("b")
@@ -262,7 +262,7 @@ def test_only_members_that_do_not_answer_a_roster_are_removed() -> None:
 
 
 def test_a_joiner_beyond_the_maximum_is_a_standby_and_replaces_a_lost_member() -> None:
-    """It takes the rank of the lost member."""
+    """The joiner takes the rank of the lost member."""
     w = running("a", "b", high=2)
     w.join("c")
     w.run(2.0)
@@ -328,7 +328,7 @@ def test_a_joiner_with_other_bounds_is_refused() -> None:
 
 
 def test_a_job_that_a_member_completed_refuses_joiners() -> None:
-    """It is finished once the last member has left."""
+    """The job is finished once the last member has left."""
     w = running("a", "b")
     w.send(
         w.members["a"],

@@ -141,7 +141,7 @@ def test_a_repeated_drain_is_one_drain() -> None:
 
 
 def test_a_member_in_no_generation_leaves_at_once() -> None:
-    """It has nothing to hand over."""
+    """The member has nothing to hand over."""
     spec = JobSpec(job="j", min_members=2, max_members=4, desired_members=2)
     w = World(spec)
     waiting = w.join("a")

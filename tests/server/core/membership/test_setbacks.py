@@ -215,7 +215,7 @@ def test_the_only_member_with_the_state_is_not_blamed_for_an_own_error() -> None
 
 
 def test_a_closed_connection_counts_against_no_member() -> None:
-    """It does not show which member failed."""
+    """The failure does not show which member failed."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")

@@ -81,7 +81,7 @@ def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
 
 
 def test_members_of_a_job_that_never_trained_keep_the_join_limit() -> None:
-    """They have no state to lose."""
+    """Members that have not trained have no state to lose."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     a = w.join("a")
     w.run(JOIN_S - 1.0)

@@ -142,7 +142,7 @@ def test_the_check_agrees_with_a_count_of_elements(seed: int) -> None:
 
 
 def test_a_tensor_of_4096_slices_is_checked() -> None:
-    """It is cut along its last dimension."""
+    """The tensor is cut along its last dimension."""
     tensor = PublishedTensor("w", "uint8", (2, 4096), 1)
     slices = [box((0, column), (2, 1)) for column in range(4096)]
     check_cover(layout(*slices, tensors=(tensor,)))

@@ -157,7 +157,7 @@ async def test_a_port_in_use_is_refused(store: MemoryStore) -> None:
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
-    """They are refused at construction."""
+    """Bad settings are refused at construction."""
     good = config("ps-0")
     with pytest.raises(InvalidSpec):
         ParameterServerConfig(**({"etcd": good.etcd} | changes))  # type: ignore[arg-type]

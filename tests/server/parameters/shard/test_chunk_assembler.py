@@ -29,7 +29,7 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 
 def test_pieces_in_order_make_the_shard() -> None:
-    """Only the last piece completes it."""
+    """The last piece alone completes it."""
     assembler = ChunkAssembler(SHARD)
     for start, stop in ((0, 1), (1, 50), (50, 119)):
         assembler.take(piece(start, stop))

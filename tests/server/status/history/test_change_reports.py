@@ -77,7 +77,7 @@ def test_a_change_is_described_before_the_next_one() -> None:
 
 
 def test_a_change_of_an_asynchronous_job_has_no_pause() -> None:
-    """It is described at once."""
+    """The change is described at once."""
     (change,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
     assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
 
