@@ -17,7 +17,8 @@ fewer rounds, and is stopped after twice that time. At the end the bench lists w
   loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
   and `torchstore`. `weights_cpu_seconds`: CPU time of all processes of a system in a round.
 - `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
-  are verified, over those of a bare socket. Both receive into memory that was used for earlier
+  are verified, over those of a bare socket. The fetch begins once the publisher on the same
+  processors has done its work for the version. Both receive into memory that was used for earlier
   versions; `_first`: both receive into memory that was never touched.
 - `late`. `weights_late_over_usual`: time of a fetch by a reader that starts after the trainer was
   killed, over that by a reader that starts while it runs.
@@ -41,6 +42,7 @@ bench/weights_faults.py measures whether faults cause torn, unfenced or lost ver
 """
 
 import argparse
+import mmap
 import os
 import signal
 import socket
@@ -229,11 +231,16 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: boo
         version = ticket.wait("committed", timeout=WAIT_S)
         assert version is not None
         last_s = readers.last_done_s(version.number) - began_s
-        # In this time, memory for the next version is allocated, as while a trainer computes.
-        time.sleep(max(0.3, model["w0"].nbytes * len(model) / 4e9))
+        wait_idle(model)
         return kept_s, last_s
 
     return turn
+
+
+def wait_idle(model: dict[str, torch.Tensor]) -> None:
+    """Give this process time to allocate memory for the next version, as while a trainer
+    computes."""
+    time.sleep(max(0.5, model["w0"].nbytes * len(model) / 1e9))
 
 
 def change(model: dict[str, torch.Tensor], number: int) -> None:
@@ -370,7 +377,7 @@ class BareSocket:
 
     def first_bytes_per_s(self) -> float:
         """Return the rate of a transfer into memory that was never touched."""
-        return self._receive(memoryview(bytearray(self._num_bytes)))
+        return self._receive(memoryview(mmap.mmap(-1, self._num_bytes)))
 
 
 def by_turns(
@@ -481,6 +488,8 @@ def rows_of_turns(
 
 
 def over_tcp(wanted: Wanted, limit: Limit) -> Iterator[Row]:
+    import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
+
     mb, model = wanted.mb, model_of(wanted.mb, 2.5)
     own: dict[str, list[float]] = {"": [], "_first": []}
     theirs: dict[str, list[float]] = {"": [], "_first": []}
@@ -489,13 +498,17 @@ def over_tcp(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         stack.callback(let_go)
         bare = BareSocket(stack, mb)
         usual = Readers(stack, "shoal-tcp", 1, mb).ready()
-        turn = shoal_turn(model, usual)
         for number in limit.rounds(wanted.rounds, WARM_UP):
-            turn(number)
+            change(model, number)
+            shoal.publish(SERIES, model, step=number, keep=1).wait("committed", timeout=WAIT_S)
+            wait_idle(model)
+            usual.go(number)
+            usual.last_done_s(1)
             own[""].append((mb << 20) / usual.took[-1])
             theirs[""].append(bare.bytes_per_s())
             with ExitStack() as one_round:
                 first = Readers(one_round, "shoal-tcp", 1, mb).ready()
+                first.go(number)
                 first.last_done_s(1)
                 own["_first"].append((mb << 20) / first.took[0])
                 theirs["_first"].append(bare.first_bytes_per_s())

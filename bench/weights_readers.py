@@ -33,8 +33,11 @@ def report(*words: object) -> None:
     print("report", *words, flush=True)
 
 
-def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
-    """Install each newest version. Report the seconds of each verified fetch as "took"."""
+def read_shoal(
+    mb: int, *, local: bool, by_difference: bool = False, when_told: bool = False
+) -> None:
+    """Install each newest version. Report the seconds of each verified fetch as "took". With
+    `when_told`, install one version for each line on standard input."""
     from shoal.weights.subscription import Subscription  # noqa: PLC0415 - only for this kind
     from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
     from shoal_difference.codec import apply  # noqa: PLC0415
@@ -52,7 +55,7 @@ def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
     reader = Reader(addresses, SERIES, name, may_be_local=local, apply_difference=difference)
     with Subscription(reader, SERIES) as series:
         report("ready")
-        while True:
+        while not when_told or sys.stdin.readline():
             version = series.wait(timeout=WAIT_S)
             try:
                 series.fetch(version, into=target)
@@ -107,7 +110,12 @@ def main() -> None:
     arguments = [int(each) for each in numbers]
     if kind.startswith("shoal"):
         local, by_difference = kind == "shoal", kind == "shoal-differences"
-        read_shoal(*arguments, local=local, by_difference=by_difference)
+        read_shoal(
+            *arguments,
+            local=local,
+            by_difference=by_difference,
+            when_told=kind == "shoal-tcp",
+        )
     else:
         programs = {
             "publisher": publish_once,

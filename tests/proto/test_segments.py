@@ -15,7 +15,7 @@ from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage, Unavailable
 from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.sealed import HUGE_FROM_BYTES, Segment, SegmentWriter
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
@@ -45,6 +45,25 @@ def test_a_segment_has_the_written_bytes_and_their_digest(num_bytes: int) -> Non
     assert segment.num_bytes == num_bytes
     assert segment.chunk_digests == chunk_digests(data)
     assert segment.digest == root_digest(chunk_digests(data))
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_large_segments_ask_for_huge_pages_wherever_they_are_mapped() -> None:
+    """ "hg" is the flag of such a mapping: see proc_pid_smaps(5)."""
+    writer = SegmentWriter(HUGE_FROM_BYTES)
+    assert "hg" in flags_of_mapped_segments()
+    segment = writer.seal()
+    view = segment.view()
+    assert "hg" in flags_of_mapped_segments()
+    del view
+    segment.close()
+
+
+def flags_of_mapped_segments() -> str:
+    mappings = Path("/proc/self/smaps").read_text().split("memfd:shoal-segment")[1:]
+    return " ".join(each.split("VmFlags:")[1].splitlines()[0] for each in mappings)
 
 
 def test_a_sealed_segment_cannot_be_changed() -> None:

@@ -251,15 +251,18 @@ class SegmentConnection:
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
         """Send a segment: its descriptor to a server on this host, else its bytes; nothing if the
-        server has the segment. Returns once the server has verified the segment and forwarded it;
-        the reply names the servers that hold the segment. `timeout_s`: limit of the whole call,
+        server has the segment. Returns once the server holds the segment and has forwarded it; the
+        reply names the servers that hold the segment. `timeout_s`: limit of the whole call,
         checked between its parts: a silent server may delay the error by up to SILENCE_S.
 
         Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
         give_up_s = time.monotonic() + timeout_s
+        sent = PutSegmentRequest()
+        sent.CopyFrom(request)
+        sent.chunk_digests = segment.chunk_digests if self.is_local else b""
         try:
-            self._send(bulk.message(FrameKind.SEGMENT_PUT, request.SerializeToString()))
+            self._send(bulk.message(FrameKind.SEGMENT_PUT, sent.SerializeToString()))
             transfer = self._message(PutSegmentReply, give_up_s).transfer
             if transfer == SEGMENT_TRANSFER_DESCRIPTOR and self.is_local:
                 head = bulk.header(FrameKind.DESCRIPTOR)

@@ -1357,8 +1357,8 @@ Global___OpenSegmentsRequest: _TypeAlias = OpenSegmentsRequest  # noqa: Y015
 @_typing.final
 class PutSegmentRequest(_message.Message):
     """Begins a call of a bulk connection: one rank's segment for one publication. Answered by two
-    PutSegmentReply: the first says how to send the segment; the second names its holders, once the
-    servers of the chain have verified it.
+    PutSegmentReply: the first says how to send the segment; the second names its holders, once all
+    servers of the chain hold it. Each server verifies the chunks that it receives.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1370,11 +1370,16 @@ class PutSegmentRequest(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
+    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     epoch: _builtins.int
     """An epoch older than the series' is refused (StaleEpoch)."""
     publication: _builtins.int
     rank: _builtins.int
+    chunk_digests: _builtins.bytes
+    """Digests of the segment's chunks, which the sender of a DESCRIPTOR has computed after the memory
+    was sealed: nothing has changed since. Empty: the server computes them.
+    """
     @_builtins.property
     def segment(self) -> Global___Segment:
         """Digest and size; `holders` is ignored."""
@@ -1397,10 +1402,11 @@ class PutSegmentRequest(_message.Message):
         segment: Global___Segment | None = ...,
         chain: _abc.Iterable[Global___StoreServer] | None = ...,
         abandoned: _abc.Iterable[_builtins.int] | None = ...,
+        chunk_digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "chain", b"chain", "epoch", b"epoch", "publication", b"publication", "rank", b"rank", "segment", b"segment", "series", b"series"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "chain", b"chain", "chunk_digests", b"chunk_digests", "epoch", b"epoch", "publication", b"publication", "rank", b"rank", "segment", b"segment", "series", b"series"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1416,7 +1422,7 @@ class PutSegmentReply(_message.Message):
     """In the first reply."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In the last reply: ids of the servers that hold the segment, verified."""
+        """In the last reply: ids of the servers that hold the segment."""
 
     def __init__(
         self,

@@ -153,6 +153,32 @@ def test_bytes_that_do_not_match_the_digest_are_refused(
             stores.fetch(at(servers, 0), StagedSegment(digest), LIMIT_S)
 
 
+def test_digests_are_computed_once_on_one_host_and_checked_on_each_arrival_by_network(
+    servers: ParameterServers,
+) -> None:
+    """Sealed memory cannot change on its way, so servers on its publisher's host use the digests
+    that the publisher has computed. Bytes that arrive through a socket are digested again."""
+    segment = drawn(CHUNK_BYTES)
+    claimed = Segment(os.dup(segment.descriptor), CHUNK_BYTES, b"\1" * DIGEST_BYTES)
+    with closing(WeightStores(SERIES)) as stores:
+        assert put(stores, claimed, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
+    with (
+        closing(WeightStores(SERIES, may_be_local=False)) as stores,
+        pytest.raises(ChecksumMismatch),
+    ):
+        put(stores, claimed, at(servers, 2))
+
+
+def test_digests_for_another_number_of_chunks_are_refused(servers: ParameterServers) -> None:
+    segment = drawn(CHUNK_BYTES)
+    claimed = Segment(os.dup(segment.descriptor), CHUNK_BYTES, bytes(2 * DIGEST_BYTES))
+    with (
+        closing(WeightStores(SERIES)) as stores,
+        pytest.raises(MalformedMessage, match="do not match the segment's size"),
+    ):
+        put(stores, claimed, at(servers, 0))
+
+
 def test_writable_memory_is_refused(servers: ParameterServers) -> None:
     """A publisher that could write to verified memory would make the server serve other bytes."""
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)

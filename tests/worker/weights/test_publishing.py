@@ -1,6 +1,7 @@
 """Publications and subscriptions: waits of a trainer, and results of a reader."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal.weights.series import (
+    PREPARING_NICENESS,
     PendingPublication,
     Publications,
     PublisherRank,
@@ -29,6 +31,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     VersionGone,
 )
+from shoal_proto.segments.sealed import SegmentWriter
 from shoal_proto.v1.weights_pb2 import VersionRecord
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP
 
@@ -157,6 +160,23 @@ def test_a_publication_that_one_rank_alone_makes_delays_no_later_one(series: Mem
         assert ticket.wait("committed", 20).step == 2
     for each in ranks:
         each.close()
+
+
+def test_memory_for_the_next_version_is_allocated_with_lower_priority(
+    publications: Publications, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, niceness = SegmentWriter.prepare, {}
+
+    def noted(num_bytes: int) -> SegmentWriter:
+        thread = threading.current_thread()
+        niceness[thread.name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return prepare(num_bytes)
+
+    monkeypatch.setattr(SegmentWriter, "prepare", noted)
+    publish(publications, 1.0, step=1)
+    publications.close()
+    usual = niceness[threading.current_thread().name]
+    assert niceness["prepare-segment"] == min(usual + PREPARING_NICENESS, 19)
 
 
 def test_a_ticket_raises_the_error_of_its_publication(

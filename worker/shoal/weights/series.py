@@ -2,6 +2,7 @@
 waits for the copy, and before it for earlier publications if too many are in progress."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ CLOSE_S = 30.0
 """Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
 """Interval of checks if a version is on the servers' disks, and if a generation is over."""
+PREPARING_NICENESS = 5
+"""Increase of the nice value of the thread that allocates memory for the next segment."""
 MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
@@ -250,6 +253,10 @@ class PreparedWriters:
         self._preparing = preparing
 
     def _prepare(self, num_bytes: int) -> None:
+        # Training, and readers on this host that install the version just sent, go first.
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + PREPARING_NICENESS, 19))
         try:
             writer = SegmentWriter.prepare(num_bytes)
         except ShoalError as error:

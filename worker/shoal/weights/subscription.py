@@ -40,7 +40,7 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.reused import ReusedSegment
-from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.sealed import Segment, advise_huge_pages
 from shoal_proto.v1 import weights_pb2
 
 log = structlog.get_logger(__name__)
@@ -407,6 +407,7 @@ def memory_of(segment: Segment) -> Tensor:
         flags=mmap.MAP_PRIVATE,
         prot=mmap.PROT_READ | mmap.PROT_WRITE,
     )
+    advise_huge_pages(mapped)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

@@ -12,7 +12,7 @@ import structlog
 
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import ChecksumMismatch, Unavailable
-from shoal_proto.segments.digests import chunk_digest, num_chunks
+from shoal_proto.segments.digests import check_root, chunk_digest, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1.weights_pb2 import StoreServer
 from shoal_server.parameters.shard.memory import Memory
@@ -85,19 +85,28 @@ class WeightHoldings:
         num_bytes: int,
         origin: SegmentOrigin,
         transport: SegmentTransport,
+        *,
+        of_chunks: bytes | None = None,
     ) -> Segment:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
         memory is reserved meanwhile.
 
+        `of_chunks`: digests of the chunks of a descriptor, computed by its sender after the memory
+        was sealed; None: they are computed here.
+
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
         ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed
-        or has another size, Unavailable if nothing is received for STALLED_S, and what `transport`
-        raises.
+        or has another size, or for digests of another number of chunks, Unavailable if nothing is
+        received for STALLED_S, and what `transport` raises.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
+                if of_chunks is not None:
+                    check_root(of_chunks, num_bytes, digest)
                 descriptor = await _in_time(transport.receive_descriptor())
-                segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
+                segment = await self._in_thread(
+                    partial(Segment.adopt, descriptor, num_bytes, of_chunks=of_chunks)
+                )
             else:
                 segment = await self._from_chunks(num_bytes, transport)
             self._check(segment, digest)

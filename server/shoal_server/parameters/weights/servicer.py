@@ -151,8 +151,14 @@ class WeightsServicer(WeightStoreServicer):
                 pb.SEGMENT_TRANSFER_DESCRIPTOR if transport.is_local else pb.SEGMENT_TRANSFER_CHUNKS
             )
             yield [pb.PutSegmentReply(transfer=transfer)]
-            num_bytes = request.segment.num_bytes
-            segment = await self._holdings.receive(series, digest, num_bytes, origin, transport)
+            segment = await self._holdings.receive(
+                series,
+                digest,
+                request.segment.num_bytes,
+                origin,
+                transport,
+                of_chunks=request.chunk_digests or None,
+            )
         holders = [self._server_id, *await self._passed_on(request, segment)]
         yield [pb.PutSegmentReply(holders=holders)]
 
