@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from support.clusters.parameter_servers import ParameterServers
 from support.members.async_members import loss_of, new_model, start, train
 from torch import Tensor, nn
 
+import shoal
 from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
 from shoal.strategies.outer_step import OuterStep
+from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
 
 EVERY_STEPS = 3
@@ -73,6 +76,25 @@ def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> 
         assert acknowledged == [0, 1, 2, 3]
     assert set(strategy._connected().versions.values()) == {3}
     strategy.close()
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_loop_without_batches_pushes_its_last_round(cluster: LocalCluster, drains: bool) -> None:
+    """No other member takes the steps of that round again, also after a drain."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = AsyncDiLoCo(every_steps=1_000_000)
+    with (
+        suppress(shoal.Drained),
+        shoal.join(f"own-loop-{drains}", coordinator=cluster.coordinator) as session,
+    ):
+        session.distribute(model, optimizer, strategy)
+        while session.step_number < 2 or drains:
+            with session.step():
+                session.backward(loss_of(model, session.step_number))
+            if session.step_number == 2 and drains:
+                session.drain("the test asks for it")
+    assert strategy.metrics()["pushes"] == 1.0
 
 
 def test_rounds_of_all_members_count(servers: ParameterServers) -> None:

@@ -220,7 +220,14 @@ def refused(tensors: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "tensors", [[["w", "no-dtype", [2]]], [["w", "float32"]], [["w", "float32", ["2"]]], 7]
+    "tensors",
+    [
+        [["w", "no-dtype", [2]]],
+        [["w", "float32"]],
+        [["w", "float32", ["2"]]],
+        [["w", "float32", [-2]]],
+        7,
+    ],
 )
 def test_a_manifest_that_cannot_be_read_is_malformed(tensors: object) -> None:
     [_, seen] = run_in_memory(refused, 2, tensors)

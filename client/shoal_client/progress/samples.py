@@ -105,7 +105,8 @@ class SampleClient:
         ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
         last RetryError when the time is over. After one of the last three, other than Overloaded,
         the next call first repeats the request, with its own `timeout_s`: if the answer has a
-        range, it returns that range, and the call after it reports its `completed`."""
+        range, it returns that range, and the call after it reports its `completed`. With
+        `num_samples=0` it gives that range back, and returns none."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -116,6 +117,10 @@ class SampleClient:
             if self._unanswered is not None:
                 # The request may have been carried out: a retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
+                if answer.range is not None and not num_samples:
+                    # The caller would not know of the range, and nobody would train on it.
+                    self._held = subtract_ranges(self._held, [answer.range])
+                    self._given_back = joined([*self._given_back, answer.range])
             if answer is None or not (answer.exhausted or (answer.range and num_samples)):
                 answer = self._call(self._request(num_samples, reserve), timeout_s)
             self._not_held = []

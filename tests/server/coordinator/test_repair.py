@@ -68,6 +68,14 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
     assert mended.spec.secret_digest == "d1"
 
 
+def test_a_repaired_job_keeps_the_fields_of_a_later_release() -> None:
+    more = {"of_a_later_release": {"says": ["more"]}}
+    state = good_state("j") | {"finished": "perhaps"} | more
+    mended = repaired_state("j", as_json(state), generations=[1], records=[])
+    assert mended.more == more
+    assert json.loads(state_to_json(mended))["of_a_later_release"] == {"says": ["more"]}
+
+
 @pytest.mark.parametrize("ending", [{"stopping": "an operator stopped it"}, {"failed": True}])
 def test_a_repaired_job_keeps_its_ending(ending: dict[str, Any]) -> None:
     """Regression: a stopped or failed job was restored as finished, and could not be retried. Only

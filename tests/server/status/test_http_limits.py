@@ -69,6 +69,23 @@ async def test_a_further_request_of_a_connection_has_the_same_limit(world: World
         writer.close()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rest", [b"x", b"x" * 39], ids=["incomplete", "complete"])
+async def test_a_body_that_arrives_after_its_answer_gets_no_second_one(
+    world: World, rest: bytes
+) -> None:
+    """The client would take a second answer for that to its next request."""
+    async with serving(world, QUICK) as (server, _):
+        reader, writer = await connect(server)
+        head = b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 40\r\n\r\n"
+        writer.write(head + b"{")
+        answer = await reader.readuntil(b"}")
+        assert kind_of(answer) == (404, "RefusedError")
+        writer.write(rest)
+        assert await reader.read() == b""
+        writer.close()
+
+
 async def test_an_unfinished_body_is_refused(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
         reader, writer = await connect(server)

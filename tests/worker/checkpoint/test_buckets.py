@@ -298,8 +298,9 @@ def test_a_bucket_that_does_not_exist_is_refused_before_training(
         steps_taken(cluster, f"{s3.replace('shoal-test', 'nowhere')}/runs")
 
 
+@pytest.mark.parametrize("file", [".distcp", ".metadata"])
 def test_an_error_of_the_storage_during_a_read_is_an_os_error(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """Each kind of bucket has its own errors, which callers of `read` do not know."""
 
@@ -313,12 +314,12 @@ def test_an_error_of_the_storage_during_a_read_is_an_os_error(
     write(path, at(1))
     opened = MemoryFileSystem.open
 
-    def open_data(files: MemoryFileSystem, key: str, *args: Any, **options: Any) -> Any:
-        file = opened(files, key, *args, **options)
-        if key.endswith(".distcp"):
-            monkeypatch.setattr(file, "read", refuse)
-        return file
+    def open_file(files: MemoryFileSystem, key: str, *args: Any, **options: Any) -> Any:
+        found = opened(files, key, *args, **options)
+        if key.endswith(file):
+            monkeypatch.setattr(found, "read", refuse)
+        return found
 
-    monkeypatch.setattr(MemoryFileSystem, "open", open_data)
+    monkeypatch.setattr(MemoryFileSystem, "open", open_file)
     with pytest.raises(OSError, match="Refused: the token has expired"):
         read(path, whole_chunk)

@@ -68,6 +68,11 @@ class BucketPath:
             opened = self.files.open(self.key, mode, block_size=READ_AHEAD_BYTES)
         return cast(BinaryIO, opened)
 
+    def read_bytes(self) -> bytes:
+        """Read the whole file."""
+        with self._errors_as_os_error(), self.open() as file:
+            return file.read()
+
     def write_bytes(self, data: bytes) -> None:
         """Write the file atomically, replacing an existing one."""
         with self._errors_as_os_error():
@@ -112,8 +117,7 @@ class BucketPath:
         probe = self / f".probe-{secrets.token_hex(8)}"
         try:
             probe.write_bytes(b"shoal")
-            with probe.open() as file:
-                read = file.read()
+            read = probe.read_bytes()
             self.remove([probe.name])
         except OSError as error:
             raise InvalidSpec(

@@ -131,11 +131,11 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
 
 
 def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
+    if content is None:
+        # Read first: an error of the storage does not mean that the index is damaged.
+        content = (path / METADATA).read_bytes()
     try:
-        with io.BytesIO(content) if content is not None else (path / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-    except OSError:
-        raise
+        metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # damaged bytes make pickle raise anything
         raise _damaged(path, repr(error)) from error
     if not isinstance(metadata, Metadata):

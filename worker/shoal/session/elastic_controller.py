@@ -269,14 +269,17 @@ class ElasticController:
                 raise
             self._recover(error)
 
-    def conclude(self) -> None:
+    def conclude(self, *, has_batches: bool) -> None:
         """Finish the last step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. Raises the errors of the
-        strategy's `between_steps`, except those that mean a lost peer."""
+        since belong to that step, for example in a checkpoint that is due. Without batches, no
+        other member takes this member's last steps again: they are flushed. Raises the errors of
+        the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
             self.strategy.between_steps()
+            if not has_batches:
+                self.strategy.flush()
         except Exception as error:
             if not self.is_break(error):
                 raise

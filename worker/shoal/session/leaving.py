@@ -59,7 +59,7 @@ class SessionEnd:
         as an `__exit__`."""
         try:
             if error is None or isinstance(error, SystemExit):
-                self._controller.conclude()
+                self._controller.conclude(has_batches=self._source() is not None)
             completed = error is None and self._has_ended()
         except BaseException as failure:
             self._fail(failure)

@@ -73,7 +73,7 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
     try:
         manifest: Any = json.loads(text.numpy().tobytes())
         step, values = int(manifest["step"]), dict(manifest["values"])
-        entries = [(name, DTYPES[dtype], torch.Size(s)) for name, dtype, s in manifest["tensors"]]
+        entries = [(name, DTYPES[dtype], _shape(s)) for name, dtype, s in manifest["tensors"]]
         sizes_bytes = [_num_bytes(dtype, shape) for _, dtype, shape in entries]
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedMessage(
@@ -148,6 +148,13 @@ def _await(messages: Sequence[P2PMessage]) -> None:
 def _chunks(tensor: Tensor) -> Sequence[Tensor]:
     starts = range(0, tensor.numel(), CHUNK_BYTES)
     return [tensor[start : start + CHUNK_BYTES] for start in starts]
+
+
+def _shape(sizes: Sequence[int]) -> torch.Size:
+    """Return the sizes as a shape. Raises ValueError for a negative one, and TypeError."""
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{sizes!r:.100} is no shape")
+    return torch.Size(sizes)
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -28,7 +28,8 @@ def repaired_state(
     bounds: JobSpec | None = None,
 ) -> StateRecord:
     """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations in etcd (`generations`) and their readable records (`records`).
+    the job's generations in etcd (`generations`) and their readable records (`records`). Fields
+    that a later release added are kept.
 
     If the record does not say in which generation the job trained last, that is assumed to be the
     newest one whose record does not show the contrary, so that the job never starts again from
@@ -41,7 +42,7 @@ def repaired_state(
         fields = Fields({})
     numbers = frozenset(generations)
     last = _count(fields, "last_generation")
-    return StateRecord(
+    record = StateRecord(
         spec=replace(bounds or _spec(job, fields), secret_digest=_secret_digest(fields)),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
@@ -54,6 +55,8 @@ def repaired_state(
         ended_s=_readable(lambda: fields.seconds("ended_unix_s"), 0.0),
         done=_readable(lambda: fields.texts("done"), ()),
     )
+    more = {name: value for name, value in fields.unread_fields().items() if name != "reason"}
+    return replace(record, more=more)
 
 
 def _spec(job: str, fields: Fields) -> JobSpec:

@@ -96,8 +96,12 @@ class JournalIndex:
 
     def removable(self) -> Sequence[JournalSegment]:
         """Return the oldest segments, up to one that is needed or is the newest."""
-        is_kept = (self._needing(segment) for segment in self.segments[:-1])
-        return self.segments[: next((at for at, kept in enumerate(is_kept) if kept), -1)]
+        removable: list[JournalSegment] = []
+        for segment in self.segments[:-1]:
+            if self._needing(segment):
+                break
+            removable.append(segment)
+        return removable
 
     def discard(self, removed: Sequence[JournalSegment]) -> None:
         """Drop the oldest segments once their files are removed."""

@@ -38,7 +38,15 @@ class Comparing:
                 try:
                     await self._send_digest(replica)
                 except ShoalError as error:
-                    log.warning("copies_not_compared", job=replica.job, reason=str(error))
+                    log.warning(
+                        "copies_not_compared",
+                        job=replica.job,
+                        shard_id=replica.shard_id,
+                        reason=str(error),
+                    )
+                except Exception:
+                    # Raised, it would start the round again: no later shard would be compared.
+                    log.exception("copies_not_compared", job=replica.job, shard_id=replica.shard_id)
             if not replicas:
                 await asyncio.sleep(COMPARE_EACH_S)
 

@@ -1,15 +1,17 @@
 """HTTP/1.1 connections that end if their client is silent, slow or does not read, and that know the
 client's certificate.
 
-uvicorn limits the time between two requests of a connection. This module adds two limits: for the
-head of a request, and for a client that does not read the answer. `errors.BodyLimit` has the limit
-for bodies.
+uvicorn limits the time between two requests of a connection. This module adds three limits: for the
+head of a request, for the rest of a body whose request was answered before, and for a client that
+does not read the answer. `errors.BodyLimit` has the limit for other bodies.
 """
 
 import asyncio
 import json
+from enum import Enum
 from typing import Any
 
+import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -28,6 +30,13 @@ def caller_in(scope: Scope) -> Caller | None:
     return caller if isinstance(caller, Caller) else None
 
 
+class Awaited(Enum):
+    """Data that a client has begun to send, and has only a limited time to send whole."""
+
+    HEAD = "the head of a request"
+    LATE_BODY = "the rest of a body whose request was answered before"
+
+
 class BoundedProtocol(H11Protocol):
     """A connection that closes itself when a limit is exceeded, and reports the reason to
     `counts`."""
@@ -36,7 +45,9 @@ class BoundedProtocol(H11Protocol):
         super().__init__(**uvicorns)
         self._limits = limits
         self._counts = counts
-        self._head: asyncio.TimerHandle | None = None
+        self._awaited: Awaited | None = None
+        self._late: asyncio.TimerHandle | None = None
+        """Timer of `_awaited`."""
         self._stall: asyncio.TimerHandle | None = None
         self.lost = asyncio.Event()
         """Set once the connection is closed."""
@@ -47,14 +58,19 @@ class BoundedProtocol(H11Protocol):
         names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
         uris = [value.encode() for kind, value in names if kind == "URI"]
         self.app_state = {**self.app_state, CALLER: caller_among(uris)}
-        self._watch_head()
+        self._watch_client()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch_head()
+        self._watch_client()
+        if self._awaited is None and self.cycle.response_complete:
+            # A late body is complete: the connection is idle, as it was after the answer.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head, self._stall):
+        for timer in (self._late, self._stall):
             if timer is not None:
                 timer.cancel()
         self._unset_keepalive_if_required()
@@ -72,26 +88,43 @@ class BoundedProtocol(H11Protocol):
             self._stall.cancel()
             self._stall = None
 
-    def _watch_head(self) -> None:
-        """Start or stop the timer of a request's head. It runs from a connection's start, or the
-        first byte of a further request, until the head is complete."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and self._head is not None:
-            self._head.cancel()
-            self._head = None
-        elif not is_answering and self._head is None:
-            self._head = self.loop.call_later(self._limits.http_request_s, self._head_is_late)
+    def _watch_client(self) -> None:
+        """Start or stop the timer of what the client has to send."""
+        awaited = self._to_await()
+        if awaited is self._awaited:
+            return
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        self._awaited = awaited
+        if awaited is not None:
+            self._late = self.loop.call_later(self._limits.http_request_s, self._end_late)
 
-    def _head_is_late(self) -> None:
+    def _to_await(self) -> Awaited | None:
+        """Return what has to arrive in time: a head from the connection's start or the first byte
+        of a further request; the rest of a body from its first byte after the answer. None while a
+        request is being answered, or the connection is idle."""
+        if self.cycle is None:
+            return Awaited.HEAD
+        if not self.cycle.response_complete:
+            return None
+        if self.conn.their_state is h11.SEND_BODY:
+            return Awaited.LATE_BODY
+        begun, _ = self.conn.trailing_data
+        return Awaited.HEAD if begun else None
+
+    def _end_late(self) -> None:
         if self.transport.is_closing():
             return
         self._counts.count_closed("late requests")
-        late = DeadlineExceeded(
-            "no complete request head came",
-            expected=f"one within {self._limits.http_request_s:g} s of the connection's start, or"
-            " of a further request's first byte",
-        )
-        self.transport.write(raw_answer(408, late))
+        if self._awaited is Awaited.HEAD:
+            late = DeadlineExceeded(
+                "no complete request head came",
+                expected=f"one within {self._limits.http_request_s:g} s of the connection's start,"
+                " or of a further request's first byte",
+            )
+            # After a late body, the client would read this as the answer to its next request.
+            self.transport.write(raw_answer(408, late))
         self.transport.close()
 
     def _abort_stalled(self) -> None:

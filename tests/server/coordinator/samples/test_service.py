@@ -457,6 +457,20 @@ async def test_a_report_that_failed_is_sent_with_the_next_lease(world: World) ->
         assert (await worker.lease(0)).exhausted
 
 
+async def test_a_request_for_no_samples_leaves_none_held(world: World) -> None:
+    """The client first repeats a request that was not answered. Its answer has a range, which the
+    caller does not want any more."""
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        worker = Worker(address, "a", size=10)
+    with pytest.raises(RetryError):
+        await asyncio.to_thread(worker.samples.lease, 5, timeout_s=0.2)
+    async with world.serving():
+        assert (await worker.lease(0)).range is None
+        assert worker.samples.held == ()
+        assert await worker.must(10) == SampleRange(0, 0, 10)
+
+
 async def until_written(world: World) -> None:
     """Wait until etcd has a ledger."""
     async with asyncio.timeout(5):
