@@ -140,9 +140,9 @@ class SnapshotLibrary:
         self.storage.remove(self._manifest_paths_of(number, cut_id))
         self._remove_folder(folder_of(number, cut_id))
 
-    def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
+    def keep_newest(self, num_kept: int | None) -> Sequence[Manifest]:
         """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
-        snapshot refers. `num_kept`: 1 or more.
+        snapshot refers. `num_kept`: 1 or more; None: all snapshots.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
         damaged manifest, or one of a later release, stays and does not count; its snapshot's files
@@ -150,12 +150,12 @@ class SnapshotLibrary:
         that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then only some
         may be removed.
         """
-        if num_kept < 1:
+        if num_kept is not None and num_kept < 1:
             raise InvalidSpec(
                 "bad number of snapshots to keep", seen=str(num_kept), expected="1 or more"
             )
         manifests, damaged = self.read_all()
-        kept = manifests[-num_kept:]
+        kept = manifests if num_kept is None else manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
         # Manifests first, so that none ever names a missing file.
         for each in removed:
