@@ -312,6 +312,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "DifferenceRequest.base": CONTENT,
     "DifferenceRequest.target": CONTENT,
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
+    "PutSegmentRequest.chunk_digests": Bound(length=1 << 22),
 }
 """Bounds by message and field, for names that have no bounds, or others, in `NAMED`."""
 

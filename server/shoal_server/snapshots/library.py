@@ -2,6 +2,11 @@
 
     URL/JOB/manifests/000000007-CUT.json                    written last
     URL/JOB/parts/000000007-CUT/shard-00012.safetensors     written before the manifest
+    URL/JOB/parts/000000007-CUT/manifest.json               the manifest until it is published
+
+A bucket may carry out a request after the client has given up on it. So the manifest is published
+from a draft, which is removed before any other file of the snapshot: a late request finds nothing,
+and no manifest ever names files that were removed.
 
 A snapshot exists if it has a manifest. Files to which no manifest refers are removed by
 `keep_newest` once a later snapshot has been completed. Every call blocks; call it from a thread.
@@ -21,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 MANIFESTS = "manifests"
 PARTS = "parts"
+DRAFT = "manifest.json"
 
 
 class SnapshotLibrary:
@@ -123,19 +129,20 @@ class SnapshotLibrary:
                     seen="no file" if seen is None else f"{seen} bytes",
                     expected=f"{part.num_bytes} bytes in {part.file}",
                 )
-        path = self._manifest_path(manifest.number, manifest.cut_id)
-        self.storage.write(path, manifest.to_bytes())
+        draft, path = self._manifest_paths_of(manifest.number, manifest.cut_id)
+        self.storage.write(draft, manifest.to_bytes())
+        self.storage.publish(draft, path)
 
     def discard(self, number: int, cut_id: str) -> None:
         """Remove all files of a snapshot that failed. Raises Unavailable; then the snapshot is
         whole, or has no manifest."""
         # The manifest first, so that it never names a missing file.
-        self.storage.remove([self._manifest_path(number, cut_id)])
+        self.storage.remove(self._manifest_paths_of(number, cut_id))
         self._remove_folder(folder_of(number, cut_id))
 
-    def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
+    def keep_newest(self, num_kept: int | None) -> Sequence[Manifest]:
         """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
-        snapshot refers. `num_kept`: 1 or more.
+        snapshot refers. `num_kept`: 1 or more; None: all snapshots.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
         damaged manifest, or one of a later release, stays and does not count; its snapshot's files
@@ -143,15 +150,16 @@ class SnapshotLibrary:
         that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then only some
         may be removed.
         """
-        if num_kept < 1:
+        if num_kept is not None and num_kept < 1:
             raise InvalidSpec(
                 "bad number of snapshots to keep", seen=str(num_kept), expected="1 or more"
             )
         manifests, damaged = self.read_all()
-        kept = manifests[-num_kept:]
+        kept = manifests if num_kept is None else manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
         # Manifests first, so that none ever names a missing file.
-        self.storage.remove(self._manifest_path(each.number, each.cut_id) for each in removed)
+        for each in removed:
+            self.storage.remove(self._manifest_paths_of(each.number, each.cut_id))
         if not kept:
             return removed
         needed = {part.file for each in kept for part in each.parts}
@@ -187,8 +195,10 @@ class SnapshotLibrary:
         found = self.storage.sizes(f"{self.job}/{MANIFESTS}")
         return [path for path in found if path.endswith(".json") and _number_in(path)]
 
-    def _manifest_path(self, number: int, cut_id: str) -> str:
-        return f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
+    def _manifest_paths_of(self, number: int, cut_id: str) -> tuple[str, str]:
+        """Paths of a snapshot's manifest: of the draft, and then of the published file."""
+        draft = f"{self.job}/{folder_of(number, cut_id)}/{DRAFT}"
+        return draft, f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
 
 
 def _number_in(path: str) -> int:

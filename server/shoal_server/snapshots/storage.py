@@ -6,17 +6,20 @@ file gets its name once its bytes are on the disk. Every call blocks; call it fr
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 import fsspec
+import structlog
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError, Unavailable
 from shoal_proto.pieces import Buffer
 from shoal_server.serving.locations import AllowedRoots, Location, is_below
+
+log = structlog.get_logger(__name__)
 
 WITH_FOLDERS = ("file", "memory")
 """Storage with folders to create and remove; buckets have none."""
@@ -74,6 +77,27 @@ class Storage:
             _write_draft(Path(self._full(folder)), name, pieces)
         except OSError as error:
             raise self._failed("written", folder, error) from error
+
+    def publish(self, draft: str, path: str) -> None:
+        """Move a file to its final path, atomically. A bucket that carries the request out late,
+        when the draft was removed, publishes nothing. Raises Unavailable; then the file may be
+        there."""
+        source, target = self._full(draft), self._full(path)
+        try:
+            if self.location.is_local:
+                _move_local(Path(source), Path(target))
+                self._remove_if_empty(source.rpartition("/")[0])
+                return
+            if self._has_folders:
+                self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._files.cp_file(source, target)
+        except Exception as error:
+            raise self._failed("published", path, error) from error
+        try:
+            self.remove([draft])
+        except ShoalError as error:
+            # The file is published.
+            log.warning("draft_not_removed", path=f"{self.url}/{draft}", reason=str(error))
 
     def read(self, path: str) -> bytes | None:
         """Bytes of a file; None if it does not exist. Raises Unavailable."""
@@ -167,8 +191,7 @@ def _write_local(path: Path, data: bytes) -> None:
 
 
 def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
-    new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
-    folder.mkdir(parents=True, exist_ok=True)
+    new_folders = _make_folder(folder)
     draft = folder / f".{secrets.token_hex(8)}"
     try:
         with draft.open("wb") as file:
@@ -180,6 +203,23 @@ def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+    _sync_folders(folder, new_folders)
+
+
+def _move_local(draft: Path, path: Path) -> None:
+    new_folders = _make_folder(path.parent)
+    draft.replace(path)
+    _sync_folders(path.parent, new_folders)
+
+
+def _make_folder(folder: Path) -> Sequence[Path]:
+    """Make a folder and those above it. Returns the new ones."""
+    new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    return new_folders
+
+
+def _sync_folders(folder: Path, new_folders: Sequence[Path]) -> None:
     sync_folder(folder)
     for each in new_folders:
         sync_folder(each.parent)

@@ -3,7 +3,9 @@
 pip install s3fs 'moto[server]'
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import fsspec
 import pytest
@@ -51,6 +53,41 @@ def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     library.discard(3, "torn")
     kept = {f"job/{part.file}" for part in second.parts}
     assert set(library.storage.sizes("job/parts")) == kept
+
+
+def test_a_manifest_that_the_bucket_writes_late_is_no_snapshot(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator gives up on the request that publishes a manifest, and removes the snapshot;
+    then the bucket carries the request out."""
+    library = SnapshotLibrary(Storage(bucket), "job")
+    whole = write_snapshot(library, 1, [1])
+    files, late = fsspec.core.url_to_fs(bucket)[0], list[Callable[[], None]]()
+
+    def delayed(done: Callable[..., None]) -> Callable[..., None]:
+        def request(*args: Any) -> None:
+            if not any("/manifests/" in str(each) for each in args):
+                done(*args)
+                return
+            late.append(lambda: done(*args))
+            raise TimeoutError("no answer")
+
+        return request
+
+    with monkeypatch.context() as patch:
+        for name in ("pipe_file", "cp_file"):
+            patch.setattr(files, name, delayed(getattr(files, name)))
+        with pytest.raises(Unavailable, match="no answer"):
+            write_snapshot(library, 2, [2])
+    assert len(late) == 1
+    library.discard(2, "cut2")
+    with suppress(OSError):
+        late[0]()
+    assert library.list() == [whole]
+    assert list(library.storage.sizes("job")) == [
+        "job/manifests/000000001-cut1.json",
+        *(f"job/{part.file}" for part in whole.parts),
+    ]
 
 
 def test_a_write_to_a_missing_bucket_is_an_error(bucket: str) -> None:

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import fsspec
@@ -261,6 +262,78 @@ def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     checkpoints.offer(at(2))
     checkpoints.close()
     assert list(complete(located(place))) == [2]
+
+
+def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives up on the request that publishes an index, and the storage carries it out
+    after a later checkpoint of the same step is complete."""
+    place = f"{s3}/{secrets.token_hex(4)}"
+    files = located(place).files
+    late = []
+
+    def delayed(done: Any) -> Any:
+        def request(*args: Any, **options: Any) -> None:
+            if not any(str(each).endswith(".metadata") for each in args):
+                done(*args, **options)
+                return
+            late.append(lambda: done(*args, **options))
+            raise TimeoutError("no answer")
+
+        return request
+
+    checkpoints = Checkpoints(place, every_steps=1)
+    with monkeypatch.context() as patch:
+        for name in ("pipe_file", "cp_file"):
+            patch.setattr(files, name, delayed(getattr(files, name)))
+        checkpoints.offer(at(1, 3))
+        with pytest.raises(CheckpointFailed, match="no answer"):
+            checkpoints.close()
+    assert len(late) == 1
+
+    def arrive() -> None:
+        with suppress(OSError):
+            late[0]()
+
+    arrive()
+    assert (complete(located(place)), paths_in(place)) == ({}, [])
+    checkpoints.offer(at(1, 2))
+    checkpoints.close()
+    arrive()
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert differences(read(newest, whole_chunk), with_aliases(at(1, 2))) == []
+
+
+def test_a_checkpoint_whose_last_answer_is_lost_is_whole(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage publishes the index, and the client gets an error: the files stay."""
+    place = f"{s3}/{secrets.token_hex(4)}"
+    files = located(place).files
+
+    def unanswered(done: Any) -> Any:
+        def request(*args: Any, **options: Any) -> None:
+            done(*args, **options)
+            if any(str(each).endswith(".metadata") for each in args):
+                raise TimeoutError("no answer")
+
+        return request
+
+    checkpoints = Checkpoints(place, every_steps=1)
+    with monkeypatch.context() as patch:
+        for name in ("pipe_file", "cp_file"):
+            patch.setattr(files, name, unanswered(getattr(files, name)))
+        checkpoints.offer(at(1))
+        with pytest.raises(CheckpointFailed, match="no answer"):
+            checkpoints.close()
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert differences(read(newest, whole_chunk), with_aliases(at(1))) == []
+    checkpoints.offer(at(2))
+    checkpoints.close()
+    assert len(paths_in(place)) == 2 * 2, "a file and an index of each, and no leftovers"
 
 
 def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> list[int]:

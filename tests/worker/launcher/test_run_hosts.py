@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from shoal.launcher.hosts import RunHost, parse_hosts
+from shoal.launcher.hosts import HostOptions, RunHost, parse_hosts
+from shoal.launcher.run_config import RunConfig
 from shoal_client.cli import main
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 180.0
 SSH = """#!/bin/sh
@@ -189,6 +191,35 @@ def test_bad_hosts_are_refused_before_anything_starts(
     errors = capsys.readouterr().err
     assert words in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "num_workers", "min_members"),
+    [
+        (("--nnodes", "2:3"), [3, 2, 3], 5),
+        (("--nnodes", "3"), [8, 2, 2], 12),
+        (("--nnodes", "1:3"), [8, 2, 2], 2),
+        (("--nnodes", "2:3"), [8, 2], 10),
+        (("--nnodes", "2:3", "--min", "9"), [8, 2, 2], 9),
+        (("--nnodes", "2:3"), [8, 2, 2], None),
+        (("--nnodes", "2:3"), [4, 2, 2], None),
+        ((), [8, 2, 2], 1),
+    ],
+)
+def test_fewer_hosts_than_nnodes_needs_never_train(
+    options: tuple[str, ...], num_workers: list[int], min_members: int | None
+) -> None:
+    """The bound is a number of workers. If no number of workers tells these numbers of hosts apart,
+    the run is refused."""
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    hosts = HostOptions(hosts=parse_hosts("a,b,c"), num_nodes=given.get("--nnodes", ""))
+    least = int(given.get("--min", 1))
+    config = RunConfig(script=["train.py"], over_ssh=hosts, min_members=least, environment={})
+    if min_members is not None:
+        assert config.on_hosts(num_workers).min_members == min_members
+        return
+    with pytest.raises(InvalidSpec, match=r"fewer of these hosts.*4 on 2 others.*Give --min"):
+        config.on_hosts(num_workers)
 
 
 @pytest.mark.long

@@ -3,10 +3,15 @@
     step-00000120/.metadata                      the index: written last, atomically
     step-00000120/<token>__0_0.distcp            a file that the index names
     step-00000120/<token>.begun                  marks a draft, even if its writer has died
+    step-00000120/<token>.index                  the index of a draft, until it is published
 
 A folder with an index is a checkpoint, which consists of the files that the index names. A
 checkpoint that replaces one of the same step writes its files beside the old ones, under names with
 its own token. Then the writer overwrites the index, and removes files that are not in the new one.
+
+A storage may carry out a request after the client has given up on it. So the index is published by
+a copy of the draft's, which the writer removes before any other file of a draft: a late copy finds
+nothing, and no index ever names files that were removed.
 """
 
 import re
@@ -27,7 +32,8 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 _BEGUN = ".begun"
-_DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun)")
+_INDEX = ".index"
+_DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun|\.index)")
 
 
 def complete(root: BucketPath) -> dict[int, BucketPath]:
@@ -58,6 +64,7 @@ class BucketDraft(Draft):
     def __init__(self, path: BucketPath) -> None:
         self._path = path
         self._name = ""
+        self._index = b""
 
     @property
     def name(self) -> str:
@@ -116,9 +123,11 @@ class BucketDraft(Draft):
         path.remove(leftovers)
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
-        index = index_of(stored)
-        check_written(self._path, index)
-        (self._path / METADATA).write_bytes(index)
+        self._index = index_of(stored)
+        check_written(self._path, self._index)
+        draft = self._path / f"{self.name}{_INDEX}"
+        draft.write_bytes(self._index)
+        draft.copy(METADATA)
         try:
             self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
@@ -129,9 +138,20 @@ class BucketDraft(Draft):
         if not self.name:
             return
         try:
+            self._path.remove([f"{self.name}{_INDEX}"])
+            if self._was_published():
+                log.info("checkpoint_complete_despite_error", path=str(self._path))
+                return
             self._path.remove(name for name in self._path.names() if name.startswith(self.name))
         except OSError as error:
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
+
+    def _was_published(self) -> bool:
+        """True if the index was copied, and only the storage's answer was lost."""
+        try:
+            return bool(self._index) and (self._path / METADATA).read_bytes() == self._index
+        except FileNotFoundError:
+            return False
 
 
 def _files_of(path: BucketPath) -> set[str]:

@@ -78,6 +78,17 @@ class BucketPath:
         with self._errors_as_os_error():
             self.files.pipe_file(self.key, data)
 
+    def copy(self, name: str) -> None:
+        """Copy this file within its folder, atomically, replacing an existing file of that name. A
+        storage that carries the request out late, when this file is gone, copies nothing."""
+        with self._errors_as_os_error():
+            self.files.cp_file(self.key, (self.parent / name).key)
+
+    def read_bytes(self) -> bytes:
+        """Return the file's content. Raises FileNotFoundError if there is no file."""
+        with self._errors_as_os_error():
+            return bytes(self.files.cat_file(self.key))
+
     def folders(self) -> list[str]:
         """Return the names of the folders in this folder; empty if this one does not exist."""
         with self._errors_as_os_error():
@@ -113,17 +124,24 @@ class BucketPath:
                         self.files.rm_file(key)
 
     def probe(self) -> None:
-        """Test the folder: write, read and remove a file. Raises InvalidSpec if that fails."""
+        """Test the folder: write, copy, read, remove a file. Raises InvalidSpec if that fails."""
         probe = self / f".probe-{secrets.token_hex(8)}"
+        copy = self / f"{probe.name}-copy"
         try:
             probe.write_bytes(b"shoal")
+<<<<<<< HEAD
             read = probe.read_bytes()
             self.remove([probe.name])
+=======
+            probe.copy(copy.name)
+            read = copy.read_bytes()
+            self.remove([probe.name, copy.name])
+>>>>>>> faultsb
         except OSError as error:
             raise InvalidSpec(
                 f"checkpoints cannot be kept at {self}",
                 seen=f"{type(error).__name__}: {error}",
-                expected="storage that answers, and lets files be written, read and removed",
+                expected="storage that answers, and lets files be written, copied and removed",
                 fix="Check the URL and the credentials, and whether the bucket exists.",
             ) from error
         if read != b"shoal":

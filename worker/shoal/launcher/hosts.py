@@ -162,7 +162,8 @@ class HostOptions:
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
     """Number of hosts, as for torchrun: the run does not begin if fewer than MIN of --hosts can be
-    used, and trains with no fewer workers than MIN hosts have. N alone: all hosts are needed."""
+    used, and trains with no fewer workers than MIN hosts have: refused if fewer hosts may have as
+    many. N alone: all hosts are needed."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""

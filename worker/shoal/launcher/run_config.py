@@ -167,10 +167,20 @@ class RunConfig:
 
     def on_hosts(self, num_workers: Sequence[int]) -> "RunConfig":
         """Return the config with bounds for these hosts, given by the number of workers of each
-        host that can be reached. Raises InvalidSpec."""
-        num_nodes = self.over_ssh.min_nodes
-        least = sum(sorted(num_workers)[:num_nodes]) if num_nodes else 0
-        config = replace(self, min_members=max(self.min_members, least))
+        host that can be reached. Raises InvalidSpec, also if fewer hosts than --nnodes needs could
+        have enough workers."""
+        num_nodes, sizes = self.over_ssh.min_nodes, sorted(num_workers)
+        least = max(self.min_members, sum(sizes[:num_nodes]))
+        of_fewer = sum(sizes[1 - num_nodes :]) if num_nodes > 1 else 0
+        if of_fewer >= least:
+            raise InvalidSpec(
+                "--nnodes counts hosts, and fewer of these hosts have as many workers",
+                seen=f"--nnodes {self.over_ssh.num_nodes}: {of_fewer} workers on {num_nodes - 1},"
+                f" and {least} on {num_nodes} others",
+                expected="hosts with similar numbers of workers, or --min",
+                fix=f"Give --min {of_fewer + 1}, or --min without --nnodes.",
+            )
+        config = replace(self, min_members=least)
         config._set_bounds(sum(num_workers))
         return config
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, product
 from operator import contains
 from typing import Any
 
@@ -41,34 +41,87 @@ CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the messages in which a copy is sent; each must arrive within a time limit."""
 
 
+MAX_SWAPPED_RANKS = 64
+"""Greatest world size at which ranks swap targets: it takes up to 0.5 s there, and more than ten
+times that at four times the size."""
+
+
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. Each copy goes a fixed distance ahead in the ring, the same
-    for all ranks. So if no rank leaves, a rank receives as many copies as it sends. Of all
-    distances, those are taken that send the fewest copies to the rank's own host, and of these
-    those that send the fewest to a host that has a copy already. The first copy goes to another
-    host, unless one host has more than half of the ranks. So do all copies, if the number of ranks
-    is at least twice that of the largest host, plus `copies` - 1.
+    If no rank leaves, a rank receives as many copies as it sends. Ranks form a ring, sorted by
+    host, and each copy goes a fixed distance ahead in the ring, the same for all ranks. If some
+    copies then stay on the sender's own host, or go to a host that has a copy already, pairs of
+    ranks swap targets, as long as that leaves fewer copies on own hosts, or as many and fewer on a
+    host twice. There is no swap above MAX_SWAPPED_RANKS ranks. Copies on other hosts come first.
+
+    All copies of a rank are on different other hosts if `copies` + 1 times the number of ranks of
+    the largest host is at most the number of all ranks: otherwise that is impossible. The first
+    copy goes to another host, unless one host has more than half of the ranks.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
     """
-    world_size = len(hosts)
-    ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
+    ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
-    distances = _distances(tuple(hosts[rank] for rank in ring), copies)
     targets = []
-    for rank in range(world_size):
-        peers = (ring[(index_in_ring[rank] + distance) % world_size] for distance in distances)
+    for rank, first in enumerate(chosen):
+        further = (ring[(index_in_ring[rank] + each) % len(hosts)] for each in distances)
+        peers = chain(first, (peer for peer in further if peer not in first))
         staying = (peer for peer in peers if peer not in leaving)
         targets.append(list(islice(staying, copies + (rank in leaving))))
     return targets
 
 
 @lru_cache(maxsize=1)
-def _distances(hosts: tuple[str, ...], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts, those of the copies first."""
+def _choose(
+    hosts: tuple[str, ...], copies: int
+) -> tuple[list[int], list[int], Sequence[Sequence[int]]]:
+    """Return the ring, all distances in it, and the targets of each rank if no rank leaves."""
+    world_size = len(hosts)
+    ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
+    distances = _distances(tuple(hosts[rank] for rank in ring), copies)
+    chosen: list[list[int]] = [[] for _ in hosts]
+    for number, rank in enumerate(ring):
+        ahead = distances[: min(copies, world_size - 1)]
+        chosen[rank] = [ring[(number + distance) % world_size] for distance in ahead]
+    if copies > 1 and world_size <= MAX_SWAPPED_RANKS and len(set(hosts)) > 1:
+        while sum(_swap(hosts, chosen, rank) for rank in ring):
+            pass
+    for rank, targets in enumerate(chosen):
+        targets.sort(key=lambda peer: hosts[peer] == hosts[rank])
+    return ring, distances, chosen
+
+
+def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
+    """Let the rank swap a target with the first rank with which that helps. True if it did."""
+
+    def cost(sender: int, targets: Sequence[int]) -> int:
+        """Return the number of copies on a host twice, plus a weight for each on the own host."""
+        others = [hosts[each] for each in targets if hosts[each] != hosts[sender]]
+        num_own, num_repeated = len(targets) - len(others), len(others) - len(set(others))
+        return num_own * 2 * len(targets) + num_repeated
+
+    own = chosen[rank]
+    if not cost(rank, own):
+        return False
+    for peer, theirs in enumerate(chosen):
+        for given, taken in product(own, theirs):
+            if given == peer or taken == rank or given in theirs or taken in own:
+                continue
+            new = [taken if each == given else each for each in own]
+            their_new = [given if each == taken else each for each in theirs]
+            before = cost(rank, own) + cost(peer, theirs)
+            if cost(rank, new) + cost(peer, their_new) < before:
+                chosen[rank], chosen[peer] = new, their_new
+                return True
+    return False
+
+
+def _distances(hosts: Sequence[str], copies: int) -> list[int]:
+    """Return all distances in a ring of these hosts, those of the copies first: of all distances,
+    those that send the fewest copies to the rank's own host, and of these those that send the
+    fewest to a host that has a copy already."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 

@@ -61,14 +61,16 @@ class SnapshotService(SnapshotsServicer):
         return await self.take(request.job, request.url)
 
     async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
-        """Take a snapshot of a job now, at the URL or else at the policy's. At the policy's URL,
-        old snapshots are removed afterwards. Raises NotLeader, InvalidSpec if neither URL is given,
-        and the error that prevented the snapshot."""
+        """Take a snapshot of a job now, at the URL or else at the policy's. Afterwards files that a
+        failed snapshot has left there are removed; at the policy's URL, old snapshots too. Raises
+        NotLeader, InvalidSpec if neither URL is given, and the error that prevented the
+        snapshot."""
         self._require_leading()
         library = await self._library(url, job)
         taken = await self._taker.take(library)
-        if self._policy.url and library.storage.location == Location.parse(self._policy.url):
-            await self._clean_up(library)
+        default = self._policy.url
+        is_default = bool(default) and library.storage.location == Location.parse(default)
+        await self._clean_up(library, self._policy.num_kept if is_default else None)
         return _summary(taken.manifest, library, taken.pause_s)
 
     async def List(
@@ -177,13 +179,11 @@ class SnapshotService(SnapshotsServicer):
         except ShoalError as error:
             log.warning("snapshot_failed", job=job, reason=str(error))
             return
-        await self._clean_up(library)
+        await self._clean_up(library, self._policy.num_kept)
 
-    async def _clean_up(self, library: SnapshotLibrary) -> None:
+    async def _clean_up(self, library: SnapshotLibrary, num_kept: int | None) -> None:
         try:
-            removed = await to_thread_uncancelled(
-                partial(library.keep_newest, self._policy.num_kept)
-            )
+            removed = await to_thread_uncancelled(partial(library.keep_newest, num_kept))
         except ShoalError as error:
             log.warning("old_snapshots_not_removed", job=library.job, reason=str(error))
             return

@@ -796,14 +796,14 @@ def test_a_snapshot_cancelled_during_its_commit_is_whole(opened: ExitStack, tmp_
 def test_an_undecided_commit_leaves_a_complete_snapshot_or_none(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The storage writes the manifest, and its answer is lost."""
+    """The storage publishes the manifest, and its answer is lost."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     storage = snapshots.library.storage
-    write, remove = storage.write, storage.remove
+    publish, remove = storage.publish, storage.remove
 
-    def write_unanswered(path: str, data: bytes) -> None:
-        write(path, data)
+    def publish_unanswered(draft: str, path: str) -> None:
+        publish(draft, path)
         raise Unavailable("the answer is lost")
 
     def remove_no_manifest(paths: Iterable[str]) -> None:
@@ -813,7 +813,7 @@ def test_an_undecided_commit_leaves_a_complete_snapshot_or_none(
         remove(wanted)
 
     with monkeypatch.context() as patches:
-        patches.setattr(storage, "write", write_unanswered)
+        patches.setattr(storage, "publish", publish_unanswered)
         with pytest.raises(Unavailable, match="the answer is lost"):
             snapshots.take()
         assert snapshots.library.list() == [] and storage.sizes("job") == {}
@@ -826,6 +826,24 @@ def test_an_undecided_commit_leaves_a_complete_snapshot_or_none(
     assert snapshots.take().manifest.parts == whole.parts
     member.push()
     assert snapshots.take().manifest.number == whole.number + 2
+
+
+def test_files_of_a_failed_snapshot_are_removed_with_the_next_one_at_any_url(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """The storage failed while the files were to be removed. At a URL that is not the policy's, all
+    snapshots stay."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m")
+    storage = snapshots.library.storage
+    storage.write("job/parts/000000001-failed/shard-00000.safetensors", b"left behind")
+    service = snapshots.service(SnapshotPolicy(roots=[storage.url]))
+    for number in (1, 2, 3, 4):
+        assert servers.run(service.take("job", storage.url)).number == number
+    manifests = snapshots.library.list()
+    assert [each.number for each in manifests] == [1, 2, 3, 4]
+    needed = {f"job/{part.file}" for each in manifests for part in each.parts}
+    assert set(storage.sizes("job/parts")) == needed
 
 
 def test_a_snapshot_of_another_model_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
