@@ -28,7 +28,8 @@ def test_two_joins_and_a_leave_may_come_in_any_order(cast: Cast, attempt: int) -
 
 
 def test_a_surplus_member_stands_by_and_takes_a_free_place(cast: Cast) -> None:
-    """It gets no error, disturbs no member, and needs no further call when a member leaves."""
+    """A member beyond the maximum gets no error and disturbs no other member. Once a member leaves,
+    it trains without a further call."""
     a, b = cast.training("a", "b", high=2)
     c = cast.joins("c", high=2)
     assert c.await_notice("standby").standby.position == 1

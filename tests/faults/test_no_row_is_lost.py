@@ -141,8 +141,8 @@ def test_servers_killed_at_once_have_every_durable_row(
 
 @pytest.mark.long
 def test_a_leaving_server_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
-    """Its shards are in the other server's journal before it ends: that one may be killed at
-    once."""
+    """The shards of a leaving server are in the other server's journal before the leaving one ends:
+    the other one may be killed at once."""
     with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:

@@ -68,7 +68,8 @@ def watched(board: BeatBoard, pid: int) -> tuple[ExitWatch, "queue.SimpleQueue[i
 def test_an_exit_is_reported_with_its_code(
     board: BeatBoard, start: Start, code: str, expected: int
 ) -> None:
-    """It is reported before any process has waited for the exited one."""
+    """The watch reports an exit with its code before any process has waited for the process that
+    exited."""
     process = start(f"sys.stdin.readline(); {code}")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None
@@ -165,7 +166,8 @@ def test_a_living_or_unknown_process_has_no_exit_code() -> None:
 
 
 def test_a_lifeline_works_at_any_offset_of_shared_memory(tmp_path: Path) -> None:
-    """It is held and released through two mappings of one file, as by two processes."""
+    """A lifeline that is held through one mapping of a file cannot be held through another one, as
+    of another process, until it is released."""
     path = tmp_path / "memory"
     path.write_bytes(bytes(4096))
     with path.open("r+b") as file:

@@ -395,7 +395,8 @@ EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
 
 
 def test_an_admitted_member_waits_for_an_accepted_certificate() -> None:
-    """It logs this once, tries every coordinator, and ends when its own bound is over."""
+    """An admitted member whose certificate is refused logs this once, tries every coordinator, and
+    ends when its own time limit is over."""
     member = a_member()
     effects = member.does(ev.StreamEnded(error=EXPIRED))
     assert effects == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]

@@ -142,7 +142,7 @@ def test_the_state_of_every_shard_is_read_from_its_server() -> None:
 
 
 def test_the_view_of_samples_has_the_numbers_of_the_ledger() -> None:
-    """It also has the numbers of each epoch."""
+    """The view also has the numbers of each epoch."""
     counts = LedgerCounts(
         dataset_size=10,
         num_epochs=2,

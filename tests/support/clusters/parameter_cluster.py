@@ -128,7 +128,8 @@ class Server:
 
 
 class ParameterCluster:
-    """`with ParameterCluster(tmp_path, 3) as cluster:` servers `ps-0` to `ps-2`, all ready."""
+    """Cluster of parameter server processes with a coordinator and etcd: `with
+    ParameterCluster(tmp_path, 3) as cluster:` has servers `ps-0` to `ps-2`, all ready."""
 
     def __init__(
         self,

@@ -228,7 +228,7 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_compensation_lets_eight_members_train_as_well_as_one() -> None:
-    """Without it, eight members fail to train at a rate that suits one."""
+    """Eight members without compensation fail to train at a rate that suits one."""
     adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
     alone = accuracy_of(StalenessPolicy(), 1)
     assert alone > 0.9

@@ -41,7 +41,7 @@ def buffer(value: float) -> dict[str, memoryview]:
 def test_pushes_and_pulls_work_over_each_transport(
     world: TlsWorld, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the socket of the transport for other machines is encrypted by the client itself."""
+    """The client itself encrypts the socket of the transport for other machines, and no other."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket) -> socket.socket:

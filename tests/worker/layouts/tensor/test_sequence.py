@@ -286,7 +286,7 @@ def test_values_without_positions_are_refused() -> None:
 
 
 def test_the_plan_counts_reduce_scatters_in_place_of_sums() -> None:
-    """Without `sequence`, the plan has sums over ranks and no reduce-scatters."""
+    """The plan without `sequence` has sums over ranks and no reduce-scatters."""
     model = tensor_models.gpt()
     inputs = tensor_models.tokens()[0]
     spread = shoal.TensorParallel(min_split_bytes=0, sequence=True)
