@@ -65,7 +65,8 @@ def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
 
 
 def test_a_large_part_is_announced_before_the_next_one_is_copied() -> None:
-    """Otherwise the server would be idle until all slots are full."""
+    """The server reads a part while the client copies the next one: it is not idle until all slots
+    are full."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     ours, theirs = socket.socketpair()
     reader = FrameReader()

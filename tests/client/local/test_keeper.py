@@ -132,7 +132,8 @@ def test_starts_that_fail_for_lack_of_etcd_are_repeated_without_limit(
 def test_an_end_for_want_of_etcd_gives_up_no_part_that_may_fail_only_once(
     supervisor: Supervisor,
 ) -> None:
-    """Neither such an end nor such starts after it count, even if the first failure would."""
+    """An end for lack of etcd does not count as the one failure that the policy allows, and neither
+    do failed starts after it."""
     policy = RestartPolicy(max_failures=1, settled_s=3600.0, first_pause_s=0.001)
     part = Part(supervisor, policy, first=f"raise SystemExit({os.EX_TEMPFAIL})")
     part.waits_for_etcd = 2

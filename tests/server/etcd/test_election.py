@@ -133,7 +133,7 @@ async def test_the_next_candidate_leads_at_once_after_a_resignation(store: KeyVa
 
 
 async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
-    """Once the key belongs to another leader, transactions with the old term's condition fail."""
+    """Transactions with the old term's condition fail once the key belongs to another leader."""
     async with leading(store) as old:
         key = keys.job_state("digits")
         assert (await store.transact((old.condition,), (Put(key, b"old"),))).succeeded

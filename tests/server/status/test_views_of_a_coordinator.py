@@ -73,7 +73,7 @@ async def test_a_waiting_member_is_shown_with_what_it_waits_for() -> None:
 
 
 async def test_a_stopped_coordinator_is_not_ready() -> None:
-    """Once it has stepped down, /readyz is 503 with the reason."""
+    """The answer of /readyz is 503 with the reason once the coordinator has stepped down."""
     async with endpoint() as (world, http):
         assert (await http.get("/readyz")).status_code == 200
         await world.coordinator.step_down()

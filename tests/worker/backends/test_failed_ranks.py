@@ -49,8 +49,8 @@ def test_in_memory_every_survivor_gets_an_error(world_size: int) -> None:
 @pytest.mark.long
 @needs_mpiexec
 def test_under_mpiexec_every_survivor_gets_the_error_of_the_failed_rank() -> None:
-    """Otherwise MPI's launcher would end the other ranks before they report, or these would
-    wait."""
+    """The survivors neither wait nor are ended by MPI's launcher before they have reported the
+    error."""
     ended = run_under_mpiexec(4, "support.collectives.failing_ranks.one_raises", timeout_s=3600)
     assert ended.code != 0
     assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}

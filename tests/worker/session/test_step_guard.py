@@ -61,7 +61,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
 def test_a_script_that_steps_the_optimizer_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
-    """Otherwise each gradient would be applied twice."""
+    """A step of the script after that of the session would apply each gradient twice."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -260,7 +260,7 @@ def test_values_that_are_no_model_or_optimizer_are_refused_by_type(
 
 
 def test_the_script_may_step_the_optimizer_after_the_session(cluster: LocalCluster) -> None:
-    """Within the session a call of `step` is refused."""
+    """A call of `step` within the session is refused."""
     kept = []
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -543,8 +543,8 @@ def test_the_reason_of_an_error_without_text_is_its_name() -> None:
 def test_changing_requires_grad_between_steps_is_refused(
     cluster: LocalCluster, strategy: str, at_step: int
 ) -> None:
-    """Otherwise each member would train the layer with gradients of its own, and a joiner not at
-    all."""
+    """A layer trained from then on would get gradients of each member's own, and none in a
+    joiner."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == at_step:

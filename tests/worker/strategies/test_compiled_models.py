@@ -133,8 +133,8 @@ CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 def test_changes_of_members_compile_nothing_again(
     cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
 ) -> None:
-    """Once both numbers of members have been seen, kills and joins compile nothing in the members
-    that stay. The weights are those of one process that compiles nothing."""
+    """Kills and joins compile nothing in the members that stay, once both numbers of members have
+    been seen. The weights are those of one process that compiles nothing."""
     strategy, compiled = case
     options = {"min_split_bytes": 0} if strategy == "tensor" else {}
     run = elastic(

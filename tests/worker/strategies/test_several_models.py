@@ -1,4 +1,4 @@
-"""Several models and optimizers in a session, such as a GAN's two: trained as in one process."""
+"""Sessions with several models and optimizers, such as a GAN's two: trained as in one process."""
 
 import secrets
 from collections.abc import Callable

@@ -257,7 +257,7 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
 
 
 def test_an_empty_part_draws_what_the_first_one_drew() -> None:
-    """Otherwise a layer that is skipped at random could be used by a stand-in only."""
+    """A layer that is skipped at random is used by a stand-in only if a real sample uses it."""
     first, second, third, fourth = drawn_in_parts(4, 2)
     assert first == third == fourth
     assert first != second

@@ -15,7 +15,7 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_acknowledged_update_is_lost_under_faults(seed: int) -> None:
-    """Once the faults stop, every shard with a remaining copy has a primary and its backups."""
+    """Every shard with a remaining copy has a primary and its backups once the faults stop."""
     simulate_replication(seed)
 
 

@@ -164,7 +164,7 @@ def an_absence_is_counted_over_gaps(patch: Patch) -> None:
 
 
 def a_server_that_ends_acknowledges_on(patch: Patch) -> None:
-    """Others treat the server as dead once it has reported its end."""
+    """Other servers treat the server as dead once it has reported its end."""
     patch.setattr(ReplicationCore, "_lease_ended", lambda core, event: iter(()))
 
 
@@ -197,7 +197,7 @@ def abandoned_loads_are_waited_for(patch: Patch) -> None:
 
 
 def a_shard_is_handed_over_before_its_copies_have_read_all_updates(patch: Patch) -> None:
-    """Once the successor leads, the other copies refuse what they have not read."""
+    """The other copies refuse what they have not read once the successor leads."""
     patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_replicated(led.version)))
 
 

@@ -52,7 +52,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_backup_has_every_push(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the primary is gone, its backup leads the shards with the same values and momentum."""
+    """The backup leads the shards with the same values and momentum once the primary is gone."""
     written: list[str] = []
     for kind in (BulkStream, GrpcStream):
         write = kind.write
