@@ -28,7 +28,7 @@ def test_a_short_partition_costs_no_member(cast: Cast, wire: Wire) -> None:
     members = cast.training("a", "b", at=wire.endpoints)
     wire.cut()
     for member in members:
-        member.hears_nothing()
+        member.await_stream_broken()
     wire.restore()
     for member in members:
         member.await_notice("admitted", lambda notice: "generation 1:" in notice.reason)
@@ -52,7 +52,7 @@ def test_a_member_cut_off_for_long_is_lost_and_joins_again(
     if held:
         cut_off.withhold(ANSWER)
         cast.joins("d", desired=3)
-        cut_off.has_withheld(ANSWER)
+        cut_off.await_withheld(ANSWER)
     names = ("a", "b", "d") if held else ("a", "b")
     wire.silence()
     second = cast["a"].trains_with(*names)

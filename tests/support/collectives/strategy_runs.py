@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class StepOptions:
     """Options of a step; by default it is one pass in the parameters' own dtype."""
 
     passes: Sequence[int] = (1,)
@@ -54,7 +54,7 @@ class Manner:
             yield batch.inputs[part], batch.targets[part], (stop - start) / size
 
 
-PLAIN = Manner()
+PLAIN = StepOptions()
 
 
 def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -62,7 +62,7 @@ def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
 
 
-class TheRunsOwn:
+class DefaultGroup:
     """A generation's group that is the default group of a run of ranks; the run itself ends it."""
 
     def open(self) -> dist.ProcessGroup:
@@ -83,9 +83,9 @@ class TheRunsOwn:
         raise AssertionError("nothing hangs in these tests")
 
 
-def over_the_run(strategy: SynchronousStrategy, group: Group | None = None) -> None:
+def use_group(strategy: SynchronousStrategy, group: Group | None = None) -> None:
     """Make all generations of the strategy use this group, or the run's default group."""
-    group = group or TheRunsOwn()
+    group = group or DefaultGroup()
 
     def new_group(generation: Generation) -> Group:
         strategy._generation_group._group = group
@@ -117,7 +117,7 @@ def take_step(
     strategy: Strategy,
     batch: Batch,
     loss_function: LossFunction,
-    manner: Manner = PLAIN,
+    manner: StepOptions = PLAIN,
     acknowledged: Callable[[], None] = lambda: None,
 ) -> None:
     """Take one step as `with session.step():` does."""
@@ -136,7 +136,7 @@ def take_step(
 
 
 def _take_parts(
-    strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: Manner
+    strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: StepOptions
 ) -> None:
     """Train the parts as `for part in batch.parts(n)` does in a session."""
     of_step = MicroBatches(strategy, batch, 1 << 30)
@@ -156,7 +156,7 @@ def take_step_alone(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     loss_function: LossFunction,
-    manner: Manner = PLAIN,
+    manner: StepOptions = PLAIN,
 ) -> None:
     """Take one step in one process."""
     optimizer.zero_grad()
@@ -183,7 +183,7 @@ class Run:
     loader: Callable[[], Loader]
     loss: LossFunction
     num_steps: int = 50
-    manner: Manner = PLAIN
+    manner: StepOptions = PLAIN
     computing: Callable[[nn.Module], nn.Module] = lambda model: model
     """Changes the one process's model as a strategy changes its own model internally."""
 
@@ -200,7 +200,7 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
 
 def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
     """Make this rank's strategy enter a generation of all ranks; return its share of batches."""
-    over_the_run(strategy, group)
+    use_group(strategy, group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)
     strategy.distribute(model, optimizer)

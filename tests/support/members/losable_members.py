@@ -69,7 +69,7 @@ def in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim has not answered in the first PREPARE."""
     cast.joins("a")
     victim = cast.process(VICTIM, ANSWER)
-    victim.has_withheld(ANSWER)
+    victim.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
 
 
@@ -77,7 +77,7 @@ def newcomer_in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim is to join two training members, and has not answered."""
     cast.training("a", "b")
     victim = cast.process(VICTIM, ANSWER)
-    victim.has_withheld(ANSWER)
+    victim.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, comes=("c",), trains=("a", "b", "c"), unbroken=1)
 
 
@@ -87,7 +87,7 @@ def trainer_in_prepare(cast: Cast) -> Losable:
     victim = cast.process(VICTIM)
     cast["a"].trains_with("a", VICTIM)
     c = cast.joins("c", ANSWER)
-    c.has_withheld(ANSWER)
+    c.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, release=lambda: c.release(ANSWER), trains=("a", "c"))
 
 
@@ -95,7 +95,7 @@ def in_committed(cast: Cast) -> Losable:
     """Make a job whose victim is not ready in the first generation."""
     cast.joins("a")
     victim = cast.process(VICTIM, READY)
-    victim.has_withheld(READY)
+    victim.await_withheld(READY)
     return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
 
 
@@ -105,7 +105,7 @@ def before_the_boundary(cast: Cast) -> Losable:
     victim = cast.process(VICTIM, OFFER)
     cast["a"].trains_with("a", VICTIM)
     cast.joins("c")
-    victim.has_withheld(OFFER)
+    victim.await_withheld(OFFER)
     return Losable(cast=cast, victim=victim, trains=("a", "c"))
 
 
@@ -116,7 +116,7 @@ def newcomer_before_the_boundary(cast: Cast) -> Losable:
     b.withhold(OFFER)
     victim = cast.process(VICTIM)
     victim.await_notice("outcome")
-    b.has_withheld(OFFER)
+    b.await_withheld(OFFER)
     return Losable(
         cast=cast,
         victim=victim,
@@ -130,7 +130,7 @@ def after_the_boundary(cast: Cast) -> Losable:
     """Make a job whose old generation has stopped for the victim, which is not ready."""
     a, b = cast.training("a", "b")
     victim = cast.process(VICTIM, READY)
-    victim.has_withheld(READY)
+    victim.await_withheld(READY)
     for member in (a, b):
         member.await_notice("stop_at")
     return Losable(cast=cast, victim=victim, trains=("a", "b"), above=2)
@@ -152,7 +152,7 @@ def broken(cast: Cast) -> Losable:
     a, c = (cast.joins(name, desired=3) for name in ("a", "c"))
     a.trains_with("a", "c", VICTIM)
     c.leave()
-    victim.has_withheld(SETTLE)
+    victim.await_withheld(SETTLE)
     return Losable(cast=cast, victim=victim, trains=("a",))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.collectives.strategy_runs import PLAIN, Manner, take_step_alone
+from support.collectives.strategy_runs import PLAIN, StepOptions, take_step_alone
 from torch import Tensor, nn
 
 from shoal.data.batches import Loader
@@ -90,7 +90,7 @@ class Twin:
         seed: int = 0,
         *,
         batch_size: int = 10,
-        manner: Manner = PLAIN,
+        manner: StepOptions = PLAIN,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, _ = build(optimizer, seed, dtype)

@@ -25,7 +25,7 @@ def test_over_gloo_every_survivor_gets_an_error(tmp_path: Path, how: str) -> Non
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_gloo, path, rank, 4, how) for rank in range(4)]
         for rank in (0, 2, 3):
-            assert crew[rank].expect("told")["text"]
+            assert crew[rank].expect("failed")["text"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -87,7 +87,7 @@ def test_over_nccl_the_survivor_gets_an_error(tmp_path: Path, how: str) -> None:
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
-        assert crew[0].expect("told")["recognised"]
+        assert crew[0].expect("failed")["recognised"]
         assert crew[0].join() == 0
 
 

@@ -69,7 +69,7 @@ def test_a_collective_that_times_out_is_distinguished_from_an_error_of_the_user(
     assert not GlooBackend().is_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with Ranks() as ranks:
         path = str(tmp_path / "store")
-        crew = [ranks.start(rank_bodies.outwaited_collective, path, rank) for rank in range(2)]
+        crew = [ranks.start(rank_bodies.timed_out_collective, path, rank) for rank in range(2)]
         for _ in range(2):
             failed = crew[0].expect("failed")
             assert failed["recognised"], failed["text"]

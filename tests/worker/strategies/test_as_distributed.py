@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Manner, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.models.seeding import seeded
 from torch import Tensor, nn
 from worker.strategies import test_equality as equality
@@ -29,7 +29,7 @@ def weights_of(
     made: Callable[[], Strategy],
     *,
     loader: Callable[[], Loader] = equality.loader,
-    manner: Manner | None = None,
+    manner: StepOptions | None = None,
 ) -> tuple[Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
     """Return the weights of one process, and of each of three ranks."""
     run = replace(equality.run_of("sgd"), build=build, loader=loader, num_steps=NUM_STEPS)
@@ -101,7 +101,7 @@ def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
         model, optimizer = of_the_last_layer(seed)
         return model, ForgetsAll(model, optimizer.param_groups[0]["params"])
 
-    clipped = Manner(max_norm=0.05)
+    clipped = StepOptions(max_norm=0.05)
     run = replace(equality.run_of("sgd"), build=forgetting, num_steps=NUM_STEPS, manner=clipped)
     expected = by_one_process(run)
     _, ranks = weights_of(of_the_last_layer, equality.made(strategy, 3), manner=clipped)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
-    Manner,
     Run,
+    StepOptions,
     by_a_rank,
     by_one_process,
     difference,
@@ -77,7 +77,7 @@ def loader(batch_size: int) -> Loader:
     return Loader((SAMPLES, torch.ones(4, 1)), order)
 
 
-def run_of(optimizer: str, batch_size: int, manner: Manner) -> Run:
+def run_of(optimizer: str, batch_size: int, manner: StepOptions) -> Run:
     return Run(
         build=partial(build, optimizer),
         loader=partial(loader, batch_size),
@@ -111,8 +111,8 @@ def test_parameters_that_only_stand_ins_would_use_do_not_change(
     """Weight decay, momentum and Adam's averages do not change it, as in one process. Regression:
     members without samples computed the data set's first sample, whose expert got a gradient of
     zeros, or waited for other members at a layer that these had left out."""
-    manner = Manner(parts_of_session=(parts,)) if parts > 1 else Manner()
-    expected = by_one_process(run_of(optimizer, 1, Manner()))
+    manner = StepOptions(parts_of_session=(parts,)) if parts > 1 else StepOptions()
+    expected = by_one_process(run_of(optimizer, 1, StepOptions()))
     for ours in run_in_memory(
         by_a_rank, WORLDS.get(strategy, 3), run_of(optimizer, 1, manner), MADE[strategy]
     ):
@@ -122,7 +122,7 @@ def test_parameters_that_only_stand_ins_would_use_do_not_change(
 def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, bool]:
     """Return, by parameter of the experts, if it has a gradient on this rank after the passes of
     the batch whose only sample is for expert 1."""
-    run = run_of("sgd", 1, Manner())
+    run = run_of("sgd", 1, StepOptions())
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(run, strategy)
@@ -164,7 +164,7 @@ def test_a_parameter_that_no_sample_used_has_no_gradient_after_the_passes(
 def counts_of(made: Callable[[], Strategy], parts: int) -> tuple[list[float], float, list[float]]:
     """Return what a rank's model has counted after four steps of three samples: hits by expert and
     all samples; and the actual hits by expert."""
-    run = run_of("sgd", 3, Manner(parts_of_session=(parts,)))
+    run = run_of("sgd", 3, StepOptions(parts_of_session=(parts,)))
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(run, strategy)
@@ -214,7 +214,7 @@ def normalised(made: Callable[[], Strategy], parts: int) -> Mapping[str, Tensor]
         inputs = torch.arange(40.0).view(2, 4, 5)
         return Loader((inputs, torch.ones(2, 4, 1)), Order(num_samples=2, global_batch_size=2))
 
-    manner = Manner(parts_of_session=(parts,))
+    manner = StepOptions(parts_of_session=(parts,))
     run = Run(build=build, loader=made_loader, loss=mse_loss, num_steps=1, manner=manner)
     return by_a_rank(run, made)
 

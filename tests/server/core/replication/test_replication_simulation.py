@@ -22,7 +22,7 @@ def test_no_acknowledged_update_is_lost_under_faults(seed: int) -> None:
 def test_a_joining_server_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
     """The primary makes the server another offer: otherwise it would wait for the server for ever,
     and no worker could push."""
-    simulate_replication(52, ["deposed unheard"])
+    simulate_replication(52, ["deposed without notice"])
 
 
 @pytest.mark.parametrize("seed", [0, 9, 17])

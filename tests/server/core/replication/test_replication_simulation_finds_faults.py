@@ -245,7 +245,7 @@ FOCUS: Mapping[Fault, Sequence[str]] = {
     a_joining_server_is_not_required_while_its_write_is_in_progress: [
         *("cut from etcd", "kill", "newcomer", "slow")
     ],
-    a_copy_of_another_history_continues: ["deposed unheard"],
+    a_copy_of_another_history_continues: ["deposed without notice"],
     an_absence_is_counted_over_gaps: ["away twice"],
     abandoned_loads_are_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],

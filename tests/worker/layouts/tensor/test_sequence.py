@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Manner, Run, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import (
+    Run,
+    StepOptions,
+    by_a_rank,
+    by_one_process,
+    difference,
+)
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.models import tensor_models
 from support.processes.ranks import Ranks
@@ -114,7 +120,7 @@ def run_of(name: str) -> Run:
         loader=partial(loader, name),
         loss=tensor_models.next_token if name == "gpt" else tensor_models.squared,
         num_steps=12,
-        manner=Manner(max_norm=0.5, passes=(1, 2)),
+        manner=StepOptions(max_norm=0.5, passes=(1, 2)),
     )
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
     PLAIN,
-    Manner,
-    TheRunsOwn,
+    DefaultGroup,
+    StepOptions,
     generation_of,
-    over_the_run,
     take_step,
+    use_group,
 )
 from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Member:
     acknowledged: list[int] = field(default_factory=list)
 
     def train(
-        self, generation: Generation, stop: int, batch_size: int = 10, manner: Manner = PLAIN
+        self, generation: Generation, stop: int, batch_size: int = 10, manner: StepOptions = PLAIN
     ) -> None:
         """Enter the generation and train up to step `stop`."""
         strategy, batches = self.strategy, loader(batch_size)
@@ -67,7 +67,7 @@ class Member:
 def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **options: Any) -> Member:
     """Return a member with weights of its own, in the group of the surrounding run."""
     made = strategy_of(strategy, every_steps, **options)
-    over_the_run(made)
+    use_group(made)
     model, own = build(optimizer, seed=ord(name))
     made.distribute(model, own)
     return Member(name, made, model, own)
@@ -118,8 +118,8 @@ def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
 
 
 MANNERS = {
-    "clipped": Manner(passes=(1, 1, 1, 1, 2), max_norm=0.1),
-    "bf16": Manner(autocast=torch.bfloat16),
+    "clipped": StepOptions(passes=(1, 1, 1, 1, 2), max_norm=0.1),
+    "bf16": StepOptions(autocast=torch.bfloat16),
 }
 CASES = [
     *(("ab", "sgd", "clipped"), ("abc", "sgd", "clipped"), ("abcd", "sgd", "clipped")),
@@ -249,7 +249,7 @@ def test_a_member_that_missed_the_last_round_gets_its_outcome() -> None:
     check(members, twin)
 
 
-class CutAtStep(TheRunsOwn):
+class CutAtStep(DefaultGroup):
     """A group that is aborted once the strategy has taken `step` steps."""
 
     def __init__(self, strategy: LocalSGD, step: int) -> None:
@@ -267,7 +267,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
     """The round ended on the other member: weights and AdamW's moments are those of an undisturbed
     run."""
     members = members_of("ab", strategy, "adamw", 5)
-    over_the_run(members[1].strategy, CutAtStep(members[1].strategy, 5))
+    use_group(members[1].strategy, CutAtStep(members[1].strategy, 5))
 
     def body() -> None:
         me = members[dist.get_rank()]
@@ -280,7 +280,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
 
     run_in_memory(body, 2)
     assert [member.strategy.step for member in members] == [5, 0]
-    over_the_run(members[1].strategy)
+    use_group(members[1].strategy)
     together(members, 15, number=2, keeping="ab")
     twin = twin_of("ab", strategy, "adamw")
     for start in (0, 5, 10):
