@@ -239,7 +239,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Complete `shoal co<TAB>` in a real bash."""
+    """A real bash completes `shoal co<TAB>`."""
     main(["completion", "bash"])
     path = tmp_path / "shoal.bash"
     path.write_text(capsys.readouterr().out)

@@ -163,7 +163,8 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
 
 
 def test_a_stopped_worker_drains(stack: Stack) -> None:
-    """Scaled down, the worker to be removed hands over: the others stop at an agreed step.
+    """A worker that is removed by scaling down hands over: the others stop at an agreed step. When
+    all get SIGTERM, no worker can take over: they end as drained, and none waits.
 
     When all get SIGTERM, no worker can take over: they end as drained, and none waits.
     """

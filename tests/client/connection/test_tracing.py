@@ -158,7 +158,8 @@ with tracing.span("Push"):
 
 
 def test_spans_are_exported_over_otlp_with_a_service_name() -> None:
-    """SHOAL_TRACES=otlp exports them over HTTP to the endpoint in OpenTelemetry's variable."""
+    """Spans are exported over HTTP to the endpoint in OpenTelemetry's variable if SHOAL_TRACES is
+    `otlp`."""
     received: list[ExportTraceServiceRequest] = []
 
     class Collector(BaseHTTPRequestHandler):

@@ -20,7 +20,8 @@ PROGRAM = Path(__file__).parents[2] / "support" / "frameworks" / "verl_program.p
 @pytest.mark.nightly
 @pytest.mark.skipif(not PYTHON, reason="SHOAL_VERL_PYTHON names no Python with verl")
 def test_a_rollout_receives_what_the_actors_of_that_step_sent(tmp_path: Path) -> None:
-    """Two synchronisations by verl's calls; a rollout that starts later gets the newest version."""
+    """Weights are synchronised twice by verl's calls; a rollout that starts later gets the newest
+    version."""
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         done = subprocess.run(
             [PYTHON, str(PROGRAM), "rl/policy"],

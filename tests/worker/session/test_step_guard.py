@@ -323,8 +323,8 @@ def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) 
 def test_operations_that_train_what_the_script_says_are_accepted(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Accepted: a loss times two; a scaler that is switched off, or another model's; a sum of
-    losses of two forward passes; gradients from autograd.grad; hooks; clipping; forward passes
+    """A script may use a loss times two; a scaler that is switched off, or another model's; a sum
+    of losses of two forward passes; gradients from autograd.grad; hooks; clipping; forward passes
     without gradients in a step and between steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     other = nn.Linear(20, 1)
@@ -756,7 +756,7 @@ def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> N
 def test_clipping_within_the_optimizers_step_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Refused if each member steps its own parameters, or parts of them."""
+    """The clipping is refused if each member steps its own parameters, or parts of them."""
 
     def clips(optimizer: Any, *_: Any) -> None:
         own = [each for group in optimizer.param_groups for each in group["params"]]

@@ -88,7 +88,7 @@ def test_unequal_numbers_of_passes_are_refused_by_name(
 def test_parts_of_a_fixed_size_are_refused_if_shares_differ(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """100 samples on 3 members, 11 in each part: 4, 3 and 3 passes."""
+    """Shares of 100 samples on 3 members have 4, 3 and 3 passes with 11 samples in each part."""
     run = steps(cluster, strategy, parts="fixed size", in_one_call=False)
     text, steps_before = all_refused(run, tmp_path, "UnequalPasses")
     assert "4 or more by" in text

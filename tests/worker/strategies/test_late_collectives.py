@@ -106,7 +106,8 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OF_FOUR)
 def test_nothing_is_read_before_it_has_arrived_in_groups_of_some_ranks(strategy: str) -> None:
-    """Includes ranks of a copy, of the same rows and of a layer, and neighbouring stages."""
+    """The groups are the ranks of a copy, of the same rows and of a layer, and neighbouring
+    stages."""
     run = Run(build=build, loader=loader, loss=loss, num_steps=4)
     expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
     with late_groups():

@@ -108,8 +108,8 @@ def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_gradients_are_reduced_once_a_step(strategy: str) -> None:
-    """Exception: in the first step that is cut, the first part is reduced separately. The other
-    messages of members have 32 bytes each."""
+    """The first part is reduced separately only in the first step that is cut. The other messages
+    of members have 32 bytes each."""
     messages = 4 * 32 * 2
     for found in run_in_memory(_bytes_reduced, 2, equality.made(strategy, 2), [1, 3, 3, 4, 4, 1]):
         once, twice, *others, last = found

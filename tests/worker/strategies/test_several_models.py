@@ -99,7 +99,7 @@ def test_two_models_train_as_in_one_process(strategy: str, world_size: int, way:
 def test_two_models_train_the_same_over_collectives_that_seem_done_early(
     strategy: str,
 ) -> None:
-    """NCCL's collectives behave like this."""
+    """NCCL's collectives seem done before their results are there."""
     expected = run_in_memory(trained, 2, strategy, WAYS[0])
     with late_groups():
         late = run_in_memory(trained, 2, strategy, WAYS[0])

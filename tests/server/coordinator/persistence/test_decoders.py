@@ -123,7 +123,7 @@ def test_any_json_is_read_or_refused_with_a_named_error(value: object) -> None:
 def test_records_with_one_changed_value_are_read_or_refused_with_a_named_error(
     kind: RecordKind, data: st.DataObject
 ) -> None:
-    """Wrong types, huge numbers, NaN and missing fields."""
+    """The changed value has a wrong type, is huge, is NaN or is missing."""
     key, good = GOOD[kind]
     value = json.loads(json.dumps(good))
     inside: Any = value

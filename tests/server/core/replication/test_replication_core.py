@@ -455,7 +455,7 @@ def test_a_primary_that_learns_of_a_later_epoch_refuses_pushes_at_once() -> None
 
 
 def test_pushes_are_accepted_until_the_successor_has_been_announced() -> None:
-    """Workers connect to it meanwhile."""
+    """Workers connect to the successor meanwhile."""
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []

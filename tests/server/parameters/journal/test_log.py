@@ -265,7 +265,7 @@ def test_a_failed_disk_is_reported_and_tried_again(tmp_path: Path, kind: str) ->
 def test_a_process_that_ends_while_the_disk_fails_loses_no_acknowledged_push(
     tmp_path: Path,
 ) -> None:
-    """The next process recovers the acknowledged pushes, and possibly the one that failed."""
+    """The next process recovers the acknowledged pushes, and perhaps the one that failed."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())

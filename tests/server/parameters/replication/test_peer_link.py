@@ -145,7 +145,7 @@ class Stream:
 async def test_an_update_that_no_backup_needs_any_more_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log dropped it while it waited for the link."""
+    """The log may drop an update that waits for its link."""
     stream = Stream()
 
     @asynccontextmanager

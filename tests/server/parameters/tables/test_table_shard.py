@@ -179,7 +179,7 @@ def test_ids_are_admitted_with_the_specified_probability() -> None:
 
 
 def test_a_repeated_push_gets_the_first_fates() -> None:
-    """A copy made from an image repeats them as well."""
+    """A copy made from an image repeats the first fates as well."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
     first = shard.push(new_push([1, 2], ones(2)), live)
     shard.push(new_push([1, 2], ones(2), sequence=2), live)

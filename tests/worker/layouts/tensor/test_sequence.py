@@ -317,7 +317,7 @@ def test_ranks_sum_equally_many_numbers_though_a_gradient_is_missing() -> None:
 
 @pytest.mark.long
 def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Five positions over 3, 2 and 3 members."""
+    """Five positions are spread over 3, 2 and 3 members."""
     run = elastic(
         cluster,
         "sequence",

@@ -134,8 +134,8 @@ CASES = [
 def test_equal_to_replicas_in_one_process(
     strategy: str, names: str, optimizer: str, how: str
 ) -> None:
-    """50 steps in rounds of seven: the last round has one. Shares are uneven, and one layer gets no
-    gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
+    """The last of the rounds of seven steps has one of the 50. Shares are uneven, and one layer
+    gets no gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
     tolerance."""
     manner = MANNERS[how]
     members = members_of(names, strategy, optimizer, 7)
@@ -167,8 +167,8 @@ def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
-    """Batches of two samples for three members: members without samples have no part in the
-    average, and their momentum does not change."""
+    """Members without samples, in batches of two for three members, have no part in the average,
+    and their momentum does not change."""
     members = members_of("abc", strategy, "sgd", 4)
     together(members, 10, batch_size=2)
     twin = twin_of("abc", strategy, "sgd", batch_size=2)
