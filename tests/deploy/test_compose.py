@@ -117,7 +117,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     survivors = {name: members[name]["public_id"] for name in members if name != victim}
 
     run("docker", "kill", "--signal", "KILL", containers[victim]["Id"])
-    after = stack.wait_for("agreed anew", lambda: training.committed(number) or None, 60)[0]
+    after = stack.wait_for("a later generation", lambda: training.committed(number) or None, 60)[0]
     assert members[victim]["public_id"] not in roster(after).values()
     assert survivors.items() <= roster(after).items(), "survivors keep their processes"
 

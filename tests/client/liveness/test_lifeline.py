@@ -107,11 +107,11 @@ def test_a_kill_is_noticed_before_the_memory_is_freed(board: BeatBoard, start: S
 
 def test_a_released_lifeline_is_no_exit(board: BeatBoard, start: Start) -> None:
     """A worker that leaves its job releases it. Its later exit is not reported by the watch."""
-    leave = "slot.withdraw(); print('let go', flush=True)"
+    leave = "slot.withdraw(); print('released', flush=True)"
     process = start(f"{leave}; sys.stdin.readline(); sys.exit(4)")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == "let go\n"
+    assert process.stdout.readline() == "released\n"
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(DEADLINE_S) == 4

@@ -81,7 +81,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
         is_gloo=[is_gloo(whole), is_gloo(subgroup)],
         words_are_shared=words.is_shared,
         watches_peers=GroupPeers(subgroup)._connections is not None,
-        heard=words.receive_values(),
+        received=words.receive_values(),
     )
     dist.barrier()
     words.close()

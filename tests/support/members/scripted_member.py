@@ -173,7 +173,7 @@ class ScriptedMember:
 
     def leave(self) -> None:
         """Leave the job, and end this member's threads."""
-        self.call("Leave", pb.LeaveRequest(token=self.token(), reason="told to"))
+        self.call("Leave", pb.LeaveRequest(token=self.token(), reason="the test asked for it"))
         self._closing.set()
 
     def drop_notices(self, *kinds: str) -> None:

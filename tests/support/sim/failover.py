@@ -133,7 +133,7 @@ def simulate_crash_loop(seed: int) -> None:
             world.kill_leader()
             away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
             world.run(away_s + chance.choice([0.1, 0.5, 1.5, 3.0]))
-        assert world.leader.job.last_generation == formed, "it was formed anew"
+        assert world.leader.job.last_generation == formed, "another generation was formed"
         comes = chance.random() < 0.5
         if comes:
             world.join("d")
@@ -146,7 +146,7 @@ def simulate_crash_loop(seed: int) -> None:
         ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
         assert not ended, f"{ended} ended"
         assert rested, f"not at rest: {world.leader.job.reason}"
-        assert world.leader.job.last_generation == formed or comes, "it was formed anew"
+        assert world.leader.job.last_generation == formed or comes, "another generation was formed"
 
 
 def simulate_pause(seed: int) -> None:

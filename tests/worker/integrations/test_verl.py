@@ -32,7 +32,7 @@ def test_a_rollout_receives_what_the_actors_of_that_step_sent(tmp_path: Path) ->
             check=False,
         )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     found = [json.loads(line.partition(" ")[2]) for line in lines]
     assert found == [
         {"what": "topology", "actors": {}, "rollouts": {}, "wire_format": "named_tensors"},
