@@ -141,7 +141,7 @@ def struck(
             wait(outcomes.values())
         yield outcomes
         for job in held.values():
-            job.cast.agrees()
+            job.cast.check_agreement()
 
 
 @pytest.mark.sampled()

@@ -64,7 +64,9 @@ def assert_nothing_lost(run: Campaign) -> None:
     assert not report.faults, context
     assert report.num_acknowledged > 0
     # The comparison of copies may have logged a difference that no worker saw.
-    assert not any("copy_differs" in line for line in run.cluster.said_of(run.work.job)), context
+    assert not any("copy_differs" in line for line in run.cluster.log_lines_about(run.work.job)), (
+        context
+    )
 
 
 def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kills: int) -> None:

@@ -32,13 +32,13 @@ class Held:
 
     def _goes_on(self) -> None:
         self.release()
-        generations = {self.cast[name].trains_with(*self.trains) for name in self.trains}
+        generations = {self.cast[name].await_training_with(*self.trains) for name in self.trains}
         (generation,) = generations
         assert self.decided in (0, generation)
-        self.cast.runs(generation)
+        self.cast.await_running(generation)
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
-        self.cast.agrees()
+        self.cast.check_agreement()
 
 
 def in_collect(cast: Cast) -> Held:

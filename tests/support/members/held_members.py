@@ -14,7 +14,7 @@ from shoal_client.local.cluster import LocalCluster
 
 
 class HeldMembers:
-    """`crew`: members with this body in the order of `names`, each held before step `at_step`."""
+    """Members with one body, each held before step `at_step`. `crew`: members by `names`."""
 
     def __init__(
         self,

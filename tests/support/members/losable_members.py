@@ -46,15 +46,16 @@ class Losable:
         for name in self.comes:
             self.cast.joins(name, desired=self.desired)
         (generation,) = {
-            self.cast[name].trains_with(*self.trains, above=self.above) for name in self.trains
+            self.cast[name].await_training_with(*self.trains, above=self.above)
+            for name in self.trains
         }
-        self.cast.runs(generation)
+        self.cast.await_running(generation)
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
-        self.cast.agrees()
+        self.cast.check_agreement()
         # A victim that was in no generation may be lost only after the others train.
-        self.cast.has_lost(VICTIM)
-        self.cast.is_fenced(self.victim.token(generation))
+        self.cast.await_loss_of(VICTIM)
+        self.cast.check_fenced(self.victim.token(generation))
 
 
 def in_collect(cast: Cast) -> Losable:
@@ -85,7 +86,7 @@ def trainer_in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim trains, while a member that joins has not answered."""
     cast.joins("a")
     victim = cast.process(VICTIM)
-    cast["a"].trains_with("a", VICTIM)
+    cast["a"].await_training_with("a", VICTIM)
     c = cast.joins("c", ANSWER)
     c.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, release=lambda: c.release(ANSWER), trains=("a", "c"))
@@ -103,7 +104,7 @@ def before_the_boundary(cast: Cast) -> Losable:
     """Make a job whose victim trains, and has offered no step to stop at for a join."""
     cast.joins("a")
     victim = cast.process(VICTIM, OFFER)
-    cast["a"].trains_with("a", VICTIM)
+    cast["a"].await_training_with("a", VICTIM)
     cast.joins("c")
     victim.await_withheld(OFFER)
     return Losable(cast=cast, victim=victim, trains=("a", "c"))
@@ -150,7 +151,7 @@ def broken(cast: Cast) -> Losable:
     """Make a job that another member has left, after which the victim has not reported its step."""
     victim = cast.process(VICTIM, SETTLE, desired=3)
     a, c = (cast.joins(name, desired=3) for name in ("a", "c"))
-    a.trains_with("a", "c", VICTIM)
+    a.await_training_with("a", "c", VICTIM)
     c.leave()
     victim.await_withheld(SETTLE)
     return Losable(cast=cast, victim=victim, trains=("a",))

@@ -224,7 +224,7 @@ class ScriptedMember:
         assert notice is not None
         return notice
 
-    def trains_with(self, *names: str, above: int = 0) -> int:
+    def await_training_with(self, *names: str, above: int = 0) -> int:
         """Wait until the member trains with exactly these members, which include itself.
 
         Returns the generation, whose number is higher than `above`.
