@@ -38,9 +38,9 @@ OFFLOADED: dict[str, Callable[[], FSDP]] = {
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OFFLOADED)
 def test_equal_to_one_process_with_clipping_and_accumulation(strategy: str) -> None:
-    manner = StepOptions(max_norm=0.1, passes=(1, 1, 1, 1, 2))
-    run = equality.run_of("adamw", manner=manner)
-    single = by_one_process(equality.run_of("adamw", manner=StepOptions(max_norm=0.1)))
+    step_options = StepOptions(max_norm=0.1, passes=(1, 1, 1, 1, 2))
+    run = equality.run_of("adamw", step_options=step_options)
+    single = by_one_process(equality.run_of("adamw", step_options=StepOptions(max_norm=0.1)))
     for ours in run_in_memory(by_a_rank, 4, run, OFFLOADED[strategy]):
         assert difference(ours, single) < equality.TOLERANCE
 

@@ -127,9 +127,9 @@ def test_equal_with_clipping_and_accumulation(
 ) -> None:
     """A fifth of the steps accumulate over two passes; most norms are clipped."""
     clipped = StepOptions(max_norm=0.1)
-    expected = by_one_process(run_of(optimizer, manner=clipped))
+    expected = by_one_process(run_of(optimizer, step_options=clipped))
     assert difference(expected, by_one_process(run_of(optimizer))) > 1e-2, "clipping does nothing"
-    run = run_of(optimizer, manner=replace(clipped, passes=(1, 1, 1, 1, 2)))
+    run = run_of(optimizer, step_options=replace(clipped, passes=(1, 1, 1, 1, 2)))
     for ours in run_in_memory(by_a_rank, world_size, run, made(strategy, world_size)):
         assert difference(ours, expected) < TOLERANCE
 
@@ -159,9 +159,11 @@ def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
         run, whole = run_of(optimizer), run_of(optimizer, computing=InHalf)
         way = made(strategy, world_size, param_dtype="bf16", reduce_dtype="fp32")
     else:
-        run = whole = run_of(optimizer, manner=StepOptions(autocast=torch.bfloat16))
+        run = whole = run_of(optimizer, step_options=StepOptions(autocast=torch.bfloat16))
         way = made(strategy, world_size)
-    expected = by_one_process(replace(whole, manner=replace(whole.manner, passes=parts)))
+    expected = by_one_process(
+        replace(whole, step_options=replace(whole.step_options, passes=parts))
+    )
     for ours in run_in_memory(by_a_rank, world_size, run, way):
         assert difference(ours, expected) < tolerance
         assert difference(ours, single) > 10 * TOLERANCE, "nothing was computed in bf16"

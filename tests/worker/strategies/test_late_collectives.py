@@ -94,7 +94,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
         loader=loader,
         loss=loss,
         num_steps=8,
-        manner=StepOptions(max_norm=0.1) if clips else StepOptions(),
+        step_options=StepOptions(max_norm=0.1) if clips else StepOptions(),
     )
     expected = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
     with late_groups():

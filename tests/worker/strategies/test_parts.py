@@ -43,9 +43,9 @@ WORLDS = [
 def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: int) -> None:
     """Clipping needs the norm of all parts together."""
     clipped = StepOptions(max_norm=0.1)
-    expected = by_one_process(equality.run_of("sgd", manner=clipped, num_steps=15))
+    expected = by_one_process(equality.run_of("sgd", step_options=clipped, num_steps=15))
     cut = StepOptions(max_norm=0.1, parts_of_session=CUT)
-    run = equality.run_of("sgd", manner=cut, num_steps=15)
+    run = equality.run_of("sgd", step_options=cut, num_steps=15)
     for ours in run_in_memory(by_a_rank, world_size, run, equality.made(strategy, world_size)):
         assert difference(ours, expected) < TOLERANCE
 
@@ -84,7 +84,7 @@ def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
     """Holds for batches in parts, too."""
     plain = equality.run_of("sgd", num_steps=8)
     expected = by_one_process(replace(plain, build=partial(recomputed, keeps=True)))
-    run = replace(plain, build=recomputed, manner=StepOptions(parts_of_session=(3, 1)))
+    run = replace(plain, build=recomputed, step_options=StepOptions(parts_of_session=(3, 1)))
     for ours in run_in_memory(by_a_rank, 3, run, equality.made(strategy, 3)):
         assert difference(ours, expected) < TOLERANCE
 

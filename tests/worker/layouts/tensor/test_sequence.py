@@ -120,7 +120,7 @@ def run_of(name: str) -> Run:
         loader=partial(loader, name),
         loss=tensor_models.next_token if name == "gpt" else tensor_models.squared,
         num_steps=12,
-        manner=StepOptions(max_norm=0.5, passes=(1, 2)),
+        step_options=StepOptions(max_norm=0.5, passes=(1, 2)),
     )
 
 

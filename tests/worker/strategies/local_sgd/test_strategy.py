@@ -49,7 +49,11 @@ class Member:
     acknowledged: list[int] = field(default_factory=list)
 
     def train(
-        self, generation: Generation, stop: int, batch_size: int = 10, manner: StepOptions = PLAIN
+        self,
+        generation: Generation,
+        stop: int,
+        batch_size: int = 10,
+        step_options: StepOptions = PLAIN,
     ) -> None:
         """Enter the generation and train up to step `stop`."""
         strategy, batches = self.strategy, loader(batch_size)
@@ -58,7 +62,7 @@ class Member:
             step = strategy.step
             batch = batches.synchronous(step, generation.rank, generation.world_size)
             acknowledged = partial(self.acknowledged.append, step)
-            take_step(strategy, batch, nn.functional.cross_entropy, manner, acknowledged)
+            take_step(strategy, batch, nn.functional.cross_entropy, step_options, acknowledged)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
@@ -117,7 +121,7 @@ def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
     return twin
 
 
-MANNERS = {
+OPTIONS_OF_STEPS = {
     "clipped": StepOptions(passes=(1, 1, 1, 1, 2), max_norm=0.1),
     "bf16": StepOptions(autocast=torch.bfloat16),
 }
@@ -137,10 +141,10 @@ def test_equal_to_replicas_in_one_process(
     """The last of the rounds of seven steps has one of the 50. Shares are uneven, and one layer
     gets no gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
     tolerance."""
-    manner = MANNERS[how]
+    step_options = OPTIONS_OF_STEPS[how]
     members = members_of(names, strategy, optimizer, 7)
-    together(members, 50, manner=manner)
-    twin = twin_of(names, strategy, optimizer, manner=manner)
+    together(members, 50, step_options=step_options)
+    twin = twin_of(names, strategy, optimizer, step_options=step_options)
     for start in range(0, 50, 7):
         twin.train(names, start, min(start + 7, 50))
     check(members, twin)
