@@ -84,7 +84,7 @@ class Compared:
 
     name: str
     difference: float
-    """In float64."""
+    """Difference in float64."""
     in_16_bits: float = 0.0
     """Distance of the program as written, if it uses autocast."""
     plain_in_16_bits: float = 0.0

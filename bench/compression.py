@@ -124,7 +124,7 @@ def rows_of(every: Sequence[Sequence[Training]]) -> list[Row]:
 
 
 def main() -> None:
-    # So that a SIGTERM ends namespaces and ranks too.
+    # A SIGTERM ends namespaces and ranks too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_RUNS
     with (

@@ -94,7 +94,7 @@ class Measured:
     move_pauses_s: list[float] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
     longest_pushes_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By kind of fault: the longest push during each."""
+    """Longest push during each fault, by kind of fault."""
     reports: list[Report] = field(default_factory=list)
 
     def judged(self, work: Work) -> None:

@@ -160,7 +160,7 @@ def main() -> None:
         on_first_host(Path(place), other, own, float(megabytes))
         return
     megabytes = sys.argv[1] if len(sys.argv) > 1 else str(MEGABYTES)
-    # So that a SIGTERM ends namespaces and members too.
+    # A SIGTERM ends namespaces and members too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ShapedLinks(2, megabits=MEGABITS) as links, tempfile.TemporaryDirectory() as directory:
         arguments = ["inside", directory, links.hosts[0], links.hosts[1], megabytes]

@@ -178,7 +178,7 @@ class KilledRun:
             raise NotTraining(f"fewer than {TRAINING_AT_LEAST} train")
         victim = self._random.choice([pid for pid in pids if pid != self._survivor])
         kill([victim])
-        # Its lines are not needed any more; else its file would be read again and again.
+        # The victim's lines are not needed any more: its file need not be read again.
         self._machines.steps.drop(victim)
 
     def _training(self) -> list[int]:

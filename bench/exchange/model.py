@@ -12,7 +12,7 @@ from torch import Tensor
 SHAPES = {f"layer{i}.weight": (1000, 2500) for i in range(10)}
 LR = 0.1
 NUM_BYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
-"""In one direction."""
+"""Size of the gradients, sent in one direction."""
 
 Exchange = Callable[[], None]
 """Pushes once, and receives the values right after that push."""

@@ -36,7 +36,7 @@ class Effective:
     """Wall time without a useful step: nothing was trained, or steps were trained again."""
 
     def paused_per_change_s(self, num_changes: int) -> float | None:
-        """None without changes."""
+        """Return the paused time divided by the number of changes; None without changes."""
         return self.paused_s / num_changes if num_changes else None
 
 

@@ -33,7 +33,7 @@ def test_a_run_without_a_change_is_effective_throughout(effective: Any, step: An
 
 
 def test_a_pause_is_not_effective(effective: Any, step: Any) -> None:
-    """Two of ten seconds have no steps; the next formation repeats none."""
+    """Steps are missing in two of ten seconds; the next formation repeats none."""
     steps = [step(at / 10, at) for at in range(50)]
     steps += [step(7.0 + at / 10, 50 + at, formation=2) for at in range(30)]
     found = effective.effective(steps, 0.0, 10.0)
@@ -44,7 +44,7 @@ def test_a_pause_is_not_effective(effective: Any, step: Any) -> None:
 
 
 def test_steps_that_a_restart_took_back_count_once(effective: Any, step: Any) -> None:
-    """A restart to step 30 after step 49: twenty steps are trained twice."""
+    """A restart to step 30 after step 49 has twenty steps trained twice, and each counts once."""
     steps = [step(at / 10, at) for at in range(50)]
     steps += [step(5.0 + at / 10, 30 + at, formation=2) for at in range(50)]
     found = effective.effective(steps, 0.0, 10.0)

@@ -194,7 +194,8 @@ def test_options_that_contradict_each_other_are_refused(
 def test_arguments_after_a_script_belong_to_it(
     arguments: list[str], script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may follow `--` or not, and may have names of the launcher's options."""
+    """Arguments after the script are passed to it, with `--` before them or without, even if they
+    are named like options of the launcher."""
     seen: list[RunConfig] = []
 
     def note(config: RunConfig) -> int:
@@ -238,7 +239,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Complete `shoal co<TAB>` in a real bash."""
+    """A real bash completes `shoal co<TAB>`."""
     main(["completion", "bash"])
     path = tmp_path / "shoal.bash"
     path.write_text(capsys.readouterr().out)
@@ -260,7 +261,8 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.long
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
-    """As in `shoal completion zsh | head -1`."""
+    """A command whose output is closed early, as by `shoal completion zsh | head -1`, has exit code
+    1 and writes no error."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(

@@ -117,7 +117,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     survivors = {name: members[name]["public_id"] for name in members if name != victim}
 
     run("docker", "kill", "--signal", "KILL", containers[victim]["Id"])
-    after = stack.wait_for("agreed anew", lambda: training.committed(number) or None, 60)[0]
+    after = stack.wait_for("a later generation", lambda: training.committed(number) or None, 60)[0]
     assert members[victim]["public_id"] not in roster(after).values()
     assert survivors.items() <= roster(after).items(), "survivors keep their processes"
 
@@ -163,7 +163,8 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
 
 
 def test_a_stopped_worker_drains(stack: Stack) -> None:
-    """Scaled down, the worker to be removed hands over: the others stop at an agreed step.
+    """A worker that is removed by scaling down hands over: the others stop at an agreed step. When
+    all get SIGTERM, no worker can take over: they end as drained, and none waits.
 
     When all get SIGTERM, no worker can take over: they end as drained, and none waits.
     """

@@ -115,7 +115,7 @@ def test_each_role_has_one_image_and_no_privileges(compose: dict[str, Any]) -> N
 
 
 def test_the_page_is_for_this_machine_only(compose: dict[str, Any]) -> None:
-    """Only the status page is published, and only on the loopback address."""
+    """The status page alone is published, on the loopback address."""
     published = {
         name: service["ports"]
         for name, service in compose["services"].items()

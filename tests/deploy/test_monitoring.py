@@ -145,8 +145,8 @@ def test_a_histogram_counts_durations_up_to_each_bound() -> None:
 
 
 async def test_names_and_types_follow_the_conventions() -> None:
-    """Rules of `promtool check metrics`: help for all, `_total` only for counters, base units, and
-    no label with a meaning in Prometheus."""
+    """The rules of `promtool check metrics` hold: help for all, `_total` only for counters, base
+    units, and no label with a meaning in Prometheus."""
     for family in text_string_to_metric_families(await exposed() + launched()):
         name = family.name
         assert name.startswith("shoal_") and name.islower(), name

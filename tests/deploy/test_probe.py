@@ -72,7 +72,7 @@ def test_tcp_probe(address: str) -> None:
 
 
 def test_over_tls_the_probe_calls_only_a_coordinator(tmp_path: Path) -> None:
-    """Probe with the authority and the token named in the environment; a part that only has a
+    """The probe uses the authority and the token named in the environment; a part that only has a
     server's certificate does not receive the token."""
     assert credentials.main(["files", f"--to={tmp_path}"]) == 0
     seen: list[str | None] = []

@@ -91,7 +91,7 @@ def test_a_node_gets_the_etcd_of_its_machine(
     named: str,
 ) -> None:
     _, tasks = group
-    record = tmp_path / "told"
+    record = tmp_path / "record"
     for program in ("pip", "curl", "tar", "sudo"):
         (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {record}\n')
     (tmp_path / "uname").write_text(f"#!/bin/sh\necho {machine}\n")

@@ -39,7 +39,7 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_commands_in_blocks_parse(page: Path) -> None:
-    """The program itself parses them with all their options."""
+    """The program itself parses the commands with all their options."""
     wrong = []
     for words in typed(page):
         try:

@@ -24,7 +24,8 @@ def proxy() -> Iterator[DeadProxy]:
 def test_no_connection_of_a_cluster_uses_a_proxy(
     shoal_command: Shoal, tmp_path: Path, proxy: DeadProxy
 ) -> None:
-    """A running cluster, an asynchronous job, a synchronous job, commands on both, and torchrun."""
+    """The proxy is asked by no part of a running cluster, no job of either kind, no command and no
+    torchrun."""
     (tmp_path / "train.py").write_text(counting_script(2, 10, RATE))
     environment = {**proxy.environment, "OMP_NUM_THREADS": "1"}
     folder = str(tmp_path / "up")

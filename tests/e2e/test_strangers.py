@@ -207,7 +207,8 @@ def documented() -> set[str]:
 
 @pytest.mark.long
 def test_insecure_gives_access_without_tls(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Any process has access, as the command warns; one directory serves with and without TLS."""
+    """A process without a certificate has access under `--insecure`, as the command warns, and not
+    under `--tls`. One directory serves with both in turn."""
     for how in ("--insecure", "--tls"):
         up = shoal_command.start(
             *("up", how, "--ps", "0", "--dir", str(tmp_path / "up"), *ANY_PORTS)

@@ -52,7 +52,7 @@ def _cut_off_from_etcd(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     old.to_etcd.silence()
     try:
         new = replicas.leader(other_than=old)
-        awaited(lambda: not old.leads(), DEPOSED_S, "the one cut off lets go")
+        awaited(lambda: not old.leads(), DEPOSED_S, "the leader that is cut off ends its term")
         yield
     finally:
         old.to_etcd.restore()
@@ -141,7 +141,7 @@ def struck(
             wait(outcomes.values())
         yield outcomes
         for job in held.values():
-            job.cast.agrees()
+            job.cast.check_agreement()
 
 
 @pytest.mark.sampled()

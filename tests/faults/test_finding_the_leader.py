@@ -29,7 +29,8 @@ def test_the_named_leader_is_asked_next() -> None:
 
 
 def test_a_deposed_leader_that_names_itself_is_skipped() -> None:
-    """Without a connection to etcd, the deposed leader does not learn of its successor."""
+    """A client asks the next replica if the one that names itself does not lead: cut off from etcd,
+    a deposed leader does not learn of its successor."""
     assert _path({"a": "a"}, leader="b") == ["a"]
 
 

@@ -22,21 +22,22 @@ def test_two_joins_and_a_leave_may_come_in_any_order(cast: Cast, attempt: int) -
         for running in [threads.submit(act) for act in acts[attempt:] + acts[:attempt]]:
             running.result()
     names = ("a", "b", "d", "e")
-    (generation,) = {cast[name].trains_with(*names) for name in names}
-    cast.runs(generation)
-    cast.agrees()
+    (generation,) = {cast[name].await_training_with(*names) for name in names}
+    cast.await_running(generation)
+    cast.check_agreement()
 
 
 def test_a_surplus_member_stands_by_and_takes_a_free_place(cast: Cast) -> None:
-    """It gets no error, disturbs no member, and needs no further call when a member leaves."""
+    """A member beyond the maximum gets no error and disturbs no other member. Once a member leaves,
+    it trains without a further call."""
     a, b = cast.training("a", "b", high=2)
     c = cast.joins("c", high=2)
     assert c.await_notice("standby").standby.position == 1
     assert (cast.record().roster.generation, a.breaks(), b.breaks()) == (1, [], [])
     b.leave()
-    (generation,) = {member.trains_with("a", "c") for member in (a, c)}
-    cast.runs(generation)
-    cast.agrees()
+    (generation,) = {member.await_training_with("a", "c") for member in (a, c)}
+    cast.await_running(generation)
+    cast.check_agreement()
 
 
 def test_one_different_proposal_fails_the_attempt_for_all(cast: Cast) -> None:
@@ -69,4 +70,4 @@ def test_a_joiner_with_another_proposal_disturbs_no_member(cast: Cast) -> None:
     assert [kind for kind, _ in a.notices] == [kind for kind, _ in b.notices]
     assert a.notices[-1][0] == "running"
     assert cast.record().roster.generation == 1
-    cast.runs(1)
+    cast.await_running(1)

@@ -69,8 +69,8 @@ def kill_servers(cluster: ParameterCluster, kind: str, num_kills: int) -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
-    """Kills under pushes: the answers that each worker got, the rows that it saw and the final rows
-    are those of one shard that got the same pushes in turn."""
+    """The answers that each worker got, the rows that it saw and the final rows are those of one
+    shard that got the same pushes in turn, although primaries are killed under pushes."""
     kill_servers(cluster, kind, NUM_KILLS // len(KINDS))
 
 
@@ -78,7 +78,7 @@ def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> N
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_kills_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
-    """A longer campaign of the same kind."""
+    """A campaign with a hundred kills has the result of one shard as well."""
     kill_servers(cluster, kind, NUM_NIGHTLY_KILLS // len(KINDS))
 
 
@@ -141,8 +141,8 @@ def test_servers_killed_at_once_have_every_durable_row(
 
 @pytest.mark.long
 def test_a_leaving_server_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
-    """Its shards are in the other server's journal before it ends: that one may be killed at
-    once."""
+    """The shards of a leaving server are in the other server's journal before the leaving one ends:
+    the other one may be killed at once."""
     with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:

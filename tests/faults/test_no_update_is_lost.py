@@ -64,7 +64,9 @@ def assert_nothing_lost(run: Campaign) -> None:
     assert not report.faults, context
     assert report.num_acknowledged > 0
     # The comparison of copies may have logged a difference that no worker saw.
-    assert not any("copy_differs" in line for line in run.cluster.said_of(run.work.job)), context
+    assert not any("copy_differs" in line for line in run.cluster.log_lines_about(run.work.job)), (
+        context
+    )
 
 
 def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kills: int) -> None:
@@ -78,7 +80,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
 
 @pytest.mark.long
 def test_a_few_killed_servers_lose_no_update(cluster: ParameterCluster, tmp_path: Path) -> None:
-    """A short campaign, with one optimizer."""
+    """The campaign has one optimizer and few kills."""
     kill_servers(cluster, KINDS[0], tmp_path, NUM_FIRST_KILLS)
 
 
@@ -98,7 +100,7 @@ def test_killed_servers_lose_no_push(cluster: ParameterCluster, kind: str, tmp_p
 def test_a_thousand_kills_lose_no_update(
     cluster: ParameterCluster, kind: str, tmp_path: Path
 ) -> None:
-    """A longer campaign of the same kind."""
+    """The campaign has every optimizer, and a thousand kills in all."""
     kill_servers(cluster, kind, tmp_path, NUM_NIGHTLY_KILLS // len(KINDS))
 
 
@@ -215,8 +217,8 @@ def hosts() -> Iterator[RoutedHosts]:
 def test_no_partition_pause_or_outage_loses_an_update(
     hosts: RoutedHosts, seed: int, tmp_path: Path
 ) -> None:
-    """Each kind of fault once, its length and the order drawn by the seed: servers cut off from
-    etcd, from each other or from workers, several servers halted, etcd down."""
+    """The campaign has each kind of fault once, its length and the order drawn by the seed: servers
+    cut off from etcd, from each other or from workers, several servers halted, etcd down."""
     with ParameterCluster(tmp_path, NUM_SERVERS, hosts=hosts) as cluster:
         work = new_work(cluster, KINDS[seed % len(KINDS)], tmp_path)
         with campaign(cluster, work, seed, NUM_WORKERS) as run:

@@ -28,14 +28,14 @@ def test_a_short_partition_costs_no_member(cast: Cast, wire: Wire) -> None:
     members = cast.training("a", "b", at=wire.endpoints)
     wire.cut()
     for member in members:
-        member.hears_nothing()
+        member.await_stream_broken()
     wire.restore()
     for member in members:
         member.await_notice("admitted", lambda notice: "generation 1:" in notice.reason)
     c = cast.joins("c")
-    assert c.trains_with("a", "b", "c") == 2
+    assert c.await_training_with("a", "b", "c") == 2
     assert not any(member.breaks() for member in members)
-    cast.agrees()
+    cast.check_agreement()
 
 
 @pytest.mark.sampled()
@@ -48,22 +48,22 @@ def test_a_member_cut_off_for_long_is_lost_and_joins_again(
     for name in ("a", "b"):
         cast.joins(name, desired=3)
     cut_off = cast.joins("c", at=wire.endpoints, desired=3)
-    first = cut_off.trains_with("a", "b", "c")
+    first = cut_off.await_training_with("a", "b", "c")
     if held:
         cut_off.withhold(ANSWER)
         cast.joins("d", desired=3)
-        cut_off.has_withheld(ANSWER)
+        cut_off.await_withheld(ANSWER)
     names = ("a", "b", "d") if held else ("a", "b")
     wire.silence()
-    second = cast["a"].trains_with(*names)
+    second = cast["a"].await_training_with(*names)
     assert second > first
     assert cast["a"].breaks() == [first]
     wire.restore()
     assert isinstance(cut_off.failed(), Fenced)
-    cast.is_fenced(cut_off.token())
+    cast.check_fenced(cut_off.token())
     cast.joins("c", at=wire.endpoints, desired=3)
-    assert cast["c"].trains_with(*names, "c") > second
-    cast.agrees()
+    assert cast["c"].await_training_with(*names, "c") > second
+    cast.check_agreement()
 
 
 def test_a_joiner_during_an_outage_of_etcd_is_admitted_afterwards(
@@ -80,10 +80,10 @@ def test_a_joiner_during_an_outage_of_etcd_is_admitted_afterwards(
         awaited(lambda: not leader.leads(), AWAY_S, "no coordinator leads")
     finally:
         etcd.restore()
-    (generation,) = {member.trains_with("a", "b", "c") for member in (a, b, c)}
-    cast.runs(generation)
+    (generation,) = {member.await_training_with("a", "b", "c") for member in (a, b, c)}
+    cast.await_running(generation)
     assert not a.breaks() + b.breaks() + c.breaks()
-    cast.agrees()
+    cast.check_agreement()
 
 
 @pytest.mark.long
@@ -91,15 +91,15 @@ def test_a_lost_member_stays_fenced_under_the_next_leader(cast: Cast, replicas: 
     """A halted process resumes after another coordinator has taken over: it changes nothing."""
     victim = cast.process("victim")
     a = cast.joins("a")
-    a.trains_with("a", "victim")
+    a.await_training_with("a", "victim")
     victim.send_signal(signal.SIGSTOP)
-    generation = a.trains_with("a")
+    generation = a.await_training_with("a")
     old = replicas.leader()
     old.process.send_signal(signal.SIGKILL)
     replicas.leader(other_than=old)
-    cast.runs(generation)
+    cast.await_running(generation)
     victim.send_signal(signal.SIGCONT)
     assert victim.rank.expect("ended") == {"error": "Fenced"}
-    cast.is_fenced(victim.token(generation))
+    cast.check_fenced(victim.token(generation))
     assert a.breaks() == [generation - 1]
-    cast.agrees()
+    cast.check_agreement()

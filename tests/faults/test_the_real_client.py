@@ -67,7 +67,7 @@ def test_a_leader_may_die_between_a_loss_and_the_next_generation(
 ) -> None:
     """Survivors report their step again to the successor, and form the next generation there."""
     with _training(replicas, f"client-{num_settled}") as (a, b, c):
-        c.leave(completed=False, reason="told to")
+        c.leave(completed=False, reason="the test asked for it")
         for member in (a, b):
             assert member.await_break(1, FORM_S)
         for member in (a, b)[:num_settled]:

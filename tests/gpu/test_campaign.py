@@ -184,7 +184,7 @@ def test_a_gpu_is_shared_through_mps_while_the_cases_run(
 ) -> None:
     """A stand-in for the control program of MPS records its arguments and its input."""
     program = tmp_path / "nvidia-cuda-mps-control"
-    log = tmp_path / "told"
+    log = tmp_path / "record"
     program.write_text(
         f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" >> {log}\n[ -n "$1" ] || cat >> {log}\n'
     )

@@ -171,7 +171,7 @@ def history_of(run: Campaign, report: Report) -> str:
     """Kills and the servers' log lines about the job, for the message of a failure."""
     began = datetime.fromtimestamp(time.time() - now_s() + report.began_s, UTC)
     strikes = (f"  {at_s - report.began_s:.3f} s: {what}" for at_s, what in run.strikes)
-    lines = (f"  {line}" for line in run.cluster.said_of(run.work.job))
+    lines = (f"  {line}" for line in run.cluster.log_lines_about(run.work.job))
     return "\n".join([f"times count from {began:%H:%M:%S.%f} UTC", *strikes, *lines])
 
 

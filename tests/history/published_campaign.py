@@ -337,7 +337,7 @@ class PublishedCampaign:
             self._awaited(lambda: time.monotonic() >= until_s, "the fault's end")
         since_s = time.monotonic()
         while self._doomed:
-            # Only after the other faults: during them there may be nothing to publish or to fetch.
+            # Wait after the other faults: during them there may be nothing to publish or to fetch.
             name, life = self._doomed.popitem()
             self._awaited(lambda n=name, of=life: self._lives[n] > of, f"{name} dies")
         self.await_well()

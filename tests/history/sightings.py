@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from history.events import Gradients, Seen, Verdict
 
-MAX_TOLD = 4
+MAX_SIGHTINGS = 4
 """Largest number of sightings of the same values that a message lists."""
 AROUND = 3
 """Number of versions before and after a disputed one that a message lists."""
@@ -65,8 +65,8 @@ class Sightings:
         parts = [f"{version} was seen with other values before"]
         for checksum in self.values_of(version):
             events = [self.at(event) for event, seen in self._seen[version] if seen == checksum]
-            more = f" and {len(events) - MAX_TOLD} more" if len(events) > MAX_TOLD else ""
-            parts.append(f"{checksum:#010x} by {', '.join(events[:MAX_TOLD])}{more}")
+            more = f" and {len(events) - MAX_SIGHTINGS} more" if len(events) > MAX_SIGHTINGS else ""
+            parts.append(f"{checksum:#010x} by {', '.join(events[:MAX_SIGHTINGS])}{more}")
         parts += self._around(version, order)
         first_s = self._seen[version][0][0].at_s
         last_s = self._seen[version][-1][0].at_s
@@ -78,12 +78,12 @@ class Sightings:
         for near in range(version - AROUND, version + AROUND + 1):
             push = order.get(near)
             if push is None:
-                who = "nobody was told to have made it"
+                who = "no answered push made it"
             else:
                 times = f"{self._time(push.sent_s)} to {self._time(push.answered_s)}"
                 who = f"made by {push}, {times}"
-            by = ", ".join(self.at(event) for event, _ in self._seen.get(near, ())[:MAX_TOLD])
-            yield f"{near}: {who}, seen by {by or 'nobody'}"
+            by = ", ".join(self.at(event) for event, _ in self._seen.get(near, ())[:MAX_SIGHTINGS])
+            yield f"{near}: {who}, seen by {by or 'no reader'}"
 
     def _time(self, at_s: float) -> str:
         return f"{at_s - self._began_s:.3f} s"

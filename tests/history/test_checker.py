@@ -211,7 +211,8 @@ def test_a_push_without_answer_may_have_been_applied(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
-    """Only one of the two can have made it."""
+    """The checker reports two pushes that claim the same version: only one of them can have made
+    it."""
     events = history(SHARDS, OPTIMIZERS["sgd"], seed)
     wrong = mutated(
         events,
@@ -237,8 +238,8 @@ def test_an_answered_push_precedes_those_sent_later() -> None:
 
 @pytest.mark.parametrize("goes_on_from_it", [False, True])
 def test_the_report_of_a_version_with_two_sets_of_values(*, goes_on_from_it: bool) -> None:
-    """It lists sightings with their times, the pushes around the version, and which of the sets
-    they give."""
+    """The report lists the sightings with their times, the pushes around the version, and the set
+    of values that these pushes give."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 0)
     seen = [event for event in events if isinstance(event, Seen)]
     known = seen[len(seen) // 2]

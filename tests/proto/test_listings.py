@@ -76,6 +76,7 @@ def test_a_listing_that_stays_too_large_names_blocks() -> None:
     ],
 )
 def test_bytes_that_are_no_listing_are_refused(packed: bytes) -> None:
-    """They include a listing that would unpack to more than memory holds."""
+    """Bytes that cannot be unpacked are refused, and so is a listing that would unpack to more than
+    memory holds."""
     with pytest.raises(UnreadableListing):
         unpack(packed)

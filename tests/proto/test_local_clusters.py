@@ -50,7 +50,8 @@ def test_a_cluster_is_found_by_each_of_its_addresses_until_it_ends(tmp_path: Pat
 
 
 def test_the_record_of_a_killed_cluster_is_ignored(tmp_path: Path) -> None:
-    """Even before the next cluster starts, which removes it."""
+    """The record of a killed cluster is ignored before the next cluster starts, and removed by that
+    start."""
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -66,7 +67,8 @@ def test_the_record_of_a_killed_cluster_is_ignored(tmp_path: Path) -> None:
 
 
 def test_records_that_another_user_could_have_written_are_ignored(tmp_path: Path) -> None:
-    """In a folder that others may write to, behind a link, or in a folder of another user."""
+    """A record is ignored, and none is written, if others may write to its folder or the folder is
+    a symbolic link."""
     announced = Announcement(record("127.0.0.1:7700"))
     folder = announced.path.parent
     folder.chmod(0o770)
@@ -85,7 +87,7 @@ def test_records_that_another_user_could_have_written_are_ignored(tmp_path: Path
 def test_tmpdir_does_not_decide_where_a_record_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the usual folder belongs to another user or cannot be written to."""
+    """TMPDIR counts only if the usual folder belongs to another user or cannot be written to."""
     announced = Announcement(record("127.0.0.1:7700"))
     for directory in ("scheduler", "absent"):
         monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / directory))

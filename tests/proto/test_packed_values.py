@@ -17,8 +17,8 @@ def test_values_of_any_lengths_are_restored(values: list[bytes]) -> None:
 
 
 def test_values_of_a_thousand_ranks_take_a_hundredth() -> None:
-    """Values as Gloo exchanges them: an address, and numbers of the connections to all other
-    ranks."""
+    """The values are as Gloo exchanges them: an address, and numbers of the connections to all
+    other ranks."""
     numbers = struct.pack("<1000q", *range(1000))
     values = [zlib.crc32(bytes([n % 256, n // 256])).to_bytes(154) + numbers for n in range(1000)]
     assert len(pack(values)) < sum(map(len, values)) / 100

@@ -51,7 +51,8 @@ def test_a_received_roster_has_the_senders_digest() -> None:
 
 
 def test_the_digest_is_fixed() -> None:
-    """It is part of the protocol, and does not depend on a member's version of protobuf."""
+    """The digest of a roster is part of the protocol, and does not depend on a member's version of
+    protobuf."""
     digest = "1cab775e729fd3c8c2cfb56f31bb8a2e85807567e63134ffe357e9e5c4653c5a"
     assert roster_digest(roster(FIELDS)) == digest
 

@@ -10,7 +10,7 @@ from shoal_server.core.limits import Limits
 
 
 def test_the_json_has_every_limit_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    """It also has the order that the limits must keep."""
+    """The JSON also has the order that the limits must keep."""
     assert main(["config", "--heartbeat-s", "0.25", "--join-s", "60", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     limits = Limits(heartbeat_s=0.25, join_s=60)

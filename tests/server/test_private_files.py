@@ -40,7 +40,8 @@ def test_journals_and_snapshots_are_private(tmp_path: Path) -> None:
 
 
 def test_the_directory_of_a_local_cluster_is_private(tmp_path: Path) -> None:
-    """So are its logs, even if the directory existed and others may enter it."""
+    """The logs are private as well, even in a directory that existed before and that others may
+    enter."""
     before = os.umask(0o022)
     try:
         for place in (tmp_path / "made", tmp_path / "found"):

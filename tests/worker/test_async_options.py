@@ -178,7 +178,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_stale_step_is_scaled_down(servers: ParameterServers) -> None:
-    """Two updates behind means half the rate."""
+    """The rate of a step that is two updates behind is halved."""
     (slow, model), (fast, other) = two(servers, lambda: AsyncSGD(staleness="scale"))
     begin(slow, model, 1)
     train(fast, other, range(2))

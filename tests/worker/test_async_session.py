@@ -139,7 +139,7 @@ def test_a_wrong_final_loss_fails_the_member(
     )
     with Ranks() as ranks:
         rank = ranks.start(async_bodies.train_in_vain, run)
-        ending, told = rank.expect_any("raised", "finished")
+        ending, report = rank.expect_any("raised", "finished")
         assert ending == "raised"
-        assert told["error"] == "TrainingFailed", told["trace"]
-        assert says in told["text"]
+        assert report["error"] == "TrainingFailed", report["trace"]
+        assert says in report["text"]

@@ -124,7 +124,7 @@ def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_
         held = HeldMembers(ranks, rank_bodies.train, run, tmp_path, at_step=6)
         crew = [*held.crew, *start(ranks, run, "c")]
         crew[2].expect("entering")
-        held.let_go()
+        held.release()
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
         check_each_sample_once(crew, NUM_STEPS)
@@ -207,7 +207,7 @@ def test_a_joiner_that_dies_during_its_admission_costs_no_step(
         crew = held.crew
         joiner = start(ranks, replace(run, fault="kill in bring-up"), "c")[0]
         joiner.expect("entering")
-        held.let_go()
+        held.release()
         assert joiner.join() == -signal.SIGKILL
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)

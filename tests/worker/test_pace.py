@@ -88,7 +88,7 @@ def test_under_bsp_all_members_compute_each_round_on_the_same_values(
 
 @pytest.mark.parametrize("end", ["steps", "dies", "rests"])
 def test_no_member_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
-    """Once the slow member has stepped, died or run out of samples, the fast one goes on."""
+    """The fast member goes on once the slow one has stepped, died or run out of samples."""
     bound = 2
     fast, model = begin(servers, 0, SSP(staleness_bound=bound, staleness="none"))
     slow, other = begin(servers, 1, SSP(staleness_bound=bound, staleness="none"))

@@ -165,7 +165,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def test_masks_have_nothing_in_common() -> None:
-    """Compares masks of two steps, seeds, layers and samples, and a mask with itself, shifted."""
+    """Masks of two steps, seeds, layers and samples are uncorrelated, and so is a mask with itself,
+    shifted."""
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
     key_dropout(model)
     mask = mask_of(model[0])

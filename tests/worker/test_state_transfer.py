@@ -67,7 +67,7 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
 
 
 def test_a_captured_state_is_not_touched_by_later_steps() -> None:
-    """Restoring it undoes them."""
+    """A restore of the captured state undoes later steps."""
     model, optimizer = trained(OPTIMIZERS["sgd"], 1, seed=0)
     keeper = ReplicatedState(model, optimizer)
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -222,7 +222,8 @@ def derived() -> int:
 
 
 def test_ranks_that_are_threads_leave_the_guard_of_devices_alone() -> None:
-    """Otherwise a second thread ends the process, in a CUDA build without a GPU."""
+    """Ranks that are threads do not replace torch's guard of CUDA devices: in a CUDA build without
+    a GPU, a second thread that does so ends the process."""
     before = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     for _ in range(2):
         assert run_in_memory(derived, 3) == [1, 1, 1]

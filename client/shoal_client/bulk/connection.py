@@ -254,8 +254,8 @@ class BulkConnection:
                 self._socket.close()
                 return
             try:
-                # This wakes the other thread, which then closes the socket. Not TLS's own shutdown:
-                # the other thread would read encrypted bytes.
+                # The shutdown wakes the other thread, which then closes the socket. After TLS's own
+                # shutdown, the other thread would read encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
                 # The server closed first, which wakes the other thread.

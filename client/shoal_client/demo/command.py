@@ -145,7 +145,7 @@ def _run_directory(chosen: Path | None) -> Path:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # Only once: the cleanup has its own time limits, and a second Ctrl-C must not interrupt it.
+    # A second Ctrl-C must not interrupt the cleanup, which has its own time limits.
     _ignore_interrupts()
     raise KeyboardInterrupt
 

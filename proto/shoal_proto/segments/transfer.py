@@ -312,7 +312,7 @@ class SegmentConnection:
             else:
                 raise self._malformed(f"transfer {reply.transfer}", "DESCRIPTOR or CHUNKS")
             self._end(give_up_s)
-            # Only now: after a failure before the end, the next connection seals it.
+            # Sealed last: after a failure before the end, the next connection seals the segment.
             return segment if segment is not None else staged.seal()
         except OSError as error:
             raise self._broken(repr(error)) from error

@@ -175,14 +175,14 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """After a Break or an aborted generation: reports the step at which the trainer has stopped.
+        """Reports the step at which the trainer has stopped, after a Break or an aborted generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Offer(self, request, context):
-        """In a planned change: the member will not begin `next_step` before it has received StopAt.
+        """Promises, in a planned change, not to begin `next_step` before StopAt is received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,7 +196,7 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """One call may report all members of a host.
+        """Reports heartbeats; one call may have those of all members of a host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,22 +211,23 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """From the launcher: the process has exited.
+        """Reports, from the launcher, that the process has exited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportHalt(self, request, context):
-        """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT).
+        """Reports, from the launcher, that a signal has halted the process (SIGSTOP), or continued it
+        (SIGCONT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-        was asked to end. The others continue without a break.
+        """Asks a member to finish its step, hand over and leave. Called by an operator, or by a member
+        that was asked to end. The others continue without a break.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

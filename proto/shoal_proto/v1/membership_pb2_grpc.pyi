@@ -49,24 +49,26 @@ class MembershipStub:
     Answer: _grpc.UnaryUnaryMultiCallable[_membership_pb2.AnswerRequest, _membership_pb2.Ack]
     """Accepts or rejects the Prepare with the same attempt number."""
     Settle: _grpc.UnaryUnaryMultiCallable[_membership_pb2.SettleRequest, _membership_pb2.Ack]
-    """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
+    """Reports the step at which the trainer has stopped, after a Break or an aborted generation."""
     Offer: _grpc.UnaryUnaryMultiCallable[_membership_pb2.OfferRequest, _membership_pb2.Ack]
-    """In a planned change: the member will not begin `next_step` before it has received StopAt."""
+    """Promises, in a planned change, not to begin `next_step` before StopAt is received."""
     Ready: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReadyRequest, _membership_pb2.Ack]
     """Reports that the member's first collective of the generation passed."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatReply]
-    """One call may report all members of a host."""
+    """Reports heartbeats; one call may have those of all members of a host."""
     ReportBroken: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportBrokenRequest, _membership_pb2.Ack]
     """Reports that a collective of this member failed. The coordinator also considers what else it
     knows.
     """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]
-    """From the launcher: the process has exited."""
+    """Reports, from the launcher, that the process has exited."""
     ReportHalt: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]
-    """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
+    """Reports, from the launcher, that a signal has halted the process (SIGSTOP), or continued it
+    (SIGCONT).
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]
-    """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-    was asked to end. The others continue without a break.
+    """Asks a member to finish its step, hand over and leave. Called by an operator, or by a member
+    that was asked to end. The others continue without a break.
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]
     """Reports that the trainer begins or ends code of the script for which the other members wait.
@@ -115,24 +117,26 @@ class MembershipAsyncStub(MembershipStub):
     Answer: _aio.UnaryUnaryMultiCallable[_membership_pb2.AnswerRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Accepts or rejects the Prepare with the same attempt number."""
     Settle: _aio.UnaryUnaryMultiCallable[_membership_pb2.SettleRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
+    """Reports the step at which the trainer has stopped, after a Break or an aborted generation."""
     Offer: _aio.UnaryUnaryMultiCallable[_membership_pb2.OfferRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """In a planned change: the member will not begin `next_step` before it has received StopAt."""
+    """Promises, in a planned change, not to begin `next_step` before StopAt is received."""
     Ready: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReadyRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Reports that the member's first collective of the generation passed."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatReply]  # type: ignore[assignment]
-    """One call may report all members of a host."""
+    """Reports heartbeats; one call may have those of all members of a host."""
     ReportBroken: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportBrokenRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Reports that a collective of this member failed. The coordinator also considers what else it
     knows.
     """
     ReportExit: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """From the launcher: the process has exited."""
+    """Reports, from the launcher, that the process has exited."""
     ReportHalt: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
+    """Reports, from the launcher, that a signal has halted the process (SIGSTOP), or continued it
+    (SIGCONT).
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-    was asked to end. The others continue without a break.
+    """Asks a member to finish its step, hand over and leave. Called by an operator, or by a member
+    that was asked to end. The others continue without a break.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Reports that the trainer begins or ends code of the script for which the other members wait.
@@ -202,7 +206,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.SettleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
+        """Reports the step at which the trainer has stopped, after a Break or an aborted generation."""
 
     @_abc_1.abstractmethod
     def Offer(
@@ -210,7 +214,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.OfferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """In a planned change: the member will not begin `next_step` before it has received StopAt."""
+        """Promises, in a planned change, not to begin `next_step` before StopAt is received."""
 
     @_abc_1.abstractmethod
     def Ready(
@@ -226,7 +230,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.HeartbeatReply, _abc.Awaitable[_membership_pb2.HeartbeatReply]]:
-        """One call may report all members of a host."""
+        """Reports heartbeats; one call may have those of all members of a host."""
 
     @_abc_1.abstractmethod
     def ReportBroken(
@@ -244,7 +248,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """From the launcher: the process has exited."""
+        """Reports, from the launcher, that the process has exited."""
 
     @_abc_1.abstractmethod
     def ReportHalt(
@@ -252,7 +256,9 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportHaltRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
+        """Reports, from the launcher, that a signal has halted the process (SIGSTOP), or continued it
+        (SIGCONT).
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -260,8 +266,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-        was asked to end. The others continue without a break.
+        """Asks a member to finish its step, hand over and leave. Called by an operator, or by a member
+        that was asked to end. The others continue without a break.
         """
 
     @_abc_1.abstractmethod

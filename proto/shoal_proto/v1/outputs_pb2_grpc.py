@@ -61,8 +61,8 @@ class OutputsServicer(object):
     """
 
     def Serve(self, request, context):
-        """From a launcher, which serves the output of these members while the stream is open. The first
-        message requests nothing: it confirms that the stream is served.
+        """Serves the output of a launcher's members while the stream is open. The first message requests
+        nothing: it confirms that the stream is served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +76,7 @@ class OutputsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Keep(self, request, context):
-        """From a launcher that ends, while its stream is still open: sends the last lines of its members.
+        """Sends the last lines of the members of a launcher that ends, while its stream is still open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,13 +37,13 @@ class OutputsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OutputsAsyncStub: ...
     Serve: _grpc.UnaryStreamMultiCallable[_outputs_pb2.ServeOutputRequest, _outputs_pb2.OutputWanted]
-    """From a launcher, which serves the output of these members while the stream is open. The first
-    message requests nothing: it confirms that the stream is served.
+    """Serves the output of a launcher's members while the stream is open. The first message requests
+    nothing: it confirms that the stream is served.
     """
     Give: _grpc.UnaryUnaryMultiCallable[_outputs_pb2.GiveOutputRequest, _outputs_pb2.GiveOutputReply]
     """Sends the part that a message of the stream requested."""
     Keep: _grpc.UnaryUnaryMultiCallable[_outputs_pb2.KeepOutputRequest, _outputs_pb2.KeepOutputReply]
-    """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
+    """Sends the last lines of the members of a launcher that ends, while its stream is still open."""
 
 @_typing.type_check_only
 class OutputsAsyncStub(OutputsStub):
@@ -54,13 +54,13 @@ class OutputsAsyncStub(OutputsStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Serve: _aio.UnaryStreamMultiCallable[_outputs_pb2.ServeOutputRequest, _outputs_pb2.OutputWanted]  # type: ignore[assignment]
-    """From a launcher, which serves the output of these members while the stream is open. The first
-    message requests nothing: it confirms that the stream is served.
+    """Serves the output of a launcher's members while the stream is open. The first message requests
+    nothing: it confirms that the stream is served.
     """
     Give: _aio.UnaryUnaryMultiCallable[_outputs_pb2.GiveOutputRequest, _outputs_pb2.GiveOutputReply]  # type: ignore[assignment]
     """Sends the part that a message of the stream requested."""
     Keep: _aio.UnaryUnaryMultiCallable[_outputs_pb2.KeepOutputRequest, _outputs_pb2.KeepOutputReply]  # type: ignore[assignment]
-    """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
+    """Sends the last lines of the members of a launcher that ends, while its stream is still open."""
 
 class OutputsServicer(metaclass=_abc_1.ABCMeta):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
@@ -74,8 +74,8 @@ class OutputsServicer(metaclass=_abc_1.ABCMeta):
         request: _outputs_pb2.ServeOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_outputs_pb2.OutputWanted], _abc.AsyncIterator[_outputs_pb2.OutputWanted]]:
-        """From a launcher, which serves the output of these members while the stream is open. The first
-        message requests nothing: it confirms that the stream is served.
+        """Serves the output of a launcher's members while the stream is open. The first message requests
+        nothing: it confirms that the stream is served.
         """
 
     @_abc_1.abstractmethod
@@ -92,6 +92,6 @@ class OutputsServicer(metaclass=_abc_1.ABCMeta):
         request: _outputs_pb2.KeepOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_outputs_pb2.KeepOutputReply, _abc.Awaitable[_outputs_pb2.KeepOutputReply]]:
-        """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
+        """Sends the last lines of the members of a launcher that ends, while its stream is still open."""
 
 def add_OutputsServicer_to_server(servicer: OutputsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

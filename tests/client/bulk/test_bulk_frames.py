@@ -55,7 +55,7 @@ def small() -> Iterator[tuple[ParameterServers, ParameterClient, Token]]:
 
 
 def opened(small: tuple[ParameterServers, ParameterClient, Token]) -> RawConnection:
-    return RawConnection.greeted(small[0], small[2])
+    return RawConnection.admitted(small[0], small[2])
 
 
 def opening(token: Token, sequence: int = 1, epoch: int = 1) -> bytes:

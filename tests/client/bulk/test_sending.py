@@ -65,7 +65,8 @@ def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
 
 
 def test_a_large_part_is_announced_before_the_next_one_is_copied() -> None:
-    """Otherwise the server would be idle until all slots are full."""
+    """The server reads a part while the client copies the next one: it is not idle until all slots
+    are full."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     ours, theirs = socket.socketpair()
     reader = FrameReader()
@@ -133,7 +134,8 @@ def test_an_error_sent_before_the_connection_closed_is_raised() -> None:
 def test_a_call_of_large_parts_polls_for_answers_before_it_sleeps(
     num_parts: int, polls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Condition: the server can use another processor."""
+    """A call of several large parts polls if the server can use another processor; a call of one
+    part sleeps."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     part = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)

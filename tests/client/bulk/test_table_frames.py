@@ -67,7 +67,7 @@ class Small:
         self.where, self.shard_id = where, shard.shard_id
 
     def opened(self) -> RawConnection:
-        return RawConnection.greeted(self.servers, self.token)
+        return RawConnection.admitted(self.servers, self.token)
 
     def pushing(self, *, num_rows: int = 3, epoch: int = 1, token: Token | None = None) -> bytes:
         header = TablePushHeader(

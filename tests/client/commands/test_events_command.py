@@ -126,7 +126,8 @@ def test_top_fits_a_narrow_terminal(
 
 
 def test_a_slow_member_is_found(world: World) -> None:
-    """Slow: 1.5 times as long as the median member. Of two members none counts as slow."""
+    """A member is slow if its steps take 1.5 times as long as the median member's. Of two members
+    none counts as slow."""
 
     def entry(name: str, step_time_s: float) -> dict[str, object]:
         return {"member": {"member_id": name}, "health": {"step_time_s": step_time_s}}

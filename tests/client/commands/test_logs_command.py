@@ -20,7 +20,8 @@ NOWHERE = "http://127.0.0.1:1"
 def test_the_newest_lines_of_a_member_come_from_its_launcher(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be more lines than fit into one answer. The job may be named in two ways."""
+    """`shoal logs` prints as many of the newest lines as requested, even if they are more than one
+    answer holds. The job is named before the member or by `--job`."""
     world.printed["w1"] = [f"line {number}" for number in range(500)]
     for arguments in (["digits", "w1"], ["w1", "--job", "digits"]):
         assert main(["logs", *arguments, "-n", "120", "--http", url]) == 0

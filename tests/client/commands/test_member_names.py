@@ -49,7 +49,7 @@ def put_process(world: World, pid: int) -> None:
 def test_a_members_id_alone_is_enough(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`why` and `logs` find its job."""
+    """The commands `why` and `logs` find the job of a member that is named by its id alone."""
     world.put(status_world.job("other", members=(status_world.member("x0", 0),)))
     world.printed["w1"] = ["the loss is 1"]
     assert main(["why", "w1", "--http", url]) == 0
@@ -65,7 +65,8 @@ def test_a_member_that_several_jobs_have_needs_its_job(world: World, url: str) -
 
 
 def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -> None:
-    """With `--job` it names only the command that lists the members."""
+    """The error lists the known members and names `shoal status`. With `--job`, the error names
+    only the command that lists the job's members."""
     with pytest.raises(UnknownMember, match=r"no job has a member w9; .*w0, w1.*`shoal status`"):
         parse(["drain", "w9", "--http", url])()
     with pytest.raises(UnknownMember, match="`shoal status --job digits` lists the members"):
@@ -113,7 +114,8 @@ def test_kill_refuses_a_process_that_is_not_the_member(
 def test_the_last_members_of_a_job_without_any_are_named(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are read from generations, which a restarted coordinator has as well, unlike events."""
+    """`shoal logs` finds a job's last members in its generations: a restarted coordinator still has
+    these, unlike events."""
     world.printed["w2"] = ["the end"]
     world.change("digits", members=())
     assert main(["logs", "digits", "--http", url]) == 0
@@ -137,7 +139,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )
 def test_a_command_on_a_job_uses_the_only_cluster(folder: Path, command: str) -> None:
-    """It also uses that cluster's certificates. With several clusters it needs an address."""
+    """The command uses the address and the certificates of the only local cluster. If there are
+    several, the command requires an address."""
 
     def addresses() -> Sequence[str]:
         config = read_config([command, "digits"], installed_commands())

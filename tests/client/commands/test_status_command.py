@@ -131,7 +131,8 @@ def test_why_shows_what_a_member_waits_for(
 
 @pytest.mark.long
 def test_an_unknown_name_is_the_coordinators_error(url: str) -> None:
-    """It has the coordinator's class, and lists the members or jobs that exist."""
+    """The command raises the class of error that the coordinator answered with, and lists the
+    members or jobs that exist."""
     with pytest.raises(UnknownMember, match="one of w0, w1, w2"):
         shoal("why", "w7", "--job", "digits", "--http", url)
     with pytest.raises(UnknownJob, match="one of digits"):

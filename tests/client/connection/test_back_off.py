@@ -7,7 +7,8 @@ from shoal_proto.back_off import FIRST_S, LONGEST_S, PROMPT_LONGEST_S, PROMPT_S,
 
 
 def test_pauses_are_short_for_a_leader_failover_and_then_grow() -> None:
-    """They are short for as long as a failover may take, and then grow to their maximum."""
+    """Pauses between attempts are short for as long as a leader failover may take, and then grow to
+    their maximum."""
     back_off, waited_s, num_prompt = BackOff(), 0.0, 0
     while waited_s < PROMPT_S:
         pause_s = back_off.pause_s(chance())

@@ -59,7 +59,8 @@ def test_peers_that_listen_are_reached() -> None:
 
 
 def test_each_unreachable_peer_has_the_reason() -> None:
-    """Their port is closed or drops packets, or their address has no route or is no name."""
+    """The check returns the reason for each unreachable peer: its port is closed or drops packets,
+    or its address has no route or is no name."""
     with listening("fine") as fine, full_backlog() as blackhole:
         with listening("left") as left:
             pass
@@ -79,7 +80,7 @@ def test_each_unreachable_peer_has_the_reason() -> None:
 
 
 def test_another_process_at_the_port_is_not_the_peer() -> None:
-    """It is another incarnation of the member."""
+    """A peer is unreachable if another incarnation of the member answers at its port."""
     with listening("a") as a:
         a.public_id = public_id("an earlier start of a")
         assert "another process answers" in check([a], LIMIT_S)["a"]
@@ -92,7 +93,7 @@ def test_a_peer_that_accepts_connections_without_an_answer_is_reached() -> None:
 
 
 def test_callers_that_disconnect_at_once_do_not_end_the_listener() -> None:
-    """The listener answers after fifty of them."""
+    """The listener answers after fifty such callers."""
     with listening("a") as a:
         for _ in range(50):
             socket.create_connection((a.address, a.probe_port)).close()
@@ -104,7 +105,8 @@ def test_callers_that_disconnect_at_once_do_not_end_the_listener() -> None:
     [("auto", {"new elsewhere"}), ("always", {"new here", "new elsewhere"}), ("never", set())],
 )
 def test_only_pairs_with_a_new_member_are_checked(when: str, checked: set[str]) -> None:
-    """By default, pairs on one host are not checked; a member without a probe port never is."""
+    """A member is checked only if it or the checking member is new. By default, pairs on one host
+    are left out; a member without a probe port always is."""
     entries = [
         entry("own", host="h1", state=KEEP),
         entry("old elsewhere", host="h2", state=KEEP),

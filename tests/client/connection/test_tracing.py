@@ -94,8 +94,8 @@ def test_placements_and_pushes_are_traces(spans: Spans, tmp_path: Path) -> None:
 
 
 async def test_a_join_is_one_trace(spans: Spans, tmp_path: Path) -> None:
-    """It has a member's calls until it trains, each with the coordinator's span and its writes. A
-    later call is a trace of its own."""
+    """The trace of a join has all calls of a member until it trains, each with the coordinator's
+    span and its writes to etcd. A later call has a trace of its own."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -124,8 +124,8 @@ async def _joins_and_leaves(world: Served) -> None:
 
 
 async def test_a_write_is_part_of_the_trace_of_its_call(spans: Spans, tmp_path: Path) -> None:
-    """That holds for a write that waited for another one as well. The call may end before the write
-    does: the watch may report the change before etcd answers."""
+    """A write to etcd begins within the span of its call, even if the write waited for another one.
+    The call may end before the write does: the watch may report the change before etcd answers."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -158,7 +158,8 @@ with tracing.span("Push"):
 
 
 def test_spans_are_exported_over_otlp_with_a_service_name() -> None:
-    """SHOAL_TRACES=otlp exports them over HTTP to the endpoint in OpenTelemetry's variable."""
+    """Spans are exported over HTTP to the endpoint in OpenTelemetry's variable if SHOAL_TRACES is
+    `otlp`."""
     received: list[ExportTraceServiceRequest] = []
 
     class Collector(BaseHTTPRequestHandler):

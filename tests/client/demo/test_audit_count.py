@@ -63,7 +63,8 @@ def test_lost_and_repeated_samples_are_counted() -> None:
 
 
 def test_an_unanswered_push_counts_if_the_servers_applied_it() -> None:
-    """Only the servers know the outcome of the killed worker's last push."""
+    """The servers' number of applied pushes decides if the killed worker's last push, which got no
+    answer, counts as a step."""
     dead = account(begin(1, 0, 0, 1), commit(1, 0), begin(1, 1, 2, 3))
     heir = account(begin(2, 0, 2, 3), commit(2, 0), name="b")
     applied = count_asynchronous([dead, heir], EXPECTED, pushes_applied=3)

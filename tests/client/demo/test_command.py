@@ -1,4 +1,4 @@
-"""The directory of a demo that was not told where to write: kept only after a failure."""
+"""The directory of a demo that was given no directory: kept only after a failure."""
 
 import signal
 import tempfile

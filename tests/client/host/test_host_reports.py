@@ -48,7 +48,7 @@ def address(coordinator: Coordinator) -> Iterator[str]:
 def test_a_coordinator_that_hangs_delays_only_the_first_report(
     coordinator: Coordinator, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each of a host's reports would wait for its timeout."""
+    """The host's later reports do not wait for a timeout of their own."""
     monkeypatch.setattr(reports, "CALL_TIMEOUT_S", SILENT_S)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         silent = f"127.0.0.1:{hung.getsockname()[1]}"

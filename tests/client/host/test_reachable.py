@@ -40,7 +40,7 @@ def refusing() -> str:
 
 
 async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing: str) -> None:
-    """Neither the search for a leader nor the call after it waits for them."""
+    """The search for a leader and the call after it do not wait for such addresses."""
     async with served(MemoryStore()) as world:
         await world.joined("a")
         addresses = [silent, refusing, world.address]

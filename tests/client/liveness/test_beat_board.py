@@ -48,7 +48,7 @@ def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
 
 
 def test_a_claim_of_a_worker_that_hangs_expires(board: BeatBoard) -> None:
-    """It expires once none of the worker's threads has run for the time in the claim."""
+    """A claim expires once none of the worker's threads has run for the time in the claim."""
     worker = BeatSlot.open(board.address(0))
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=0.0)
     assert board.slots[0].claimed(os.getpid()) is None
@@ -57,7 +57,8 @@ def test_a_claim_of_a_worker_that_hangs_expires(board: BeatBoard) -> None:
 
 
 def test_an_accepted_heartbeat_counts_only_for_its_claim(board: BeatBoard) -> None:
-    """That of an earlier incarnation does not count for the next one."""
+    """A heartbeat accepted for an earlier incarnation does not count for the next one in its
+    slot."""
     worker, launcher = BeatSlot.open(board.address(0)), board.slots[0]
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     first = launcher.claimed(os.getpid())

@@ -68,7 +68,8 @@ def watched(board: BeatBoard, pid: int) -> tuple[ExitWatch, "queue.SimpleQueue[i
 def test_an_exit_is_reported_with_its_code(
     board: BeatBoard, start: Start, code: str, expected: int
 ) -> None:
-    """It is reported before any process has waited for the exited one."""
+    """The watch reports an exit with its code before any process has waited for the process that
+    exited."""
     process = start(f"sys.stdin.readline(); {code}")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None
@@ -106,11 +107,11 @@ def test_a_kill_is_noticed_before_the_memory_is_freed(board: BeatBoard, start: S
 
 def test_a_released_lifeline_is_no_exit(board: BeatBoard, start: Start) -> None:
     """A worker that leaves its job releases it. Its later exit is not reported by the watch."""
-    leave = "slot.withdraw(); print('let go', flush=True)"
+    leave = "slot.withdraw(); print('released', flush=True)"
     process = start(f"{leave}; sys.stdin.readline(); sys.exit(4)")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == "let go\n"
+    assert process.stdout.readline() == "released\n"
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(DEADLINE_S) == 4
@@ -165,7 +166,8 @@ def test_a_living_or_unknown_process_has_no_exit_code() -> None:
 
 
 def test_a_lifeline_works_at_any_offset_of_shared_memory(tmp_path: Path) -> None:
-    """It is held and released through two mappings of one file, as by two processes."""
+    """A lifeline that is held through one mapping of a file cannot be held through another one, as
+    of another process, until it is released."""
     path = tmp_path / "memory"
     path.write_bytes(bytes(4096))
     with path.open("r+b") as file:

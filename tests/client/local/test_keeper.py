@@ -84,7 +84,7 @@ def test_a_part_that_ends_is_started_again(supervisor: Supervisor) -> None:
 
 
 def test_a_part_that_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
-    """That is after the third end in a row, without a settled time in between."""
+    """A part is given up after the third end in a row without a settled time in between."""
     part = Part(supervisor, AT_ONCE)
     for _ in range(2):
         part.kill()
@@ -110,7 +110,8 @@ def test_a_part_that_does_not_start_is_given_up(supervisor: Supervisor) -> None:
 def test_starts_that_fail_for_lack_of_etcd_are_repeated_without_limit(
     supervisor: Supervisor,
 ) -> None:
-    """They do not count towards the limit of failures, and are reported once."""
+    """Starts that fail because etcd does not answer do not count towards the limit of failures, and
+    are reported once."""
     part = Part(supervisor, AT_ONCE)
     part.waits_for_etcd = 20
     part.kill()
@@ -131,7 +132,8 @@ def test_starts_that_fail_for_lack_of_etcd_are_repeated_without_limit(
 def test_an_end_for_want_of_etcd_gives_up_no_part_that_may_fail_only_once(
     supervisor: Supervisor,
 ) -> None:
-    """Neither such an end nor such starts after it count, even if the first failure would."""
+    """An end for lack of etcd does not count as the one failure that the policy allows, and neither
+    do failed starts after it."""
     policy = RestartPolicy(max_failures=1, settled_s=3600.0, first_pause_s=0.001)
     part = Part(supervisor, policy, first=f"raise SystemExit({os.EX_TEMPFAIL})")
     part.waits_for_etcd = 2
@@ -142,7 +144,7 @@ def test_an_end_for_want_of_etcd_gives_up_no_part_that_may_fail_only_once(
 
 
 def test_a_released_part_is_not_started_again(supervisor: Supervisor) -> None:
-    """Its keeper ends with it."""
+    """The keeper of a released part ends with the part, and reports nothing."""
     part = Part(supervisor, AT_ONCE)
     part.end()
     assert part.failures == []

@@ -280,7 +280,7 @@ print("swept")
 
 
 def test_an_orphaned_grandchild_is_killed() -> None:
-    """It has a session of its own, and its parent has ended."""
+    """The sweep kills a grandchild that has a session of its own and whose parent has ended."""
     done = subprocess.run(
         [sys.executable, "-c", ORPHANS],
         capture_output=True,

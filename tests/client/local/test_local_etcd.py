@@ -45,7 +45,8 @@ def get(endpoint: str) -> bytes:
 
 
 def test_an_etcd_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It precedes the wheel's; a script of the wheel does not count."""
+    """An etcd on PATH is chosen before the one in the wheel. A script on PATH, such as the wheel's
+    own, does not count."""
     packaged = find_etcd()
     own = tmp_path / "etcd"
     own.symlink_to(packaged)

@@ -16,7 +16,7 @@ LATER_S = 3600.0
 
 
 def test_a_start_that_makes_progress_has_more_time_up_to_a_bound() -> None:
-    """At load 30, a part gets a fifteenth of a core, and still starts."""
+    """A part that gets a fifteenth of a core, as at load 30, is not given up before the bound."""
     start = StartTime(60.0, 0.0)
     for now_s in range(0, int(MOST_S) + 1, 5):
         assert start.why_over(now_s, now_s / 15) == "", now_s

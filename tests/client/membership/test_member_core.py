@@ -84,8 +84,8 @@ class Member:
     )
     now_s: float = 0.0
 
-    def hears(self, *notices: pb.Notice) -> list[str]:
-        """The effects of notices, as text."""
+    def receive(self, *notices: pb.Notice) -> list[str]:
+        """Receive notices, and return the effects as text."""
         return [
             effect for notice in notices for effect in self.does(ev.NoticeReceived(notice=notice))
         ]
@@ -140,7 +140,7 @@ def a_member() -> Member:
     """An admitted member that has proposed."""
     member = Member()
     assert member.does(ev.JoinWanted()) == ["OpenStream"]
-    assert member.hears(ADMITTED) == ["ClaimBeats"]
+    assert member.receive(ADMITTED) == ["ClaimBeats"]
     assert member.does(proposal()) == ["Propose"]
     return member
 
@@ -148,7 +148,7 @@ def a_member() -> Member:
 def training(generation: int = 1) -> Member:
     """A member that trains with b, and has begun step 7."""
     member = a_member()
-    member.hears(committed(generation, "a", "b"))
+    member.receive(committed(generation, "a", "b"))
     assert member.enters(above=0) == generation
     record = pb.GenerationRecord(roster=roster(generation, "a", "b"))
     assert member.does(ev.GenerationBroughtUp(record=record)) == [f"Ready {generation}"]
@@ -184,10 +184,10 @@ def test_the_answer_to_a_roster_is_its_digest() -> None:
 
 def test_no_step_beyond_an_offer_begins_before_the_boundary_is_agreed() -> None:
     member = training()
-    assert member.hears(committed(2, "a", "b", "c", planned=True)) == ["Offer 8 for 2"]
+    assert member.receive(committed(2, "a", "b", "c", planned=True)) == ["Offer 8 for 2"]
     assert member.begins(7) == ev.BEGUN
     assert member.begins(8) == ev.WaitUntil(until_s=2 * 10 + 30)
-    assert member.hears(stop_at(2, 9)) == []
+    assert member.receive(stop_at(2, 9)) == []
     assert member.begins(8) == ev.BEGUN
     assert member.begins(9) == 2
     assert member.core.token.generation == 2
@@ -197,30 +197,30 @@ def test_a_repeated_offer_is_the_same() -> None:
     """A new leader collects the offers again, whatever steps have begun since."""
     member = training()
     change = committed(2, "a", "b", "c", planned=True)
-    assert member.hears(change, change) == ["Offer 8 for 2"] * 2
-    member.hears(stop_at(2, 9))
+    assert member.receive(change, change) == ["Offer 8 for 2"] * 2
+    member.receive(stop_at(2, 9))
     assert member.begins(8) == ev.BEGUN
-    assert member.hears(change) == ["Offer 8 for 2"]
+    assert member.receive(change) == ["Offer 8 for 2"]
     assert member.begins(9) == 2
-    assert member.hears(change) == ["Offer 9 for 2"]
+    assert member.receive(change) == ["Offer 9 for 2"]
 
 
 def test_an_aborted_change_holds_up_no_member() -> None:
     member = training()
-    member.hears(committed(2, "a", "b", "c", planned=True))
-    assert member.hears(aborted(2, "a", "b", "c")) == []
+    member.receive(committed(2, "a", "b", "c", planned=True))
+    assert member.receive(aborted(2, "a", "b", "c")) == []
     assert member.begins(8) == ev.BEGUN
     assert not member.core.track.is_broken(1)
 
 
 def test_the_limit_for_a_boundary_is_paused_without_a_coordinator() -> None:
     member = training()
-    member.hears(committed(2, "a", "b", "c", planned=True))
+    member.receive(committed(2, "a", "b", "c", planned=True))
     assert member.begins(8) == ev.WaitUntil(until_s=50)
     member.does(ev.StreamEnded(error=NOBODY))
     member.now_s = 1000.0
     assert member.begins(8) == ev.WaitUntil(until_s=float("inf"))
-    member.hears(ADMITTED)
+    member.receive(ADMITTED)
     assert member.begins(8) == ev.WaitUntil(until_s=1050)
     member.now_s = 1050.0
     decision = member.begins(8)
@@ -230,28 +230,28 @@ def test_the_limit_for_a_boundary_is_paused_without_a_coordinator() -> None:
 
 def test_a_break_is_reported_once_and_covers_earlier_generations() -> None:
     member = training()
-    assert member.hears(broken(1)) == ["generation_broken", "Break 1"]
-    assert member.hears(broken(1)) == []
+    assert member.receive(broken(1)) == ["generation_broken", "Break 1"]
+    assert member.receive(broken(1)) == []
     assert member.core.judge_break(1, 0, 10, 0) == ev.GenerationOver(over=True)
     member = training()
-    assert member.hears(broken(2)) == ["generation_broken", "Break 2"]
+    assert member.receive(broken(2)) == ["generation_broken", "Break 2"]
     assert member.core.track.is_broken(1)
 
 
 def test_no_broken_generation_is_entered_and_none_is_entered_twice() -> None:
     member = training()
     assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
-    member.hears(broken(1))
+    member.receive(broken(1))
     member.does(ev.TrainerStopped(step=7, has_state=True))
-    member.hears(committed(2, "a"), aborted(2, "a"))
+    member.receive(committed(2, "a"), aborted(2, "a"))
     assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
-    member.hears(committed(3, "a"))
+    member.receive(committed(3, "a"))
     assert member.enters(above=1) == 3
 
 
 def test_a_member_that_missed_a_generation_settles_at_its_earlier_step() -> None:
     member = a_member()
-    assert member.hears(committed(1, "a", "b"), aborted(1, "a", "b")) == [
+    assert member.receive(committed(1, "a", "b"), aborted(1, "a", "b")) == [
         "generation_broken",
         "Break 1",
         "Settle 0 after 0",
@@ -264,16 +264,16 @@ def test_a_member_that_missed_a_generation_settles_at_its_earlier_step() -> None
 def test_a_new_leader_gets_the_report_of_a_ready_generation() -> None:
     member = training()
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
+    assert member.receive(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
 def test_a_new_leader_gets_the_step_of_a_waiting_trainer() -> None:
     member = training()
-    member.hears(broken(1))
+    member.receive(broken(1))
     assert member.does(ev.TrainerStopped(step=7, has_state=True)) == ["Settle 7 after 1"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Settle 7 after 1"]
-    assert member.hears(broken(1)) == ["Settle 7 after 1"]
+    assert member.receive(ADMITTED) == ["ClaimBeats", "Propose", "Settle 7 after 1"]
+    assert member.receive(broken(1)) == ["Settle 7 after 1"]
 
 
 def test_a_new_leader_gets_the_report_of_a_failed_collective() -> None:
@@ -281,16 +281,16 @@ def test_a_new_leader_gets_the_report_of_a_failed_collective() -> None:
     member = training()
     assert member.does(ev.CollectiveFailed(error="reset")) == ["ReportBroken"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "ReportBroken"]
-    member.hears(broken(1))
+    assert member.receive(ADMITTED) == ["ClaimBeats", "Propose", "ReportBroken"]
+    member.receive(broken(1))
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
+    assert member.receive(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
 def test_an_unplanned_generation_ends_the_one_before() -> None:
     """Processes that could report that end may all be dead."""
     member = training()
-    assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
+    assert member.receive(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
     assert member.core.judge_break(1, 0, 10, 0) == ev.GenerationOver(over=True)
     assert member.enters(above=1) == 3
 
@@ -313,7 +313,7 @@ def test_a_new_leader_gets_the_drain_request_again() -> None:
     member = training()
     assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["ClaimBeats", "AskForDrain", "Propose", "Ready 1"]
+    assert member.receive(ADMITTED) == ["ClaimBeats", "AskForDrain", "Propose", "Ready 1"]
 
 
 def test_pauses_between_attempts_to_attend_grow_and_are_reset() -> None:
@@ -324,7 +324,7 @@ def test_pauses_between_attempts_to_attend_grow_and_are_reset() -> None:
         assert isinstance(opening, ev.OpenStream)
         pauses.append(opening.after_s)
     assert pauses == [0.02, 0.04, 0.08]
-    member.hears(ADMITTED)
+    member.receive(ADMITTED)
     _, opening = member.core.step(ev.StreamEnded(error=NOBODY), 0)
     assert isinstance(opening, ev.OpenStream)
     assert opening.after_s == 0.02
@@ -343,7 +343,7 @@ def test_a_member_without_admission_logs_its_wait_once() -> None:
     (line,) = told_at[1.5]
     assert line.event == "coordinator_disconnected" and line.is_warning
     assert line.fields == {"waits_for": "admission", "waits_s": 600, "reason": str(NOBODY)}
-    assert member.hears(ADMITTED) == ["ClaimBeats", "coordinator_reconnected"]
+    assert member.receive(ADMITTED) == ["ClaimBeats", "coordinator_reconnected"]
 
 
 # --- calls ---
@@ -370,7 +370,7 @@ def test_a_report_ends_with_the_membership() -> None:
     member.core.step(ev.HeartbeatRefused(error=Fenced("lost")), 0)
     assert member.core.is_idle(report)
     drained = training()
-    drained.hears(pb.Notice(drain=pb.Drain(now=True)))
+    drained.receive(pb.Notice(drain=pb.Drain(now=True)))
     leaving = drained.core.step(ev.LeaveWanted(completed=False, reason="", timeout_s=3.0), 0)
     assert not drained.core.is_idle(the_call(leaving))
 
@@ -395,7 +395,8 @@ EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
 
 
 def test_an_admitted_member_waits_for_an_accepted_certificate() -> None:
-    """It logs this once, tries every coordinator, and ends when its own bound is over."""
+    """An admitted member whose certificate is refused logs this once, tries every coordinator, and
+    ends when its own time limit is over."""
     member = a_member()
     effects = member.does(ev.StreamEnded(error=EXPIRED))
     assert effects == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
@@ -414,10 +415,10 @@ def test_an_admitted_member_waits_for_an_accepted_certificate() -> None:
 def test_each_certificate_has_the_full_time() -> None:
     """The time counts from the first refusal after the last successful connection."""
     member = a_member()
-    member.hears(ADMITTED)
+    member.receive(ADMITTED)
     member.does(ev.StreamEnded(error=EXPIRED))
     member.now_s = 500.0
-    member.hears(ADMITTED)
+    member.receive(ADMITTED)
     member.now_s = 700.0
     assert "certificate_refused" in member.does(ev.StreamEnded(error=EXPIRED))
     assert member.core.failure is None
@@ -492,7 +493,7 @@ def test_a_refusal_on_the_stream_ends_the_membership() -> None:
 
 def test_a_wait_for_a_generation_ends_with_the_coordinators_reason() -> None:
     member = a_member()
-    member.hears(pb.Notice(reason="2 of 3 members are there"))
+    member.receive(pb.Notice(reason="2 of 3 members are there"))
     limit_s = LIMITS.join_s + ADMISSION_S
     assert member.core.next_generation(0, 0, 1) == ev.WaitUntil(until_s=limit_s)
     decision = member.core.next_generation(0, 0, limit_s)
@@ -503,22 +504,22 @@ def test_a_wait_for_a_generation_ends_with_the_coordinators_reason() -> None:
 
 def test_a_standby_member_waits_without_a_limit() -> None:
     member = a_member()
-    member.hears(pb.Notice(reason="2 members are enough", standby=pb.Standby(position=0)))
-    member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
-    member.hears(pb.Notice(pauses=pb.Pauses()))
+    member.receive(pb.Notice(reason="2 members are enough", standby=pb.Standby(position=0)))
+    member.receive(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
+    member.receive(pb.Notice(pauses=pb.Pauses()))
     assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=math.inf)
     member.now_s = 1e6
-    member.hears(aborted(1, "a", "b"))
+    member.receive(aborted(1, "a", "b"))
     until_s = 1e6 + LIMITS.join_s + ADMISSION_S
     assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=until_s)
 
 
 def test_limits_are_extended_while_a_member_is_paused() -> None:
     member = training()
-    member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
+    member.receive(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
     assert member.core.judge_break(1, 0, 10, 300) == ev.WaitUntil(until_s=310)
     member.now_s = 400.0
-    member.hears(pb.Notice(pauses=pb.Pauses()))
+    member.receive(pb.Notice(pauses=pb.Pauses()))
     assert member.core.judge_break(1, 0, 10, 409) == ev.WaitUntil(until_s=410)
     assert member.core.judge_break(1, 0, 10, 410) == ev.GenerationOver(over=False)
 
@@ -526,11 +527,11 @@ def test_limits_are_extended_while_a_member_is_paused() -> None:
 def test_a_drained_member_hands_over_once_and_leaves_when_the_others_run() -> None:
     member = training()
     assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
-    member.hears(committed(2, "b", planned=True), stop_at(2, 8))
+    member.receive(committed(2, "b", planned=True), stop_at(2, 8))
     assert member.begins(8, handed_over=False) == ev.HAND_OVER
     assert isinstance(member.begins(8), ev.WaitUntil)
     now = pb.Notice(reason="SIGTERM", drain=pb.Drain(now=True))
-    assert member.hears(now) == ["drain_noticed", "ReportEnding MemberDrained"]
+    assert member.receive(now) == ["drain_noticed", "ReportEnding MemberDrained"]
     decision = member.begins(8)
     assert isinstance(decision, ev.RaiseError)
     assert isinstance(decision.error, MemberDrained)
@@ -554,7 +555,7 @@ def test_a_refused_call_may_precede_the_notice_of_a_finished_drain() -> None:
     leaves."""
     member = training()
     member.does(ev.DrainWanted(reason="SIGTERM"))
-    member.hears(committed(2, "b", planned=True), stop_at(2, 8))
+    member.receive(committed(2, "b", planned=True), stop_at(2, 8))
     call = the_call(member.core.step(ev.TrainerStopped(step=8, has_state=True), 0))
     drained = MemberDrained("a has left job j", seen="SIGTERM")
     assert member.does(ended(call, drained)) == [

@@ -71,7 +71,8 @@ async def test_a_drained_member_leaves_before_the_others_next_step() -> None:
 
 
 async def test_the_last_member_leaves_at_once_when_drained() -> None:
-    """It takes the state with it: the next member gets StateLost instead of starting over."""
+    """The last member of a job stops before its next step when drained, and its state is gone with
+    it: the next member gets StateLost instead of starting over."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")
@@ -87,7 +88,7 @@ async def test_the_last_member_leaves_at_once_when_drained() -> None:
 
 
 async def test_a_waiting_member_leaves_at_once_when_drained() -> None:
-    """It waits for other members that may never come; the drain ends this wait."""
+    """A drain ends a member's wait for other members, which may never come."""
     async with served(MemoryStore()) as world:
         a = await world.joined("a", desired=2)
         waiting = asyncio.ensure_future(asyncio.to_thread(a.await_generation, 0, WITHIN_S))

@@ -78,7 +78,8 @@ async def test_a_member_that_learns_of_its_loss_while_leaving_is_fenced(slot: Be
 
 
 async def test_a_member_that_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
-    """Nor does a heartbeat in progress fence it."""
+    """The refusal of a heartbeat that was in progress when the member left does not count as a
+    fence."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)

@@ -67,7 +67,8 @@ def trained(servers: ParameterServers, member_id: str = "w0") -> ParameterClient
 
 
 def test_pushed_values_are_returned_and_pulled_by_others(servers: ParameterServers) -> None:
-    """Both servers hold a part of the parameters."""
+    """A push returns the new values, and another worker pulls the same. Each of the two servers
+    holds a part of the parameters."""
     client = trained(servers)
     shard_map = client.fetch_map()
     assert {shard.server_id for shard in shard_map.shards} == {"ps-0", "ps-1"}
@@ -152,7 +153,8 @@ def test_concurrent_pushes_each_count_once(servers: ParameterServers) -> None:
 
 
 def test_a_pull_waits_for_the_first_values(servers: ParameterServers) -> None:
-    """If none come in time, it raises an error."""
+    """A pull waits until the parameters have values. If they get none within the limit, the pull
+    raises ShardNotReady."""
     early = connect(servers, servers.admit("w1"))
     early.place(SCHEMA)
     with pytest.raises(ShardNotReady):

@@ -280,7 +280,8 @@ REFUSED: list[tuple[dict[str, object], type[Exception], str]] = [
 
 
 def test_invalid_tables_are_refused(servers: ParameterServers) -> None:
-    """They are checked before a shard is placed; the error has the setting and its valid values."""
+    """Tables are checked before a shard is placed; the error has the setting and its valid
+    values."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token)
     for changes, error, message in REFUSED:

@@ -110,7 +110,8 @@ def test_a_segment_given_up_by_a_relay_is_not_awaited(relay: Relay) -> None:
 
 
 def test_a_relay_holds_one_version(relay: Relay) -> None:
-    """It holds the version being fetched as well; after a failure it keeps the earlier one."""
+    """A relay drops the earlier version once a new one is fetched. If the fetch fails, the relay
+    keeps the earlier one."""
     old, shared, new = (sealed(os.urandom(100)) for _ in range(3))
     with relay.version([]):
         relay.add(old)
@@ -131,7 +132,8 @@ def test_a_relay_holds_one_version(relay: Relay) -> None:
 
 @pytest.mark.long
 def test_pings_do_not_close_a_connection_to_a_relay(relay: Relay) -> None:
-    """With its defaults, a gRPC server closes a connection that pings every two seconds."""
+    """A relay accepts the pings of its clients, one every two seconds; by default a gRPC server
+    closes such a connection."""
     has_been_ready, has_left = threading.Event(), threading.Event()
 
     def note(state: grpc.ChannelConnectivity) -> None:
@@ -283,7 +285,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 
 def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is freed, and no other reader waits for it."""
+    """The memory of a difference that fails to arrive is freed, and no other reader waits for the
+    difference."""
     old, new, difference = (sealed(os.urandom(CHUNK_BYTES)) for _ in range(3))
     recorded = [pb.Segment(digest=s.digest, num_bytes=s.num_bytes) for s in (old, new)]
     before, after = (pb.VersionRecord(number=i, segments=[s]) for i, s in enumerate(recorded, 1))

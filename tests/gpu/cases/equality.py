@@ -171,7 +171,7 @@ def _check_compiled(case: Case, crew: Crew, job: str, *, has_dropout: bool) -> N
     before = [step["graphs"] for step in steps if step["step"] == 7]
     case.figures[f"{job}_graphs"] = steps[-1]["graphs"]
     assert before[-1] > 0, f"nothing was compiled: {job}"
-    assert steps[-1]["graphs"] == before[-1], f"a change has compiled the model anew: {job}"
+    assert steps[-1]["graphs"] == before[-1], f"a change has compiled the model again: {job}"
     if has_dropout:
         crew.check_alike(["m0", "m2"])
     else:

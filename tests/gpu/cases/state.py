@@ -37,7 +37,7 @@ def checkpoints(case: Case) -> None:
         crew.start("m2", stop_file=str(folder))
         resumed = crew.expect("m2", "holds")
         case.figures["resumed_step"] = resumed["step"]
-        assert resumed["step"] > 0, "it began anew"
+        assert resumed["step"] > 0, "it began with step 0"
         assert resumed["digest"] == held[resumed["step"]], "other weights than were trained"
         crew.finish("m2")
 

@@ -116,7 +116,8 @@ async def test_no_member_waits_for_one_without_samples() -> None:
 
 
 async def test_a_member_that_is_stuck_is_declared_lost() -> None:
-    """It sends heartbeats but takes no step. The other member continues, and it is fenced."""
+    """A member that sends heartbeats but takes no step is fenced, and the member that waited for it
+    continues."""
     async with two(bound=0, limits=IMPATIENT) as (_, (waits, stuck)):
         waits.clock.finished()
         assert await asyncio.wait_for(waits.step(), DEADLINE_S)

@@ -22,13 +22,15 @@ DRAIN_S = 25.0
 def test_it_stays_while_members_drain_or_may_still_begin_to(
     num_members: int, num_draining: int, since_order_s: float, stays: bool
 ) -> None:
-    """It waits a short time for requests to drain, and for draining members up to the limit."""
+    """A coordinator that was asked to end waits a short time for requests to drain, and up to the
+    drain limit for members that drain."""
     presence = Presence(num_members=num_members, num_draining=num_draining)
     assert bool(why_stay(presence, since_order_s, DRAIN_S)) == stays
 
 
 def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
-    """It waits for that at most up to the drain limit."""
+    """A coordinator that was asked to end waits for etcd's confirmation at most up to the drain
+    limit."""
     assert why_stay(Presence(num_writing=1), NOTICE_S, DRAIN_S) != ""
     assert why_stay(Presence(num_writing=1), DRAIN_S, DRAIN_S) == ""
 

@@ -66,7 +66,8 @@ def quarantined(world: Served) -> list[str]:
 
 
 async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state may be inconsistent: a repair reads the job from etcd again."""
+    """A job that raises an error on an event is quarantined, because its state may be inconsistent.
+    A repair reads the job from etcd again."""
     real, is_broken = Job.handle, True
 
     def handle(job: Job, event: MemberEvent, now_s: float) -> Sequence[Effect]:
@@ -154,7 +155,8 @@ async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
 
 
 async def test_a_term_ends_with_the_leaders_key_and_not_with_a_refused_write() -> None:
-    """It ends with the first write that finds the leader's key gone."""
+    """A write that etcd refuses quarantines its job. The term ends with the first write that finds
+    the leader's key gone."""
     store = Refusing()
     revision = await store.put(keys.LEADER, b"{}")
     conditions = [created_at(keys.LEADER, revision)]

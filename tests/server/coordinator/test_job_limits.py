@@ -47,7 +47,7 @@ async def test_a_job_beyond_the_limit_is_refused() -> None:
 
 
 async def test_waits_end_at_the_configured_limits() -> None:
-    """The caller asked for an hour."""
+    """A caller's limit of an hour does not prolong the wait."""
     async with served(MemoryStore(), bounds=BRIEF) as world:
         (member,) = await world.training("a")
         began_s = time.monotonic()

@@ -137,7 +137,8 @@ async def test_a_job_with_members_is_not_reset() -> None:
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_process_of_an_earlier_run_is_refused_in_the_next(new_leader: bool) -> None:
-    """It may have trained or not, and the leader may be another."""
+    """A process of an earlier run is refused whether it had trained or not, by the same leader and
+    by another."""
     store = MemoryStore()
     async with served(store) as world:
         trained, other = await world.training("a", "b")
@@ -231,7 +232,8 @@ async def test_the_next_run_leases_all_samples_again() -> None:
 
 
 async def test_a_member_lost_in_the_current_run_is_fenced() -> None:
-    """Only processes of earlier runs get JobFinished."""
+    """A member that was lost in the current run gets Fenced; JobFinished is for processes of
+    earlier runs."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         assert await asyncio.to_thread(reset_job, [world.address], "j")

@@ -136,7 +136,8 @@ def test_a_generation_runs_on_while_etcd_is_unavailable(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_coordinator_that_starts_without_etcd_waits_for_it(tmp_path: Path) -> None:
-    """It serves, reports why it does not lead, and leads once etcd is back."""
+    """A coordinator without etcd serves, reports why it does not lead, and leads once etcd is
+    back."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         etcd.process.kill()
         etcd.process.wait()
@@ -156,7 +157,8 @@ def test_a_coordinator_that_starts_without_etcd_waits_for_it(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
-    """The exit code is 0, and its successor leads without waiting for the lease of 60 s."""
+    """The exit code after SIGTERM is 0, and the successor leads without waiting for the lease of 60
+    s."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         start = partial(CoordinatorProcess, supervisor, tmp_path, heartbeat_s=0.2, lease_s=60)
         first = start("first", etcd).ready()
@@ -198,7 +200,8 @@ def test_a_bad_argument_gives_one_line(tmp_path: Path, arguments: list[str], wor
 
 @pytest.mark.long
 def test_the_error_for_a_port_in_use_has_the_address(tmp_path: Path) -> None:
-    """It says that port 0 takes a free one, for gRPC and for HTTP."""
+    """The error for a port of gRPC or HTTP has the address, and says that port 0 takes a free
+    one."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         holder = replica(supervisor, tmp_path, "holder", etcd)
         http_address = holder.http.removeprefix("http://")

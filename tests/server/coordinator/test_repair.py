@@ -201,8 +201,8 @@ async def test_a_repair_without_known_bounds_needs_them_in_the_request() -> None
 
 
 async def test_members_train_on_in_quarantine_and_rejoin_after_it() -> None:
-    """Their generation does not break meanwhile. After the repair they report their step, and form
-    the next generation."""
+    """The generation of a quarantined job does not break. After the repair, its members report
+    their step and form the next generation."""
     store = MemoryStore()
     async with served(store) as world:
         trainers = await world.training("a", "b")

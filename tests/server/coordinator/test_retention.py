@@ -126,8 +126,9 @@ async def test_a_finished_job_is_reduced_to_its_result_and_then_removed() -> Non
 async def test_a_leader_whose_clock_is_far_ahead_waits_before_it_removes(
     mark: bytes | None,
 ) -> None:
-    """It compares its clock with the time that the last leader wrote. Without a readable one it
-    removes at once. A long outage looks the same, and only delays the removal."""
+    """A leader compares its clock with the time that the last leader wrote, and removes nothing for
+    hours if its clock is far ahead. Without a readable time it removes at once. A long outage looks
+    the same, and only delays the removal."""
     store = MemoryStore()
     async with served(store) as world:
         right = Sweeper(world)
@@ -167,7 +168,8 @@ async def test_a_job_that_ended_in_the_future_is_removed_in_time() -> None:
 
 
 async def test_the_record_of_earlier_runs_is_removed_in_time() -> None:
-    """It stays while a job of that name exists. The next leader removes it as well."""
+    """The record of earlier runs stays while a job of that name exists. A later leader removes it
+    as well."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -211,7 +213,8 @@ async def no_sweep() -> None:
 
 
 async def test_an_abandoned_job_fails_and_keeps_its_records() -> None:
-    """Its records stay for a day, and until then `retry` lets members join again."""
+    """The records of an abandoned job stay for a day, and until then `retry` lets members join
+    again."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -262,7 +265,8 @@ async def test_a_member_that_joins_in_time_starts_the_hour_anew() -> None:
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_cleared_job_can_only_be_retried_from_scratch(new_leader: bool) -> None:
-    """Its parameters and its position in the data are gone."""
+    """A cleared job has lost its parameters and its position in the data: it cannot continue from
+    them."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -310,7 +314,8 @@ class Unreliable(MemoryStore):
 
 @pytest.mark.parametrize("fails", ["before", "after"])
 async def test_a_removal_that_fails_is_repeated(fails: str) -> None:
-    """Until then etcd has either all records of the job or only its result."""
+    """A failed removal leaves either all records of the job or only its result in etcd, and the
+    next sweep repeats it."""
     store = Unreliable()
     async with served(store) as world:
         await leave(await world.training("a"), completed=True)
@@ -328,7 +333,7 @@ async def test_a_removal_that_fails_is_repeated(fails: str) -> None:
 
 
 async def test_a_deposed_leader_removes_nothing() -> None:
-    """It learns from the failed removal that it was deposed."""
+    """The removal by a deposed leader fails with NotLeader, and all records stay."""
     store = MemoryStore()
     await store.transact([], [Put(keys.LEADER, b"this one")])
     async with served(store, conditions=(value_is(keys.LEADER, b"this one"),)) as world:
@@ -361,7 +366,8 @@ def test_the_limits_are_those_of_the_options() -> None:
 
 
 async def test_a_job_removed_during_a_sweep_is_no_fault() -> None:
-    """It is removed while the sweep counts its samples."""
+    """A job may be removed while the sweep counts its samples: the sweep goes on and logs no
+    failure."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

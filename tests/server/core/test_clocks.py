@@ -47,7 +47,8 @@ def test_a_member_may_be_ahead_by_the_bound_and_no_more() -> None:
 
 
 def test_a_slow_member_continues_in_the_newest_round() -> None:
-    """After one step of its own it is in that round: it need not take the steps that it missed."""
+    """A slow member is in the newest round after one step of its own: it need not take the steps
+    that it missed."""
     clocks = Clocks()
     for who in (A, B):
         request_step(clocks, who, 0, 3)
@@ -347,7 +348,8 @@ class Drift(RuleBasedStateMachine):
 
     @invariant()
     def some_member_may_always_go_on(self) -> None:
-        """If no member can end or begin a step on its own, one request is allowed: no deadlock."""
+        """The rules allow no deadlock: if no member can end or begin a step on its own, one request
+        is allowed."""
         if not hasattr(self, "members") or not self.members:
             return
         if any(m.begun and not (self.bulk and not m.pulled) for m in self.members):

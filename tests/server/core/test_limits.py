@@ -6,7 +6,8 @@ from shoal_server.core.limits import Limits
 
 
 def test_the_limits_for_a_hang_do_not_depend_on_the_join_limit() -> None:
-    """With ten times the join limit only the bring-up may take longer."""
+    """Ten times the join limit gives ten times the bring-up limit, and leaves the limits for a hang
+    as they are."""
     patient = Limits(join_s=1200.0, collective_s=30.0)
     usual = Limits()
     assert (patient.collective_s, patient.silence_s) == (usual.collective_s, usual.silence_s)

@@ -121,7 +121,7 @@ async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore
 
 
 async def test_an_unfinished_placement_is_not_read(store: WatchedStore) -> None:
-    """Its records are deleted once another placement is decided."""
+    """The records of an unfinished placement are deleted once another placement is decided."""
 
     def die(then: Sequence[Operation]) -> None:
         if len(store.num_written) == 2:
@@ -182,7 +182,7 @@ async def test_a_deposed_leader_places_nothing(store: WatchedStore) -> None:
 
 
 async def test_changes_of_a_hundred_shards_are_one_transaction(store: WatchedStore) -> None:
-    """If another writer changes one shard meanwhile, both changes are made."""
+    """A change that another writer makes to one of the shards meanwhile is kept beside this one."""
     await records.place(store, placed(120))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -209,7 +209,8 @@ async def test_changes_of_a_hundred_shards_are_one_transaction(store: WatchedSto
 
 
 async def test_a_change_is_decided_again_on_the_newest_record(store: WatchedStore) -> None:
-    """On the record of another writer the function returns it unchanged."""
+    """The change is computed again from the record that another writer has changed, and leaves that
+    shard as it is."""
     await records.place(store, placed(2))
     async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as late:
         async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as first:

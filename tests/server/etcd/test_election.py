@@ -68,7 +68,8 @@ async def leading(
 
 
 async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) -> None:
-    """It leads within half a second, publishes its addresses, and resigns with its key deleted."""
+    """The candidate leads within half a second, publishes its addresses, and resigns with its key
+    deleted."""
     await store.range(keys.ROOT)
     begun_s = time.monotonic()
     async with leading(store) as term:
@@ -86,7 +87,7 @@ async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) ->
 
 @pytest.mark.sampled()
 async def test_a_leader_renews_its_lease(store: KeyValueStore) -> None:
-    """Its term lasts longer than one lease, and a rival waits."""
+    """The term lasts longer than one lease, and a rival waits."""
     async with leading(store) as term:
         rival = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
         # Time itself is tested: longer than a lease of two seconds.
@@ -132,7 +133,7 @@ async def test_the_next_candidate_leads_at_once_after_a_resignation(store: KeyVa
 
 
 async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
-    """Once the key belongs to another leader, transactions with the old term's condition fail."""
+    """Transactions with the old term's condition fail once the key belongs to another leader."""
     async with leading(store) as old:
         key = keys.job_state("digits")
         assert (await store.transact((old.condition,), (Put(key, b"old"),))).succeeded
@@ -231,8 +232,8 @@ async def test_garbage_under_the_leaders_key_delays_a_campaign(store: KeyValueSt
 async def test_a_leaders_key_without_a_lease_prevents_no_candidate_from_leading(
     store: KeyValueStore, value: bytes
 ) -> None:
-    """It was written over the key of a leader, whose term is lost. It would never expire; no
-    candidate writes such a key."""
+    """A key without a lease, which would never expire, was written over the key of a leader, whose
+    term is lost. No candidate writes such a key, and the next one leads."""
     async with leading(store) as old:
         await store.put(keys.LEADER, value)
         async with asyncio.timeout(unhurried(5)):
@@ -272,7 +273,8 @@ async def test_a_killed_leader_has_a_successor_once_its_lease_ends(tmp_path: Pat
 
 
 async def test_a_leader_that_is_cut_off_ends_its_term_first(tmp_path: Path) -> None:
-    """It does so before its successor leads, and a later transaction of its term fails."""
+    """The term of the leader that is cut off ends before its successor leads, and a later
+    transaction of that term fails."""
     with running_etcd(tmp_path) as endpoint:
         async with (
             open_gate(endpoint) as gate,

@@ -185,7 +185,8 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
 
 
 async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """After a restart of etcd, which loses the token, calls and watches continue."""
+    """The user can use the keys of its role and no others. Calls and watches continue after a
+    restart of etcd, which loses the token."""
     supervisor, etcd = guarded
     async with EtcdClient(login(etcd.endpoint)) as client:
         lease = await client.grant(30)

@@ -145,7 +145,8 @@ async def test_calls_continue_when_one_of_three_endpoints_is_killed(three: Clust
 
 @pytest.mark.long
 async def test_calls_continue_when_one_of_three_endpoints_hangs(three: Cluster) -> None:
-    """Its connections stay open; the client changes to another endpoint within seconds."""
+    """The client changes to another endpoint within seconds, although connections to the one that
+    hangs stay open."""
     _, members = three
     async with (
         EtcdClient(config(*(each.endpoint for each in members))) as client,
@@ -257,7 +258,7 @@ async def test_a_watch_cut_off_over_a_compaction_delivers_the_difference(single:
 
 
 async def test_a_mirror_cut_off_over_a_compaction_has_the_current_keys(single: Cluster) -> None:
-    """It also continues over a restart of etcd."""
+    """The mirror also continues over a restart of etcd."""
     supervisor, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -296,7 +297,8 @@ async def test_a_mirror_cut_off_over_a_compaction_has_the_current_keys(single: C
 
 
 async def test_a_watch_of_an_etcd_that_lost_its_data_fails(single: Cluster) -> None:
-    """It would otherwise wait for ever: its revision is ahead of etcd's."""
+    """The watch raises CorruptError: its revision is ahead of etcd's, and it would wait for
+    ever."""
     supervisor, (etcd,) = single
     async with EtcdClient(config(etcd.endpoint)) as client:
         start = await client.put(PREFIX + "a", b"1")
@@ -336,7 +338,7 @@ async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluste
 
 
 async def test_a_transaction_waits_for_an_etcd_that_starts(single: Cluster) -> None:
-    """It is not sent while etcd is down, and then runs once."""
+    """The transaction is not sent while etcd is down, and then runs once."""
     supervisor, (etcd,) = single
     key = PREFIX + "a"
     async with EtcdClient(config(etcd.endpoint, timeout_s=20)) as client:

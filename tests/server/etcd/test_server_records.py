@@ -14,7 +14,7 @@ IDENTITY = ServerIdentity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710",
 
 @pytest.mark.parametrize("leaving", [False, True])
 def test_a_server_record_is_read_as_written(leaving: bool) -> None:
-    """It has the server's holder, its address, and if it is leaving."""
+    """The record has the server's holder, its address, and if the server is leaving."""
     found = servers.parse(keys.server("ps-0"), IDENTITY.record(leaving=leaving))
     assert found.holder == IDENTITY.holder
     assert (found.address, found.is_leaving) == (IDENTITY.address, leaving)

@@ -37,7 +37,7 @@ async def write(store: MemoryStore, written: ShardMap) -> shard_map.StoredLayout
 
 
 async def test_a_shard_map_is_read_as_it_was_written() -> None:
-    """It may be larger than a request. Keys of the earlier one are deleted."""
+    """The shard map may be larger than a request. Keys of the earlier map are deleted."""
     store = MemoryStore()
     assert await shard_map.read(store, "job") is None
     large = layout(20_000)
@@ -51,7 +51,8 @@ async def test_a_shard_map_is_read_as_it_was_written() -> None:
 
 
 async def test_a_shard_map_is_not_read_before_it_is_decided() -> None:
-    """It cannot be decided once its chunks were deleted, even if they are written again."""
+    """A shard map cannot be decided once its chunks were deleted, even if they are written
+    again."""
     store = MemoryStore()
     stored = shard_map.stored(layout(2))
     chunks_exist = await shard_map.write_chunks(store, stored)

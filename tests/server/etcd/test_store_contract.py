@@ -48,7 +48,8 @@ async def collect(
 
 
 async def test_a_key_has_its_revisions_and_version(bench: Bench) -> None:
-    """They are those of its creation and of its last write, and the number of writes."""
+    """The revisions of a key are those of its creation and of its last write, and its version is
+    the number of writes."""
     key = bench.prefix + "a"
     assert await bench.store.get(key) is None
     first = await bench.store.put(key, b"1")
@@ -61,7 +62,7 @@ async def test_a_key_has_its_revisions_and_version(bench: Bench) -> None:
 
 
 async def test_a_range_has_the_keys_of_its_prefix(bench: Bench) -> None:
-    """They are in key order, as of one revision, without keys beside the prefix."""
+    """The keys are in order, as of one revision, and keys beside the prefix are left out."""
     for name in ("b", "a", "ab", "ä", "zz"):
         await bench.store.put(bench.prefix + name, name.encode())
     last = await bench.store.put(bench.prefix[:-1] + "0", b"neighbour")
@@ -119,7 +120,8 @@ async def test_each_comparison_holds_for_the_stored_value_alone(bench: Bench, ri
 
 
 async def test_a_comparison_may_cover_all_keys_of_a_prefix(bench: Bench) -> None:
-    """It holds if none was written since the revision, and if there is none."""
+    """The comparison holds if no key of the prefix was written since the revision, and if there is
+    none."""
     first = await bench.store.put(bench.prefix + "a/1", b"")
     second = await bench.store.put(bench.prefix + "a/2", b"")
     await bench.store.put(bench.prefix + "b", b"")
@@ -233,7 +235,7 @@ async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
 
 
 async def test_a_watch_from_a_compacted_revision_is_reset(bench: Bench) -> None:
-    """It delivers the current keys, and continues from there."""
+    """The watch delivers the current keys, and continues from there."""
     start = await bench.store.put(bench.prefix + "gone", b"1")
     await bench.store.put(bench.prefix + "kept", b"2")
     await bench.store.delete(bench.prefix + "gone")

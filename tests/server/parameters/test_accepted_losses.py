@@ -210,7 +210,8 @@ def known_versions(servers: ParameterServers) -> set[int]:
 def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     opened: ExitStack, has_values: bool
 ) -> None:
-    """Its gradient was computed on lost values: it is refused as stale."""
+    """The gradient of the repeated push was computed on lost values: the push is refused as
+    stale."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -237,8 +238,8 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
 
 
 def test_rows_have_initial_values_after_an_accepted_loss(opened: ExitStack) -> None:
-    """Until then every call fails with the table and the shard. A push of rows that were looked up
-    before is not applied to the new shard."""
+    """Every call before that fails with the table and the shard. A push of rows that were looked up
+    before the loss is not applied to the new shard."""
     servers = cluster(opened, 1)
     token = servers.admit("w0")
     dense = opened.enter_context(closing(ParameterClient([servers.coordinator], lambda: token)))
@@ -315,7 +316,7 @@ def test_a_journal_that_returns_restores_only_shards_without_an_accepted_loss(
 def test_a_worker_may_wait_for_a_lost_shard(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its push is applied, once, when the server returns with its journal."""
+    """The worker's push is applied, once, when the server returns with its journal."""
     monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
     servers = cluster(opened, 0)
@@ -420,7 +421,7 @@ def test_samples_are_leased_again_if_no_trained_shard_is_left(
     choice: SamplesAfterLoss.ValueType,
     expected: SamplesAfterLoss.ValueType,
 ) -> None:
-    """By default the ledger starts over once the losses of all shards are accepted, and late
+    """The ledger starts over by default once the losses of all shards are accepted, and late
     reports do not count. The operator may choose to keep it."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")

@@ -134,8 +134,8 @@ def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_p
 def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """Its shards have the same numbers and more updates, as from before a reset of the job. With
-    the server's own journal, training continues."""
+    """The journal's shards have the same numbers and more updates, as from before a reset of the
+    job. Training continues with the server's own journal."""
     folder, own = tmp_path / "ps-0", tmp_path / "own"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))

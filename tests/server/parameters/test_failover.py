@@ -86,7 +86,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> None:
-    """Both exist once a worker has pulled."""
+    """A shard has a primary and a backup once a worker has pulled."""
     client = trained(servers)
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
@@ -113,7 +113,7 @@ def test_a_backup_takes_over_with_values_momentum_and_sessions(
 
 
 def test_servers_that_die_in_turn_lose_nothing(servers: ParameterServers) -> None:
-    """Each is replaced by an empty process, which gets its copies before the next one dies."""
+    """An empty process replaces each dead server, and gets its copies before the next one dies."""
     client = trained(servers)
     for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
         client.push(filled(-1.0))
@@ -165,7 +165,7 @@ def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
 
 
 def test_a_server_that_leaves_hands_over_its_shards(servers: ParameterServers) -> None:
-    """It has none when it ends, so that the next push needs no retry."""
+    """A leaving server has no shards when it ends, so that the next push needs no retry."""
     client = trained(servers)
     servers.add("ps-2")
     leaver = servers.servers["ps-0"]

@@ -133,8 +133,8 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_a_copy_that_takes_long_is_waited_for(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes longer than a peer may be silent. The link does not break, no image is sent twice,
-    and other shards get pushes. In the end the copy has every push."""
+    """The copy takes longer than a peer may be silent. The link does not break, no image is sent
+    twice, and other shards get pushes. In the end the copy has every push."""
     go_on = threading.Event()
 
     def slow(builder: ShardBuilder) -> AnyShard:

@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[ParameterClient], object]] = {
 def test_the_error_of_a_lost_shard_has_the_version_that_the_member_saw(
     servers: ParameterServers, call: str
 ) -> None:
-    """It also names job, shard and remedy."""
+    """The error also names job, shard and remedy."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0), into=filled(9.0))
@@ -179,7 +179,7 @@ def test_a_job_with_half_of_its_shards_created_starts(servers: ParameterServers)
 def test_initial_values_are_readable_once_the_record_has_them(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server ends before that write, no client has seen the values, so that others may
+    """No client has seen the values if the server ends before that write, so that others may
     replace them."""
     writing = asyncio.Event()
     is_formed = LedShard._is_formed

@@ -149,7 +149,7 @@ def test_new_rows_reuse_the_memory_of_evicted_ones() -> None:
 
 
 def test_a_full_table_that_evicts_its_oldest_rows_needs_no_memory() -> None:
-    """It has the memory of all its rows already."""
+    """A full table has the memory of all its rows already."""
     table = new_table(max_rows=64, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     ones = [[1.0, 1.0]] * 64
@@ -173,7 +173,7 @@ def own(folder: Path, lines: str) -> Path:
 
 
 def test_the_default_is_a_share_of_the_lowest_cgroup_limit(tmp_path: Path) -> None:
-    """These are the limits of the process' cgroup and of its parents; "max" is no limit."""
+    """The limits of the process' cgroup and of its parents count; "max" is no limit."""
     cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
     cgroup(tmp_path / "pod" / "server", "memory.max", "max")
     mine = own(tmp_path, "0::/pod/server\n")
@@ -190,7 +190,7 @@ def test_in_a_container_the_limit_at_the_root_counts(tmp_path: Path) -> None:
 
 
 def test_limits_of_version_1_of_cgroups_count(tmp_path: Path) -> None:
-    """Only the path of the memory controller counts."""
+    """The path of the memory controller counts, and that of no other controller."""
     cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
     mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)

@@ -200,7 +200,7 @@ def error_of(outcome: PushOutcome) -> ShoalError:
 
 @pytest.mark.long
 async def test_a_shard_of_64_mib_can_be_created_pushed_and_pulled(world: World) -> None:
-    """It is larger than a message may be, in either direction."""
+    """The shard is larger than a message may be, in either direction."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), MAX_PIECE_BYTES))
     outcomes, values = await push(world, header(HUGE, return_values=True), parts)
@@ -210,7 +210,7 @@ async def test_a_shard_of_64_mib_can_be_created_pushed_and_pulled(world: World) 
 
 
 async def test_a_repeated_push_is_marked_as_a_duplicate(world: World) -> None:
-    """It gets its first outcome, and is not applied again."""
+    """A repeated push gets its first outcome, and is not applied again."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
     first, _ = await push(world, header(SMALL), parts)
@@ -264,8 +264,7 @@ BAD_PUSHES = {
 
 @pytest.mark.parametrize("name", BAD_PUSHES)
 async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
-    """It is truncated, too long, corrupted, out of order or not finite. Nothing of it is
-    applied."""
+    """A part that is truncated, too long, corrupted, out of order or not finite changes nothing."""
     await create(world, LARGE)
     parts, kind = BAD_PUSHES[name]
     outcomes, values = await push(world, header(LARGE, return_values=True), parts)
@@ -323,7 +322,7 @@ async def test_a_bad_header_refuses_the_whole_push(
 
 
 async def test_a_replaced_member_is_fenced_at_once(world: World) -> None:
-    """Its key in etcd has a new incarnation, which is accepted."""
+    """The key of the member in etcd has a new incarnation, which is accepted."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
     await world.store.put(keys.job_state(JOB), json.dumps({"last_generation": 8}).encode())
@@ -459,8 +458,8 @@ async def test_a_pull_has_the_values_of_one_version(world: World) -> None:
 
 
 async def test_a_dropped_job_leaves_no_shards(world: World) -> None:
-    """Before that, the description has its versions, staleness and memory; a drop needs a
-    member."""
+    """A member of the job can drop its shards, and no other caller can. The description before that
+    has the shards' versions, staleness and memory."""
     await create(world, SMALL, LARGE)
     await push(world, header(SMALL), list(pieces(SMALL, full(SMALL, -1.0))))
     described = await world.stub.Describe(DescribeRequest(job=JOB))
@@ -486,8 +485,8 @@ async def test_values_of_a_known_version_are_not_sent(world: World) -> None:
 
 
 async def test_the_shards_of_a_finished_job_are_dropped(world: World) -> None:
-    """They are dropped once the job is finished and its last member gone. A job that only lost its
-    members keeps them."""
+    """Shards are dropped once their job is finished and its last member gone. A job that only lost
+    its members keeps them."""
 
     async def num_shards() -> int:
         return len((await world.stub.Describe(DescribeRequest())).shards)

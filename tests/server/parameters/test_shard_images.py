@@ -138,7 +138,8 @@ def test_a_record_out_of_order_is_refused() -> None:
 
 
 def test_a_copy_forgets_the_sessions_that_its_primary_forgot() -> None:
-    """Only the primary knows which members are alive; its record names the forgotten sessions."""
+    """The primary's record names the forgotten sessions: a copy does not know which members are
+    alive."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []
     copy = dense_from_image(loaded(shard, records.append))
@@ -164,14 +165,14 @@ def test_a_copy_forgets_the_sessions_that_its_primary_forgot() -> None:
     ],
 )
 def test_an_incomplete_image_is_refused(change: dict[str, object]) -> None:
-    """So is one of another kind, or of another layout."""
+    """An image of another kind or of another layout is refused as well."""
     image = loaded(new_shard("adam", "float32"))
     with pytest.raises(InternalError):
         dense_from_image(replace(image, **change))  # type: ignore[arg-type]
 
 
 def test_a_base_version_lost_with_a_primary_counts_as_the_newest() -> None:
-    """Before a failover, the worker may have seen a version that the new primary does not have."""
+    """A worker may have seen a version before a failover that the new primary does not have."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
     outcome = shard.push(push, is_live)
@@ -179,8 +180,8 @@ def test_a_base_version_lost_with_a_primary_counts_as_the_newest() -> None:
 
 
 def test_pushes_of_an_earlier_epoch_are_refused() -> None:
-    """They change nothing, also repeated ones. A repetition in the new epoch gets its first
-    outcome."""
+    """Refused pushes change nothing, also repeated ones. A repetition in the new epoch gets its
+    first outcome."""
     shard = new_shard("sgd", "float32")
     shard.push(a_push(1), is_live)
     shard.enter_epoch(EPOCH + 1)
@@ -194,7 +195,7 @@ def test_pushes_of_an_earlier_epoch_are_refused() -> None:
 
 
 def test_a_subscriber_can_be_removed() -> None:
-    """It gets no later records."""
+    """The removed subscriber gets no later records."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []
     shard.subscribe(records.append)

@@ -95,7 +95,7 @@ def call(channel: grpc.aio.Channel, name: str) -> Any:
 
 
 async def test_a_silent_connection_is_closed() -> None:
-    """So is a connection that does not speak HTTP/2."""
+    """A connection is closed if it sends nothing, or does not speak HTTP/2."""
     async with serving(CallLimits(handshake_s=0.2)) as (_, _, port):
         for sent in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -170,7 +170,7 @@ async def test_a_fault_is_an_internal_error_and_counted() -> None:
 async def test_a_cancelled_call_is_not_counted_as_successful(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may have taken effect, and is in the audit log as well."""
+    """A cancelled call may have taken effect, and is in the audit log as well."""
     monkeypatch.setattr(audit, "AUDITED", {"/t.Echo/Wait"})
     durations = call_durations()
     with structlog.testing.capture_logs() as logs:
@@ -213,7 +213,7 @@ def test_connections_leave_descriptors_for_the_process_itself() -> None:
 
 
 async def test_calls_of_operators_are_logged() -> None:
-    """So are refused ones; calls that only read are not."""
+    """Refused calls are logged as well; calls that only read are not."""
     async with served(MemoryStore()) as world:
         await world.training("a")
         with structlog.testing.capture_logs() as logs:

@@ -133,7 +133,8 @@ def _part(file: str) -> ManifestEntry:
     ],
 )
 def test_a_manifest_that_names_another_file_is_damaged(tmp_path: Path, file: str) -> None:
-    """Such a file is not read, and such a manifest is not written."""
+    """A file outside the folders of parts is not read, and a manifest with its name is not
+    written."""
     library = SnapshotLibrary(Storage(str(tmp_path / "root")), "job")
     with pytest.raises(SnapshotDamaged, match="names a file"):
         library.read_part(_part(file))

@@ -82,7 +82,7 @@ async def test_a_client_of_the_next_release_uses_the_common_version() -> None:
 
 
 async def test_a_client_without_a_user_agent_is_judged_by_its_request() -> None:
-    """Its Attend request has the versions that it speaks."""
+    """The Attend request of such a client has the versions that it speaks."""
     async with served(MemoryStore()) as world, grpc.aio.insecure_channel(world.address) as channel:
         alone = attend(OWN_PROTOCOLS, oldest=0)
         call = MembershipStub(channel).Attend(alone)

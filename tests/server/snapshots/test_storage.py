@@ -30,7 +30,7 @@ def test_a_file_is_read_as_it_was_written(storage: Storage) -> None:
 
 
 def test_a_file_of_pieces_is_whole_or_absent(storage: Storage) -> None:
-    """Its name is computed once all pieces are written."""
+    """The name of the file is computed once all pieces are written."""
     taken = []
 
     def pieces(count: int) -> Iterator[bytes]:
@@ -50,8 +50,8 @@ def test_a_file_of_pieces_is_whole_or_absent(storage: Storage) -> None:
 def test_a_local_file_is_durable_with_its_new_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power loss, a new folder may be gone with all that is in it, unless the folder above
-    is on the disk too."""
+    """The folder above each new folder is synced too: without that, the new folder may be gone
+    after a power loss, with all that is in it."""
     synchronized, fsync = set[Path](), os.fsync
 
     def note(descriptor: int) -> None:

@@ -132,7 +132,7 @@ async def test_an_invalid_token_is_refused(world: World, tmp_path: Path, value: 
 
 @pytest.mark.long
 async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> None:
-    """They show their process' incarnation. Health probes need no token either."""
+    """Workers show their process' incarnation. Health probes need no token either."""
     async with serving(world, tmp_path) as served:
         path = "/api/v1/jobs/digits/members/w1/health"
         assert (await served.http.post(path, json=REPORT_BODY)).status_code == 204
@@ -143,7 +143,7 @@ async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> N
 
 @pytest.mark.long
 async def test_a_session_of_the_page_ends_when_it_is_deleted(world: World, tmp_path: Path) -> None:
-    """It is a cookie that is not given to scripts or other sites."""
+    """The session is a cookie that is not given to scripts or other sites."""
     async with serving(world, tmp_path) as served:
         http, secret = served.http, served.operator["authorization"].partition(" ")[2]
         assert (await http.get("/api/v1/session")).json() == {
@@ -170,7 +170,8 @@ async def test_a_session_of_the_page_ends_when_it_is_deleted(world: World, tmp_p
 
 @pytest.mark.long
 async def test_a_call_from_a_page_of_another_site_is_refused(world: World, tmp_path: Path) -> None:
-    """It is refused with the session's cookie, and by a server without tokens."""
+    """The call is refused even with the session's cookie, and by a server without tokens as
+    well."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.operator["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)
@@ -199,7 +200,7 @@ async def test_a_call_from_a_page_of_another_site_is_refused(world: World, tmp_p
 
 @pytest.mark.long
 async def test_actions_are_logged_with_their_caller(world: World, tmp_path: Path) -> None:
-    """So are refused ones; reads are not, and tokens never are."""
+    """Refused actions are logged as well; reads are not, and tokens never are."""
     async with serving(world, tmp_path) as served:
         with structlog.testing.capture_logs() as logs:
             await served.http.get("/api/v1/jobs", headers=served.viewer)
@@ -221,7 +222,7 @@ async def test_actions_are_logged_with_their_caller(world: World, tmp_path: Path
 
 @pytest.mark.long
 async def test_a_token_removed_from_the_file_is_refused(world: World, tmp_path: Path) -> None:
-    """Its sessions end as well, without a restart. An invalid file refuses all tokens."""
+    """The token's sessions end as well, without a restart. An invalid file refuses all tokens."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.viewer["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)

@@ -100,7 +100,7 @@ async def test_a_generation_has_its_roster_and_conflicts(
 
 
 async def test_why_has_what_a_member_waits_for(world: World, http: httpx.AsyncClient) -> None:
-    """It has the member's reason, the job's, and the member's last error."""
+    """The answer has the member's reason, the job's, and the member's last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 members are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -143,8 +143,8 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
 
 
 async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
-    """These are the scripts and styles of its head, and the library that is loaded later. They need
-    no token."""
+    """Scripts and styles of the page's head, and the library that is loaded later, need no
+    token."""
     named = re.findall(r'(?:src|href)="(/[^"]+[.](?:js|css))"', (await http.get("/")).text)
     named += re.findall(r'"(/vendor/[^"]+)"', (await http.get("/plot.js")).text)
     assert len(named) > 8
@@ -205,7 +205,7 @@ async def test_a_job_has_its_command_commit_and_hyperparameters(
 
 
 async def test_the_next_report_corrects_the_step(world: World, http: httpx.AsyncClient) -> None:
-    """So is the job's step."""
+    """A member's next report replaces a step that was too high, and the job's step follows."""
     for synchronous in (True, False):
         world.change("digits", synchronous=synchronous)
         before = (await http.get("/api/v1/jobs")).json()[0]["step"]
@@ -240,7 +240,7 @@ async def test_a_report_of_another_incarnation_is_refused(http: httpx.AsyncClien
 async def test_a_restarted_member_has_no_health_of_its_earlier_process(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """It has no losses either."""
+    """The losses of the earlier process are gone as well."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(status_world.member("w1", 1, public_id="new"),))
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
@@ -278,7 +278,8 @@ async def test_a_report_out_of_range_names_field_value_and_rule(
 
 
 async def test_unknown_figures_of_a_later_protocol_are_ignored(http: httpx.AsyncClient) -> None:
-    """With the current protocol they would be refused. The other figures count."""
+    """The other figures of the report count. A report of the current protocol with unknown figures
+    would be refused."""
     course = {"num_steps": 7, "figure_of_a_later_release": 1}
     later = {"figure_of_a_later_release": [1], "course": course}
     report = {**REPORT, **later, "protocol": OWN_PROTOCOLS.newest + 1}
@@ -339,7 +340,7 @@ async def test_pages_of_events_have_each_event_once(world: World, http: httpx.As
 
 
 async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncClient) -> None:
-    """These are 1,000 for each job. A larger limit is refused."""
+    """The number of kept events is 1,000 for each job. A larger limit of a page is refused."""
     for i in range(MAX_EVENTS + 5):
         world.board.event("digits", "member_lost", str(i))
     page = (await http.get(f"/api/v1/jobs/digits/events?limit={MAX_EVENTS}")).json()
@@ -365,7 +366,7 @@ async def test_shards_and_servers_have_their_state(world: World, http: httpx.Asy
 
 
 async def test_a_lost_shard_is_shown_in_three_places(world: World, http: httpx.AsyncClient) -> None:
-    """These are the shards, the metrics, and the answer to what a member waits for."""
+    """The places are the shards, the metrics, and the answer to what a member waits for."""
     sentence = "shard 2 of job digits was lost with every server that had it: at least version 812."
     lost = LostShardView(
         shard_id=2,
@@ -435,7 +436,7 @@ async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> N
 
 
 async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.AsyncClient) -> None:
-    """There are metrics of coordinator, jobs, members, shards and servers."""
+    """Coordinator, jobs, members, shards and servers have metrics."""
     world.shards_of["digits"] = status_world.shards()
     world.samples_of["digits"] = status_world.samples()
     world.board.event("digits", "member_lost", "w3 is gone")
@@ -500,7 +501,7 @@ async def test_every_figure_of_a_report_is_shown_exported_and_documented(
 
 
 async def test_a_removed_job_has_no_metrics(world: World, http: httpx.AsyncClient) -> None:
-    """Its series would be stale."""
+    """The series of a removed job would be stale."""
     assert any("digits" in name for name in parse(await http.get("/metrics")))
     world.by_name.clear()
     assert not any("digits" in name for name in parse(await http.get("/metrics")))
@@ -526,7 +527,7 @@ def parse(response: httpx.Response) -> dict[str, float]:
 
 
 async def test_a_finished_job_keeps_its_step(world: World, http: httpx.AsyncClient) -> None:
-    """Its members have all left."""
+    """The job's step is kept after all its members have left."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(), phase="finished")
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300

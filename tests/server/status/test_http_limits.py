@@ -97,7 +97,7 @@ async def test_an_unfinished_body_is_refused(world: World) -> None:
 
 
 async def test_a_connection_beyond_the_limit_is_refused_as_overloaded(world: World) -> None:
-    """There are limits in total and for each peer. Once a connection is closed, another is
+    """Connections are limited in total and for each peer. Once a connection is closed, another is
     accepted."""
     for limits, reason in (
         (HttpLimits(http_connections=3), "connections"),
@@ -150,7 +150,7 @@ async def test_the_number_of_live_pages_of_a_peer_is_bounded(world: World) -> No
 
 @pytest.mark.long
 async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
-    """It is dropped once the kernel's buffers are full, and no longer counts."""
+    """The page is dropped once the kernel's buffers are full, and no longer counts."""
     record = status_world.generation(3, [f"w{i}" for i in range(1000)])
     world.change("digits", generations=tuple(replace(record, generation=i) for i in range(40)))
     async with serving(world, QUICK) as (server, bounds):
@@ -181,7 +181,7 @@ async def test_requests_for_another_host_are_refused(world: World) -> None:
 
 
 async def test_invalid_http_is_not_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise any caller could fill the log."""
+    """A caller could fill the log with lines about invalid requests."""
     async with serving(world, HttpLimits()) as (server, _):
         for sent in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
             reader, writer = await connect(server)

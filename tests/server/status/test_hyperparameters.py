@@ -29,7 +29,7 @@ def test_a_setting_that_differs_between_groups_is_shown_for_each() -> None:
 
 
 def test_an_optimizer_text_of_another_form_is_shown_unchanged() -> None:
-    """It may be of several optimizers, cut, or of a later release."""
+    """The text may be of several optimizers, cut, or of a later release."""
     for text in ("d: SGD(lr=1 parameters=2); g: SGD(lr=2 parameters=2)", "SGD(lr=1... 5f", ""):
         assert hyperparameters({"optimizer": text}) == {"optimizer": text}
 

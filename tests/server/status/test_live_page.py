@@ -23,8 +23,8 @@ HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
 async def test_the_page_shows_the_running_job(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """It shows its members by rank with loss and reason, samples, shards, events and
-    generations."""
+    """The page shows the job's members by rank with loss and reason, and its samples, shards,
+    events and generations."""
     world.put(status_world.job("abc", phase="finished", members=()))
     world.samples_of["digits"] = status_world.samples()
     world.shards_of["digits"] = status_world.shards(silent="ps1")
@@ -48,7 +48,7 @@ async def test_the_page_shows_the_running_job(
 
 
 async def test_the_page_has_charts_of_a_job(world: World, server: StatusServer, page: Page) -> None:
-    """Those of loss, throughput, step times and staleness are also described in words; generations
+    """Charts of loss, throughput, step times and staleness are also described in words; generations
     have the pauses of changes."""
     status_world.charted(world.board)
     await page.goto(f"{server.url}/?job=digits")
@@ -149,8 +149,8 @@ async def test_the_page_shows_command_commit_and_hyperparameters(
 async def test_members_are_shown_with_their_usage_of_resources(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """These are processors, and traffic of the host, whose column is left out if no member reports
-    it."""
+    """A member's row has its processors and its host's traffic, whose column is left out if no
+    member reports it."""
     await page.goto(f"{server.url}/?job=digits")
     row = page.get_by_role("region", name="Members").get_by_role("row").nth(1)
     await expect(row).to_contain_text("w0")

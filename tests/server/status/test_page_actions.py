@@ -120,7 +120,7 @@ async def test_a_viewer_sees_no_buttons_of_actions(
 async def test_the_page_shows_progress_and_logged_values(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """It also shows the time left, the newest checkpoint and settings."""
+    """The page also shows the time left, the newest checkpoint and settings."""
     status_world.charted(world.board)
     for step in range(1, 6):
         report = status_world.health(

@@ -17,8 +17,8 @@ HOSTILE = "<img src=x onerror='window.hit=1'>"
 async def test_a_members_dialog_shows_its_output(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """It shows the newest lines, earlier ones on request, and new ones as they are printed. The
-    page sends no request once the dialog is closed."""
+    """The dialog shows the newest lines, earlier ones on request, and new ones as they are printed.
+    The page sends no request once the dialog is closed."""
     world.printed["w1"] = [f"line {number}" for number in range(120)] + [HOSTILE]
     await page.goto(f"{server.url}/?job=digits")
     await page.get_by_role("button", name="w1", exact=True).focus()
@@ -93,7 +93,7 @@ async def test_unavailable_output_is_shown_with_the_reason_and_requested_again(
 async def test_the_last_lines_of_a_lost_member_are_shown(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Its dialog opens by its name in the last generation that had it."""
+    """The member's dialog opens by its name in the last generation that had it."""
     before = status_world.generation(2, ["w0", "w1", "w2", "w9"])
     after = status_world.generation(3, ["w0", "w1", "w2"], digest="9a" * 32)
     world.change("digits", generations=(after, before))

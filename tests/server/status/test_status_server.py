@@ -70,7 +70,7 @@ async def test_signals_are_left_to_the_process(world: World) -> None:
 
 @pytest.mark.long
 async def test_an_open_page_does_not_delay_the_end_of_the_server(world: World) -> None:
-    """Its live stream ends with the server, within 1.5 s."""
+    """The live stream of the page ends with the server, within 1.5 s."""
     async with httpx.AsyncClient(trust_env=False) as http:
         async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
             request = http.build_request("GET", f"{server.url}/api/v1/stream?job=digits")
@@ -106,7 +106,7 @@ async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
 async def test_over_tls_a_browser_without_a_certificate_needs_a_token(
     world: World, tmp_path: Path
 ) -> None:
-    """Only a server with tokens accepts a connection without a certificate."""
+    """A server without tokens accepts no connection without a certificate."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init(hosts=["127.0.0.1"])
     secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)

@@ -73,7 +73,7 @@ async def test_a_waiting_member_is_shown_with_what_it_waits_for() -> None:
 
 
 async def test_a_stopped_coordinator_is_not_ready() -> None:
-    """Once it has stepped down, /readyz is 503 with the reason."""
+    """The answer of /readyz is 503 with the reason once the coordinator has stepped down."""
     async with endpoint() as (world, http):
         assert (await http.get("/readyz")).status_code == 200
         await world.coordinator.step_down()
@@ -142,7 +142,7 @@ def test_the_state_of_every_shard_is_read_from_its_server() -> None:
 
 
 def test_the_view_of_samples_has_the_numbers_of_the_ledger() -> None:
-    """It also has the numbers of each epoch."""
+    """The view also has the numbers of each epoch."""
     counts = LedgerCounts(
         dataset_size=10,
         num_epochs=2,

@@ -59,7 +59,7 @@ class RawConnection:
         return from_detail(ErrorDetail.FromString(bytes(frame.body)))
 
     @classmethod
-    def greeted(cls, servers: ParameterServers, token: Token) -> Self:
+    def admitted(cls, servers: ParameterServers, token: Token) -> Self:
         """Open a connection that the server has admitted."""
         raw = cls(servers, token)
         answer = raw.next()

@@ -70,7 +70,7 @@ class Replica(CoordinatorProcess):
 
 
 class Replicas:
-    """Several replicas on one etcd, each with a separate wire to it.
+    """Coordinator replicas on one etcd, each with a separate wire to it.
 
     `full` replaces replicas that a test has ended.
     """

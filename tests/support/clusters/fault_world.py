@@ -95,7 +95,7 @@ class Cast:
         """Start members, and wait until they train together."""
         members = [self.joins(name, desired=len(names), **options) for name in names]
         for member in members:
-            member.trains_with(*names)
+            member.await_training_with(*names)
         return members
 
     def __getitem__(self, name: str) -> ScriptedMember:
@@ -131,11 +131,11 @@ class Cast:
         except Exception as error:
             raise AssertionError(f"{error}\nthe members received:\n{self.transcripts()}") from error
 
-    def runs(self, generation: int) -> None:
+    def await_running(self, generation: int) -> None:
         """Wait until the leader reports that the job runs, and knows that generation."""
         awaited(lambda: self._runs(generation), CALL_S, f"{self.job} runs in {generation}")
 
-    def has_lost(self, member_id: str) -> None:
+    def await_loss_of(self, member_id: str) -> None:
         """Wait until the leader no longer counts a member as one of the job."""
         awaited(lambda: self._has_lost(member_id), CALL_S, f"{self.job} has lost {member_id}")
 
@@ -161,7 +161,7 @@ class Cast:
             return None
         return answer.json() if answer.status_code == httpx.codes.OK else None
 
-    def is_fenced(self, token: Token) -> None:
+    def check_fenced(self, token: Token) -> None:
         """Fail unless every call with the token is refused, and changes nothing."""
         before = self.record()
         generation = before.roster.generation
@@ -182,7 +182,7 @@ class Cast:
         assert reply.error.kind == Fenced.__name__
         assert self.record() == before
 
-    def agrees(self) -> None:
+    def check_agreement(self) -> None:
         """Fail unless all members received the same outcomes, equal to the durable ones.
 
         Each generation number has one roster. If it was committed and then aborted, the abort

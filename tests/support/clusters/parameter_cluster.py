@@ -128,7 +128,8 @@ class Server:
 
 
 class ParameterCluster:
-    """`with ParameterCluster(tmp_path, 3) as cluster:` servers `ps-0` to `ps-2`, all ready."""
+    """Cluster of parameter server processes with a coordinator and etcd: `with
+    ParameterCluster(tmp_path, 3) as cluster:` has servers `ps-0` to `ps-2`, all ready."""
 
     def __init__(
         self,
@@ -314,7 +315,7 @@ class ParameterCluster:
         """True if the job is in step, and every server leads some shard."""
         return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
 
-    def said_of(self, job: str) -> list[str]:
+    def log_lines_about(self, job: str) -> list[str]:
         """Return log lines of the servers about a job's shards and each other, ordered by time in
         seconds; only the last MAX_LOG_LINES."""
         lines = [

@@ -58,7 +58,8 @@ async def anybody(token: Token) -> None:
 
 
 class ParameterServers:
-    """`with ParameterServers(2) as servers:` runs servers `ps-0` and `ps-1`, and a coordinator.
+    """Parameter servers and a coordinator in this process: `with ParameterServers(2) as servers:`
+    runs servers `ps-0` and `ps-1`.
 
     Their keys are in memory, or in a real etcd if its endpoint is given.
     """

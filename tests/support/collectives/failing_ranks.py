@@ -49,7 +49,7 @@ def _go_on(how: str, device: str = "cpu") -> None:
         total = torch.ones(4, device=device)
         dist.all_reduce(total)
         assert total.sum().isfinite()  # waits for the GPU
-    raise AssertionError("never told")
+    raise AssertionError("no error reached this rank")
 
 
 def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
@@ -60,7 +60,7 @@ def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -
     try:
         _go_on(how)
     except RuntimeError as error:
-        report("told", text=str(error))
+        report("failed", text=str(error))
 
 
 def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
@@ -80,7 +80,7 @@ def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -
     try:
         _go_on(how, "cuda")
     except RuntimeError as error:
-        report("told", recognised=backend.is_failure(error))
+        report("failed", recognised=backend.is_failure(error))
         group.cut("a rank failed")
         group.retire()
 

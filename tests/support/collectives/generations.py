@@ -63,7 +63,7 @@ class Formed:
 
 
 @dataclass(kw_only=True)
-class Life:
+class JobRun:
     """A run of members m0, m1, ... of one job. All are in the first generation, and those that were
     not lost are in each later one."""
 
@@ -79,7 +79,7 @@ class Life:
         """Return each member's weights after all steps; None for lost members."""
         self._lock = threading.Lock()
         self._number = 0
-        self._told: dict[str, tuple[bool, int]] = {}
+        self._entered: dict[str, tuple[bool, int]] = {}
         self._first = threading.Barrier(self.world_size, self._form)
         return run_in_memory(self._body, self.world_size, timeout_s=WAIT_S)
 
@@ -93,14 +93,14 @@ class Life:
             member.gate.abort()
             raise
 
-    def tell(self, name: str, *, has_state: bool, step: int) -> None:
+    def enter(self, name: str, *, has_state: bool, step: int) -> None:
         """Enter a member for the next generation, with this state."""
         with self._lock:
-            self._told[name] = (has_state, step)
+            self._entered[name] = (has_state, step)
 
     def _form(self) -> None:
         """Form a generation, once all members of the last one have reached its end."""
-        entered, self._told = self._told, {}
+        entered, self._entered = self._entered, {}
         self._number += 1
         steps = {name: step for name, (has, step) in entered.items() if has}
         newest = max(steps.values(), default=0)
@@ -122,9 +122,9 @@ class Lost(Exception):
 class Member:
     """A member of the run."""
 
-    def __init__(self, life: Life, name: str, gate: threading.Barrier) -> None:
-        self.life, self.name, self.gate = life, name, gate
-        strategy = life.made()
+    def __init__(self, job_run: JobRun, name: str, gate: threading.Barrier) -> None:
+        self.job_run, self.name, self.gate = job_run, name, gate
+        strategy = job_run.made()
         assert isinstance(strategy, SynchronousStrategy)
         self.strategy: Any = strategy
         self.number = 0
@@ -134,14 +134,14 @@ class Member:
         """Train through all generations. Returns the weights after all steps; None if lost."""
         strategy, is_lost = self.strategy, False
         strategy._new_group = self._new_group
-        strategy.distribute(*self.life.run.build(int(self.name[1:])))
+        strategy.distribute(*self.job_run.run.build(int(self.name[1:])))
         while True:
             if not is_lost:
-                self.life.tell(self.name, has_state=strategy.has_state, step=strategy.step)
+                self.job_run.enter(self.name, has_state=strategy.has_state, step=strategy.step)
             self.gate.wait(WAIT_S)
             if is_lost:
                 return None
-            formed = self.life.formed
+            formed = self.job_run.formed
             self.number, self.gate = formed.number, formed.gate
             try:
                 return self._steps(generation_of(formed.names, self.name, self.number, formed.keep))
@@ -155,20 +155,20 @@ class Member:
     def _new_group(self, generation: Generation) -> CutGroup:
         held = self.strategy._generation_group
         held.number = generation.number
-        held._group = CutGroup(self.life.formed.hub, generation.rank)
+        held._group = CutGroup(self.job_run.formed.hub, generation.rank)
         made: CutGroup = held._group
         return made
 
     def _steps(self, generation: Generation) -> Mapping[str, Tensor]:
-        run, strategy, loader = self.life.run, self.strategy, self.life.run.loader()
+        run, strategy, loader = self.job_run.run, self.strategy, self.job_run.run.loader()
         strategy.enter(generation)
         share = strategy.data_share(generation)
         while strategy.step < run.num_steps:
-            self.life.on_step(self)
+            self.job_run.on_step(self)
             batch = loader.synchronous(strategy.step, *share)
             strategy.begin_step()
             strategy.forward_backward(batch.inputs, batch.targets, run.loss, batch.weight)
-            self.life.on_gradients(self)
+            self.job_run.on_gradients(self)
             strategy.end_step(lambda: None)
         strategy.finish()
         weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import TheRunsOwn
+from support.collectives.strategy_runs import DefaultGroup
 from torch import Tensor
 
 from shoal.backends.in_memory import group as in_memory
@@ -219,7 +219,7 @@ class LateGroup(InMemoryGroup):
         return LateWork(inner, [(each, shadows[id(each)]) for each in results], self)
 
 
-class LateRunGroup(TheRunsOwn):
+class LateRunGroup(DefaultGroup):
     """The late groups of a run of ranks as the group of a generation, which can be cut."""
 
     def __init__(self) -> None:

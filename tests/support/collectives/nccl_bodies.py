@@ -81,7 +81,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
         is_gloo=[is_gloo(whole), is_gloo(subgroup)],
         words_are_shared=words.is_shared,
         watches_peers=GroupPeers(subgroup)._connections is not None,
-        heard=words.receive_values(),
+        received=words.receive_values(),
     )
     dist.barrier()
     words.close()
@@ -114,7 +114,7 @@ def cut(report: Report, path: str, rank: int, where: str) -> None:
         report("retired", is_initialized=dist.is_initialized(), aborted=len(ABORTED))
 
 
-class LonelyGroup:
+class StuckGroup:
     """A group whose first operation waits for ever."""
 
     def __init__(self, entered: threading.Event) -> None:
@@ -133,7 +133,7 @@ class Connecting(StandIn):
         self.entered = threading.Event()
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
-        lonely: Any = LonelyGroup(self.entered)
+        lonely: Any = StuckGroup(self.entered)
         connect(lonely, torch.device("cpu"), waiter)
 
 

@@ -77,7 +77,9 @@ def passes(
     return found
 
 
-def passes_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+def run_passes_until_a_fault(
+    report: Report, path: str, rank: int, world_size: int, how: str
+) -> None:
     """Run passes of three stages; in the fourth the last stage does not reach its loss, by fault
     `how`."""
     store = dist.FileStore(path, world_size)
@@ -101,7 +103,7 @@ def passes_until_told(report: Report, path: str, rank: int, world_size: int, how
     try:
         _passed(layout, 8, fails)
     except (GenerationBroken, KeyError) as error:
-        report("told", text=str(error))
+        report("failed", text=str(error))
 
 
 def refused() -> str:

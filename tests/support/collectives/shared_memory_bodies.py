@@ -42,64 +42,64 @@ def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
     return memory
 
 
-def met(num_meetings: int) -> int:
+def run_meetings(num_meetings: int) -> int:
     """Run rounds in which each rank reads, after a meeting, what all ranks wrote before it."""
     memory = shared()
     numbers = memory.data.cast("Q")
     for number in range(num_meetings):
         at = number % 2 * memory.world_size
         numbers[at + memory.rank] = 1000 * number + memory.rank
-        words = memory.gather_words(10 * number + memory.rank)
+        gathered_words = memory.gather_words(10 * number + memory.rank)
         ranks = range(memory.world_size)
-        assert words == [10 * number + rank for rank in ranks]
+        assert gathered_words == [10 * number + rank for rank in ranks]
         assert list(numbers[at : at + memory.world_size]) == [1000 * number + r for r in ranks]
     memory.close()
     return len(memory.data)
 
 
-def words_told(num_rounds: int, *, shares: bool) -> str:
+def exchange_values(num_rounds: int, *, shares: bool) -> str:
     """Run rounds in which each rank receives all ranks' values. Returns the error of sending after
     a round that no rank received."""
-    words = SharedMessages(whole_world(), 3)
+    messages = SharedMessages(whole_world(), 3)
     if shares:
-        words.enable_shared_memory()
-    assert words.is_shared is shares
+        messages.enable_shared_memory()
+    assert messages.is_shared is shares
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(num_rounds):
-        words.send_values([number, -rank, (1 << 62) + rank])
-        values = words.receive_values()
+        messages.send_values([number, -rank, (1 << 62) + rank])
+        values = messages.receive_values()
         assert values == [[number, -each, (1 << 62) + each] for each in range(world_size)]
-    words.send_values([1])
+    messages.send_values([1])
     dist.barrier()
-    words.forget()
+    messages.forget()
     try:
-        words.send_values([2])
+        messages.send_values([2])
     except GenerationBroken as error:
         return str(error)
     return ""
 
 
-def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
+def receive_after_a_cut(*, all_send: bool) -> tuple[Any, str]:
     """Return what a rank receives after a cut, if all ranks, or all but the last, sent values
     before it; and the error of sending again."""
-    words = SharedMessages(whole_world(), 1)
-    words.enable_shared_memory()
+    messages = SharedMessages(whole_world(), 1)
+    messages.enable_shared_memory()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(3):
-        words.send_values([number])
-        words.receive_values()
-    if all_tell or rank < world_size - 1:
-        words.send_values([10 + rank])
+        messages.send_values([number])
+        messages.receive_values()
+    if all_send or rank < world_size - 1:
+        messages.send_values([10 + rank])
     dist.barrier()
-    words.cut("on purpose")
-    received: Any = "nothing told"
-    if words.has_sent:
+    messages.cut("on purpose")
+    received: Any = "nothing sent"
+    if messages.has_sent:
         try:
-            received = words.receive_values()
+            received = messages.receive_values()
         except GenerationBroken as error:
             received = str(error)
     try:
-        words.send_values([3])
+        messages.send_values([3])
     except GenerationBroken as error:
         return received, str(error)
     return received, ""
@@ -112,10 +112,10 @@ def gathered(most: int) -> list[bool]:
     exchange = SharedExchange(shared(4096 * world_size))
     received = []
     for length in (0, 7, most if rank == world_size - 1 else 3):
-        words = exchange.gather(bytes([rank]) * (length + rank), 1 << 20)
-        whole = words is not None
-        assert words is None or all(set(each) <= {r} for r, each in enumerate(words))
-        assert words is None or words[rank] == bytes([rank]) * (length + rank)
+        messages = exchange.gather(bytes([rank]) * (length + rank), 1 << 20)
+        whole = messages is not None
+        assert messages is None or all(set(each) <= {r} for r, each in enumerate(messages))
+        assert messages is None or messages[rank] == bytes([rank]) * (length + rank)
         received.append(whole)
     return received
 
@@ -127,7 +127,9 @@ def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:
     return share_memory(whole_world(), num_bytes, LONG_S) is not None
 
 
-def meets_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+def meet_until_a_rank_is_missing(
+    report: Report, path: str, rank: int, world_size: int, how: str
+) -> None:
     """Let all ranks meet; at the fourth meeting one of them is missing, by fault `how`."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -149,10 +151,10 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
                     signal.sigtimedwait([signal.SIGUSR1], 0.005)
             memory.gather_words()
     except GenerationBroken as error:
-        report("told", text=str(error))
+        report("failed", text=str(error))
 
 
-def leaves_early() -> str:
+def leave_early() -> str:
     """Let rank 0 leave in order, which all others notice. Returns their error."""
     memory = shared()
     memory.gather_words()
@@ -170,7 +172,7 @@ def leaves_early() -> str:
     return memory._reason
 
 
-def meets_after_a_fork() -> str:
+def meet_after_a_fork() -> str:
     """Close the memory in a forked process. Returns the reason if ranks could not meet then, else
     nothing."""
     memory = shared()

@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class StepOptions:
     """Options of a step; by default it is one pass in the parameters' own dtype."""
 
     passes: Sequence[int] = (1,)
@@ -54,7 +54,7 @@ class Manner:
             yield batch.inputs[part], batch.targets[part], (stop - start) / size
 
 
-PLAIN = Manner()
+PLAIN = StepOptions()
 
 
 def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -62,7 +62,7 @@ def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
 
 
-class TheRunsOwn:
+class DefaultGroup:
     """A generation's group that is the default group of a run of ranks; the run itself ends it."""
 
     def open(self) -> dist.ProcessGroup:
@@ -83,9 +83,9 @@ class TheRunsOwn:
         raise AssertionError("nothing hangs in these tests")
 
 
-def over_the_run(strategy: SynchronousStrategy, group: Group | None = None) -> None:
+def use_group(strategy: SynchronousStrategy, group: Group | None = None) -> None:
     """Make all generations of the strategy use this group, or the run's default group."""
-    group = group or TheRunsOwn()
+    group = group or DefaultGroup()
 
     def new_group(generation: Generation) -> Group:
         strategy._generation_group._group = group
@@ -117,33 +117,35 @@ def take_step(
     strategy: Strategy,
     batch: Batch,
     loss_function: LossFunction,
-    manner: Manner = PLAIN,
+    step_options: StepOptions = PLAIN,
     acknowledged: Callable[[], None] = lambda: None,
 ) -> None:
     """Take one step as `with session.step():` does."""
     strategy.begin_step()
-    if manner.parts_of_session:
-        _take_parts(strategy, batch, loss_function, manner)
+    if step_options.parts_of_session:
+        _take_parts(strategy, batch, loss_function, step_options)
     else:
-        for inputs, targets, fraction in manner.parts(batch):
-            with manner.computing():
+        for inputs, targets, fraction in step_options.parts(batch):
+            with step_options.computing():
                 strategy.forward_backward(
                     inputs, targets, part_of(loss_function, fraction), batch.weight
                 )
-    if manner.clips():
-        strategy.clip_grad_norm(manner.max_norm)
+    if step_options.clips():
+        strategy.clip_grad_norm(step_options.max_norm)
     strategy.end_step(acknowledged)
 
 
 def _take_parts(
-    strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: Manner
+    strategy: Strategy, batch: Batch, loss_function: LossFunction, step_options: StepOptions
 ) -> None:
     """Train the parts as `for part in batch.parts(n)` does in a session."""
     of_step = MicroBatches(strategy, batch, 1 << 30)
     set_current(replace(current(), parts=of_step))
-    for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
+    for part in batch.parts(
+        step_options.parts_of_session[batch.step % len(step_options.parts_of_session)]
+    ):
         fraction = of_step.begin_pass()
-        with manner.computing():
+        with step_options.computing():
             strategy.forward_backward(
                 part.inputs, part.targets, scaled(loss_function, fraction), batch.weight
             )
@@ -156,21 +158,21 @@ def take_step_alone(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     loss_function: LossFunction,
-    manner: Manner = PLAIN,
+    step_options: StepOptions = PLAIN,
 ) -> None:
     """Take one step in one process."""
     optimizer.zero_grad()
-    parts = list(manner.parts(batch))
+    parts = list(step_options.parts(batch))
     for inputs, targets, fraction in parts:
-        with manner.computing():
+        with step_options.computing():
             # Ranks average at the end; in bf16 another order would round differently.
             loss = part_of(loss_function, fraction * len(parts))(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= len(parts)
-    if manner.clips():
-        nn.utils.clip_grad_norm_(model.parameters(), manner.max_norm)
+    if step_options.clips():
+        nn.utils.clip_grad_norm_(model.parameters(), step_options.max_norm)
     optimizer.step()
 
 
@@ -183,7 +185,7 @@ class Run:
     loader: Callable[[], Loader]
     loss: LossFunction
     num_steps: int = 50
-    manner: Manner = PLAIN
+    step_options: StepOptions = PLAIN
     computing: Callable[[nn.Module], nn.Module] = lambda model: model
     """Changes the one process's model as a strategy changes its own model internally."""
 
@@ -194,13 +196,13 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
     loader, computing = run.loader(), run.computing(model)
     for step in range(run.num_steps):
         batch = loader.synchronous(step, 0, 1)
-        take_step_alone(computing, optimizer, batch, run.loss, run.manner)
+        take_step_alone(computing, optimizer, batch, run.loss, run.step_options)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
     """Make this rank's strategy enter a generation of all ranks; return its share of batches."""
-    over_the_run(strategy, group)
+    use_group(strategy, group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)
     strategy.distribute(model, optimizer)
@@ -216,7 +218,7 @@ def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
     assert isinstance(strategy, SynchronousStrategy)
     share_of_rank, loader = entered(run, strategy), run.loader()
     for step in range(run.num_steps):
-        take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss, run.manner)
+        take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss, run.step_options)
     strategy.finish()
     weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()

@@ -15,7 +15,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 
 def say(**what: Any) -> None:
-    print("told", json.dumps(what), flush=True)
+    print("result", json.dumps(what), flush=True)
 
 
 def weights_of(step: int) -> Any:

@@ -30,7 +30,7 @@ NUM_TOKENS = 8
 
 
 def say(**what: Any) -> None:
-    print("told", json.dumps(what), flush=True)
+    print("result", json.dumps(what), flush=True)
 
 
 def tiny_model(seed: int) -> Any:

@@ -32,13 +32,13 @@ class Held:
 
     def _goes_on(self) -> None:
         self.release()
-        generations = {self.cast[name].trains_with(*self.trains) for name in self.trains}
+        generations = {self.cast[name].await_training_with(*self.trains) for name in self.trains}
         (generation,) = generations
         assert self.decided in (0, generation)
-        self.cast.runs(generation)
+        self.cast.await_running(generation)
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
-        self.cast.agrees()
+        self.cast.check_agreement()
 
 
 def in_collect(cast: Cast) -> Held:
@@ -51,7 +51,7 @@ def in_prepare(cast: Cast) -> Held:
     """Hold in PREPARE: one of two has not answered; nothing ran before."""
     cast.joins("a")
     b = cast.joins("b", ANSWER)
-    b.has_withheld(ANSWER)
+    b.await_withheld(ANSWER)
     return Held(cast=cast, release=lambda: b.release(ANSWER), trains=("a", "b"))
 
 
@@ -59,7 +59,7 @@ def in_prepare_of_a_change(cast: Cast) -> Held:
     """Hold a planned change in PREPARE: two train, and a member that joins has not answered."""
     cast.training("a", "b")
     c = cast.joins("c", ANSWER)
-    c.has_withheld(ANSWER)
+    c.await_withheld(ANSWER)
     release = lambda: c.release(ANSWER)  # noqa: E731
     return Held(cast=cast, release=release, trains=("a", "b", "c"), unbroken=1)
 
@@ -68,7 +68,7 @@ def in_committed(cast: Cast) -> Held:
     """Hold the first generation in COMMITTED: one of two members is not ready."""
     a = cast.joins("a")
     b = cast.joins("b", READY)
-    b.has_withheld(READY)
+    b.await_withheld(READY)
     a.await_notice("outcome")
     return Held(cast=cast, release=lambda: b.release(READY), trains=("a", "b"), decided=1)
 
@@ -78,7 +78,7 @@ def before_the_boundary(cast: Cast) -> Held:
     _, b = cast.training("a", "b")
     b.withhold(OFFER)
     c = cast.joins("c")
-    b.has_withheld(OFFER)
+    b.await_withheld(OFFER)
     c.await_notice("outcome")
     return Held(
         cast=cast,
@@ -95,7 +95,7 @@ def after_the_boundary(cast: Cast) -> Held:
     c = cast.joins("c", READY)
     for member in (a, b):
         member.await_notice("stop_at")
-    c.has_withheld(READY)
+    c.await_withheld(READY)
     return Held(cast=cast, release=lambda: c.release(READY), trains=("a", "b", "c"), decided=2)
 
 
@@ -111,7 +111,7 @@ def broken(cast: Cast) -> Held:
     b.withhold(SETTLE)
     c.leave()
     a.await_notice("break")
-    b.has_withheld(SETTLE)
+    b.await_withheld(SETTLE)
     return Held(cast=cast, release=lambda: b.release(SETTLE), trains=("a", "b"))
 
 
@@ -120,7 +120,7 @@ def in_prepare_after_a_loss(cast: Cast) -> Held:
     _, b, c = cast.training("a", "b", "c")
     b.withhold(ANSWER)
     c.leave()
-    b.has_withheld(ANSWER)
+    b.await_withheld(ANSWER)
     return Held(cast=cast, release=lambda: b.release(ANSWER), trains=("a", "b"))
 
 
@@ -138,13 +138,13 @@ def between_the_boundarys_notices(cast: Cast) -> Held:
     a, b = cast.training("a", "b")
     a.withhold(OFFER)
     cast.joins("c")
-    a.has_withheld(OFFER)
-    b.has_done(OFFER)
-    b.miss("stop_at")
+    a.await_withheld(OFFER)
+    b.await_call(OFFER)
+    b.drop_notices("stop_at")
     a.release(OFFER)
     a.await_notice("stop_at")
-    b.has_missed("stop_at")
-    return Held(cast=cast, release=b.hear_again, trains=("a", "b", "c"), decided=2)
+    b.await_dropped("stop_at")
+    return Held(cast=cast, release=b.attend_again, trains=("a", "b", "c"), decided=2)
 
 
 HELD: Mapping[str, Callable[[Cast], Held]] = {

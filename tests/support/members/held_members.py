@@ -14,7 +14,7 @@ from shoal_client.local.cluster import LocalCluster
 
 
 class HeldMembers:
-    """`crew`: members with this body in the order of `names`, each held before step `at_step`."""
+    """Members with one body, each held before step `at_step`. `crew`: members by `names`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class HeldMembers:
         for rank in self.crew:
             rank.expect("holds")
 
-    def let_go(self, names: str = "") -> None:
+    def release(self, names: str = "") -> None:
         """Release these members, or all."""
         for name in names or self._gates:
             self._gates[name].write_bytes(b"")
@@ -54,7 +54,7 @@ def replaced_in_step_6(
         c = ranks.start(body, replace(run, member_id="c"))
         await_standby(cluster.http_url, run.job, "c")
         b.send_signal(signal.SIGKILL)
-        held.let_go("a")
+        held.release("a")
         for rank in (c, a):
             assert tried_without_the_lost(rank) == {"step": back_to, "world_size": 2}
         return a.expect("finished"), c.expect("finished"), a

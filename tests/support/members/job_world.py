@@ -72,7 +72,7 @@ class SimMember:
         """The generations that the member knows to be over."""
         return {number for number in self.records if self.core.track.is_broken(number)}
 
-    def comes_to_a_stand(self) -> bool:
+    def has_to_stop(self) -> bool:
         """True, once, if the generation is over and the member has not reported its step yet."""
         over = self.core.track.is_broken(self.generation) and self._settled < self.generation
         self._settled = self.generation if over else self._settled
@@ -309,16 +309,16 @@ class World:
                         effect.record
                     )
                 case events.SendNotice():
-                    self._tell(effect)
+                    self._send_notice(effect)
                 case events.LogJobEvent():
                     self.log.append(f"{self.now_s:.3f} {effect.kind}: {effect.reason}")
                 case _:
                     pass
 
-    def _tell(self, tell: events.SendNotice) -> None:
-        member = self.members.get(tell.member_id)
-        if member is not None and member.incarnation == tell.incarnation:
-            self._in_order(f"to {member.incarnation}", lambda: self._take(member, tell.notice))
+    def _send_notice(self, effect: events.SendNotice) -> None:
+        member = self.members.get(effect.member_id)
+        if member is not None and member.incarnation == effect.incarnation:
+            self._in_order(f"to {member.incarnation}", lambda: self._take(member, effect.notice))
 
     def _take(self, member: SimMember, notice: events.Notice) -> None:
         if not member.alive or member.paused:
@@ -377,7 +377,7 @@ class World:
             member.generation = roster.generation
             if roster.synchronous:
                 self._bring_up(member, Generation(roster.generation))
-        elif member.comes_to_a_stand():
+        elif member.has_to_stop():
             step, has_state = max(member.begun, 0), member.has_state or member.begun > 0
             enough = member.enough_for_call
             stood = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough)

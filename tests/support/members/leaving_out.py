@@ -26,7 +26,7 @@ class LeavingOut(Elastic):
 
 
 class Blocks(nn.Module):
-    """Several blocks of one size in sequence."""
+    """Model with several blocks of one size in sequence."""
 
     left_out: frozenset[int] = frozenset()
     """Blocks left out by all models of this process."""

@@ -46,15 +46,16 @@ class Losable:
         for name in self.comes:
             self.cast.joins(name, desired=self.desired)
         (generation,) = {
-            self.cast[name].trains_with(*self.trains, above=self.above) for name in self.trains
+            self.cast[name].await_training_with(*self.trains, above=self.above)
+            for name in self.trains
         }
-        self.cast.runs(generation)
+        self.cast.await_running(generation)
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
-        self.cast.agrees()
+        self.cast.check_agreement()
         # A victim that was in no generation may be lost only after the others train.
-        self.cast.has_lost(VICTIM)
-        self.cast.is_fenced(self.victim.token(generation))
+        self.cast.await_loss_of(VICTIM)
+        self.cast.check_fenced(self.victim.token(generation))
 
 
 def in_collect(cast: Cast) -> Losable:
@@ -69,7 +70,7 @@ def in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim has not answered in the first PREPARE."""
     cast.joins("a")
     victim = cast.process(VICTIM, ANSWER)
-    victim.has_withheld(ANSWER)
+    victim.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
 
 
@@ -77,7 +78,7 @@ def newcomer_in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim is to join two training members, and has not answered."""
     cast.training("a", "b")
     victim = cast.process(VICTIM, ANSWER)
-    victim.has_withheld(ANSWER)
+    victim.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, comes=("c",), trains=("a", "b", "c"), unbroken=1)
 
 
@@ -85,9 +86,9 @@ def trainer_in_prepare(cast: Cast) -> Losable:
     """Make a job whose victim trains, while a member that joins has not answered."""
     cast.joins("a")
     victim = cast.process(VICTIM)
-    cast["a"].trains_with("a", VICTIM)
+    cast["a"].await_training_with("a", VICTIM)
     c = cast.joins("c", ANSWER)
-    c.has_withheld(ANSWER)
+    c.await_withheld(ANSWER)
     return Losable(cast=cast, victim=victim, release=lambda: c.release(ANSWER), trains=("a", "c"))
 
 
@@ -95,7 +96,7 @@ def in_committed(cast: Cast) -> Losable:
     """Make a job whose victim is not ready in the first generation."""
     cast.joins("a")
     victim = cast.process(VICTIM, READY)
-    victim.has_withheld(READY)
+    victim.await_withheld(READY)
     return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
 
 
@@ -103,9 +104,9 @@ def before_the_boundary(cast: Cast) -> Losable:
     """Make a job whose victim trains, and has offered no step to stop at for a join."""
     cast.joins("a")
     victim = cast.process(VICTIM, OFFER)
-    cast["a"].trains_with("a", VICTIM)
+    cast["a"].await_training_with("a", VICTIM)
     cast.joins("c")
-    victim.has_withheld(OFFER)
+    victim.await_withheld(OFFER)
     return Losable(cast=cast, victim=victim, trains=("a", "c"))
 
 
@@ -116,7 +117,7 @@ def newcomer_before_the_boundary(cast: Cast) -> Losable:
     b.withhold(OFFER)
     victim = cast.process(VICTIM)
     victim.await_notice("outcome")
-    b.has_withheld(OFFER)
+    b.await_withheld(OFFER)
     return Losable(
         cast=cast,
         victim=victim,
@@ -130,7 +131,7 @@ def after_the_boundary(cast: Cast) -> Losable:
     """Make a job whose old generation has stopped for the victim, which is not ready."""
     a, b = cast.training("a", "b")
     victim = cast.process(VICTIM, READY)
-    victim.has_withheld(READY)
+    victim.await_withheld(READY)
     for member in (a, b):
         member.await_notice("stop_at")
     return Losable(cast=cast, victim=victim, trains=("a", "b"), above=2)
@@ -150,9 +151,9 @@ def broken(cast: Cast) -> Losable:
     """Make a job that another member has left, after which the victim has not reported its step."""
     victim = cast.process(VICTIM, SETTLE, desired=3)
     a, c = (cast.joins(name, desired=3) for name in ("a", "c"))
-    a.trains_with("a", "c", VICTIM)
+    a.await_training_with("a", "c", VICTIM)
     c.leave()
-    victim.has_withheld(SETTLE)
+    victim.await_withheld(SETTLE)
     return Losable(cast=cast, victim=victim, trains=("a",))
 
 

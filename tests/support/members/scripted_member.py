@@ -91,8 +91,8 @@ class ScriptedMember:
         self._proposed = False
         self._settled = 0
         self._stream: grpc.Call | None = None
-        self._hears = False
-        self._missed: dict[str, bool] = {}
+        self._has_stream = False
+        self._dropped: dict[str, bool] = {}
         """Kinds of notices that are dropped; True for a kind of which one was dropped."""
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._listen, self._beat)
@@ -158,7 +158,7 @@ class ScriptedMember:
                 self._come_up(request)
             else:
                 self.call(act, request)
-                self._has_done(act)
+                self._note_call(act)
 
     def call(self, act: str, request: Any, timeout_s: float = WAIT_S) -> Any:
         """Make one call to the leader. Raises its refusal."""
@@ -173,41 +173,41 @@ class ScriptedMember:
 
     def leave(self) -> None:
         """Leave the job, and end this member's threads."""
-        self.call("Leave", pb.LeaveRequest(token=self.token(), reason="told to"))
+        self.call("Leave", pb.LeaveRequest(token=self.token(), reason="the test asked for it"))
         self._closing.set()
 
-    def miss(self, *kinds: str) -> None:
-        """Drop notices of these kinds from now on, until `hear_again`.
+    def drop_notices(self, *kinds: str) -> None:
+        """Drop notices of these kinds from now on, until `attend_again`.
 
         The member stays connected: it would be removed a second after its stream broke, and a test
         may need longer.
         """
         with self._changed:
-            self._missed |= dict.fromkeys(kinds, False)
+            self._dropped |= dict.fromkeys(kinds, False)
 
-    def has_missed(self, kind: str) -> None:
+    def await_dropped(self, kind: str) -> None:
         """Wait until a notice of this kind was dropped."""
-        self._await(lambda: self._missed[kind], f"it has missed {kind}")
+        self._await(lambda: self._dropped[kind], f"a dropped {kind}")
 
-    def hear_again(self) -> None:
+    def attend_again(self) -> None:
         """Attend again, and so receive the notices that were dropped."""
         with self._changed:
-            self._missed.clear()
+            self._dropped.clear()
         self._connected.clear()
         if self._stream is not None:
             self._stream.cancel()
-        self.hears_nothing()
+        self.await_stream_broken()
         self._connected.set()
 
-    def hears_nothing(self) -> None:
+    def await_stream_broken(self) -> None:
         """Wait until the member's stream has broken."""
-        self._await(lambda: not self._hears, "its stream breaks")
+        self._await(lambda: not self._has_stream, "its stream breaks")
 
-    def has_withheld(self, act: str) -> None:
+    def await_withheld(self, act: str) -> None:
         """Wait until the member has withheld a call of this kind."""
         self._await(lambda: any(a == act for a, _ in self._pending), f"it withholds {act}")
 
-    def has_done(self, act: str) -> None:
+    def await_call(self, act: str) -> None:
         """Wait until a call of this kind was made."""
         self._await(lambda: act in self._done, f"it has done {act}")
 
@@ -224,7 +224,7 @@ class ScriptedMember:
         assert notice is not None
         return notice
 
-    def trains_with(self, *names: str, above: int = 0) -> int:
+    def await_training_with(self, *names: str, above: int = 0) -> int:
         """Wait until the member trains with exactly these members, which include itself.
 
         Returns the generation, whose number is higher than `above`.
@@ -288,7 +288,7 @@ class ScriptedMember:
                 error = from_rpc_error(rpc_error, address)
             except ShoalError as call_error:
                 error = call_error
-            self._hear(False)
+            self._note_stream(False)
             if self._closing.is_set() or not self._connected.is_set():
                 continue
             with self._changed:
@@ -306,22 +306,22 @@ class ScriptedMember:
         self._stream = stream
         for notice in stream:
             kind = notice.WhichOneof("kind")
-            self._hear(True)
+            self._note_stream(True)
             with self._changed:
-                missed = kind in self._missed
-                if missed:
-                    self._missed[kind] = True
+                is_dropped = kind in self._dropped
+                if is_dropped:
+                    self._dropped[kind] = True
                 else:
                     self.notices.append((kind, notice))
                 self._changed.notify_all()
-            if missed:
+            if is_dropped:
                 continue
             self._on_notice(kind, notice)
             self._take(kind, notice)
 
-    def _hear(self, hears: bool) -> None:
+    def _note_stream(self, has_stream: bool) -> None:
         with self._changed:
-            self._hears = hears
+            self._has_stream = has_stream
             self._changed.notify_all()
 
     def _beat(self) -> None:
@@ -416,9 +416,9 @@ class ScriptedMember:
                 self._on_withheld(act)
                 return
         self.call(act, request)
-        self._has_done(act)
+        self._note_call(act)
 
-    def _has_done(self, act: str) -> None:
+    def _note_call(self, act: str) -> None:
         with self._changed:
             self._done.append(act)
             self._changed.notify_all()
@@ -460,7 +460,7 @@ class MemberProcess:
     def send_signal(self, number: int) -> None:
         self.rank.send_signal(number)
 
-    def has_withheld(self, act: str) -> None:
+    def await_withheld(self, act: str) -> None:
         """Wait until the member has withheld a call of this kind."""
         while self.rank.expect("withheld")["act"] != act:
             pass

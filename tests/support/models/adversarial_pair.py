@@ -41,7 +41,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Deeds:
+class StepCalls:
     """Calls of one step: `backward(loss, optimizer)`, and `update(optimizer)` within the step."""
 
     backward: Callable[[Tensor, Optimizer], None]
@@ -70,7 +70,7 @@ def data() -> tuple[Tensor, Tensor]:
     return noise, torch.randn(NUM_SAMPLES, 7, generator=generator).cumsum(1)
 
 
-def learn(pair: Pair, batch: Batch, way: str, do: Deeds) -> None:
+def learn(pair: Pair, batch: Batch, way: str, do: StepCalls) -> None:
     """Take one step, as GANs are commonly written."""
     noise, real, step = batch.inputs, batch.targets, batch.step
     fake = pair.generator(noise)
@@ -108,7 +108,7 @@ def train(report: Report, run: Adversarial) -> None:
             made.of_generator,
             made.of_discriminator,
         )
-        do = Deeds(
+        do = StepCalls(
             lambda loss, optimizer: session.backward(loss, optimizer=optimizer), session.update
         )
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
@@ -146,7 +146,7 @@ def one_process(way: str, num_steps: int, batch_size: int) -> dict[str, Tensor]:
         batch = loader.synchronous(step, 0, 1)
         made.of_generator.zero_grad()
         made.of_discriminator.zero_grad()
-        learn(made, batch, way, Deeds(backward, update))
+        learn(made, batch, way, StepCalls(backward, update))
         while due:
             due.pop(0).step()
         schedule.step()

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from support.models.left_out_layers import refused_behind_a_step
+from support.models.left_out_layers import refused_after_a_step
 from support.models.seeding import seeded
 from torch import Tensor, nn, tanh
 
@@ -47,4 +47,4 @@ def refused_to(
     def change(module: Any) -> None:
         module.differs = differs if dist.get_rank() in ranks else ""
 
-    return refused_behind_a_step(model, kind(min_split_bytes=0, **options), change, where)
+    return refused_after_a_step(model, kind(min_split_bytes=0, **options), change, where)

@@ -58,10 +58,10 @@ def refused_to(
     def leave_out(module: Any) -> None:
         module.left_out = layer if dist.get_rank() in ranks else ""
 
-    return refused_behind_a_step(model, kind(min_group_bytes=0, **options), leave_out, at)
+    return refused_after_a_step(model, kind(min_group_bytes=0, **options), leave_out, at)
 
 
-def refused_behind_a_step(
+def refused_after_a_step(
     model: nn.Module, strategy: LayoutStrategy, change: Callable[[Any], None], at: str
 ) -> str:
     """Return a member's refusal after a sound step and a change to the model; empty if there is

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.collectives.strategy_runs import PLAIN, Manner, take_step_alone
+from support.collectives.strategy_runs import PLAIN, StepOptions, take_step_alone
 from torch import Tensor, nn
 
 from shoal.data.batches import Loader
@@ -90,13 +90,13 @@ class Twin:
         seed: int = 0,
         *,
         batch_size: int = 10,
-        manner: Manner = PLAIN,
+        step_options: StepOptions = PLAIN,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, _ = build(optimizer, seed, dtype)
         self._first = _Replica(*build(optimizer, seed, dtype))
         self._replicas: dict[str, _Replica] = {}
-        self._loader, self._manner = loader(batch_size), manner
+        self._loader, self._step_options = loader(batch_size), step_options
         own = [parameter.requires_grad_() for parameter in self.model.parameters()]
         self._outer = torch.optim.SGD(own, lr=1.0)
         if strategy == "diloco":
@@ -122,7 +122,9 @@ class Twin:
         batch = self._loader.synchronous(step, rank, world_size)
         if batch.weight:
             cross_entropy = nn.functional.cross_entropy
-            take_step_alone(replica.model, replica.optimizer, batch, cross_entropy, self._manner)
+            take_step_alone(
+                replica.model, replica.optimizer, batch, cross_entropy, self._step_options
+            )
         else:
             replica.model(batch.inputs)
         replica.weight += batch.weight

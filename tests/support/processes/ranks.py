@@ -129,7 +129,7 @@ class Ranks:
 def _run(
     events: Connection, stacks: Stacks, body: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    stacks.tell()
+    stacks.install()
     torch.set_num_threads(1)
 
     def report(kind: str, /, **data: Any) -> None:

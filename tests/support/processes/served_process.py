@@ -36,7 +36,8 @@ class ServedProcess:
         environment: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
     ) -> None:
-        """`under`: words of a command that runs the process, such as a shell with other limits."""
+        """Start the process. `under`: words of a command that runs the process, such as a shell
+        with other limits."""
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"

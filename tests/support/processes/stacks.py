@@ -16,14 +16,14 @@ _WITHIN_S, _LOOK_S = 5.0, 0.05
 
 
 class Stacks:
-    """Stacks of one process, which must call `tell` first of all."""
+    """Stacks of one process, which must call `install` first of all."""
 
     def __init__(self) -> None:
         descriptor, path = tempfile.mkstemp(prefix="shoal-stacks-")
         os.close(descriptor)
         self._path = Path(path)
 
-    def tell(self) -> None:
+    def install(self) -> None:
         """Install, in the process, the handler that writes the stacks of all threads whenever `of`
         asks."""
         faulthandler.register(_ASK, file=self._path.open("w"), all_threads=True)

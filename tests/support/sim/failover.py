@@ -53,7 +53,7 @@ CHANGES: tuple[Callable[[SimWorld], None], ...] = (
 
 
 @contextmanager
-def _told(world: SimWorld, which: str) -> Iterator[None]:
+def _with_log(world: SimWorld, which: str) -> Iterator[None]:
     """Add the log of the run to an assertion that fails in the block."""
     try:
         yield
@@ -69,7 +69,7 @@ def simulate_failover(seed: int) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
-    with _told(world, f"failover seed {seed}"):
+    with _with_log(world, f"failover seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -97,7 +97,7 @@ def simulate_outage(seed: int) -> None:
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
     world.leaderless_times_s = [2 * world.limits.join_s + 20.0]
-    with _told(world, f"outage seed {seed}"):
+    with _with_log(world, f"outage seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -124,7 +124,7 @@ def simulate_crash_loop(seed: int) -> None:
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
     world.leaderless_times_s = [0.5, 3.0, 2 * world.limits.join_s]
-    with _told(world, f"crash loop seed {seed}"):
+    with _with_log(world, f"crash loop seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -133,7 +133,7 @@ def simulate_crash_loop(seed: int) -> None:
             world.kill_leader()
             away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
             world.run(away_s + chance.choice([0.1, 0.5, 1.5, 3.0]))
-        assert world.leader.job.last_generation == formed, "it was formed anew"
+        assert world.leader.job.last_generation == formed, "another generation was formed"
         comes = chance.random() < 0.5
         if comes:
             world.join("d")
@@ -146,7 +146,7 @@ def simulate_crash_loop(seed: int) -> None:
         ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
         assert not ended, f"{ended} ended"
         assert rested, f"not at rest: {world.leader.job.reason}"
-        assert world.leader.job.last_generation == formed or comes, "it was formed anew"
+        assert world.leader.job.last_generation == formed or comes, "another generation was formed"
 
 
 def simulate_pause(seed: int) -> None:
@@ -155,7 +155,7 @@ def simulate_pause(seed: int) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
-    with _told(world, f"pause seed {seed}"):
+    with _with_log(world, f"pause seed {seed}"):
         for name in ("a", "b", "c"):
             world.join(name)
         assert world.run(FORMED_S, until=world.at_rest), "it does not form"
@@ -182,7 +182,7 @@ def simulate_slow_start(seed: int) -> None:
     world.faulty = world.store.loses_answers = False
     step = chance.choice([0, 20])
     breaks = chance.random() < 0.5
-    with _told(world, f"slow start seed {seed}"):
+    with _with_log(world, f"slow start seed {seed}"):
         for name in ("a", "b"):
             world.join(name, step=step)
         if breaks:
@@ -205,7 +205,7 @@ def simulate_state_lost(seed: int) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
     world.faulty = world.store.loses_answers = False
-    with _told(world, f"state lost seed {seed}"):
+    with _with_log(world, f"state lost seed {seed}"):
         for name in ("a", "b"):
             world.join(name)
         assert world.run(FORMED_S, until=lambda: world.has_committed), "it does not train"

@@ -123,7 +123,7 @@ class Leader:
         """Calls that are not answered yet."""
         self.check: Callable[[], None] = lambda: None
         self.log: Callable[[events.LogJobEvent], None] = lambda log: None
-        self.heard: Callable[[events.MemberEvent], None] = lambda event: None
+        self.on_event: Callable[[events.MemberEvent], None] = lambda event: None
         """Called with each event that the job accepted."""
         self.on_notice_sent: Callable[[events.Notice], None] = lambda notice: None
         """Called with each notice that the leader sends."""
@@ -289,7 +289,7 @@ class Leader:
             case PersistWrite():
                 self.process.start(self._persist(action.write))
             case SendOnStream():
-                self._check_told(action.notice)
+                self._check_notice(action.notice)
                 self.on_notice_sent(action.notice)
                 action.stream.send_notice(action.notice)
             case CloseStream():
@@ -331,8 +331,8 @@ class Leader:
             except events.EventRefused:
                 assert not looks or repr(self.job) == before, f"refused, and yet: {event}"
                 raise
-            assert not stranger, f"a stranger was heard: {event}"
-            self.heard(event)
+            assert not stranger, f"accepted from a process that is no member: {event}"
+            self.on_event(event)
             self.check()
             return effects
 
@@ -363,6 +363,8 @@ class Leader:
         job = self._spec.job
         return self.etcd.incarnation_of(job, event.member_id) == event.incarnation
 
-    def _check_told(self, notice: events.Notice) -> None:
+    def _check_notice(self, notice: events.Notice) -> None:
         if isinstance(notice, events.OutcomeNotice):
-            assert notice.record in self.etcd.written(notice.record), f"told too early: {notice}"
+            assert notice.record in self.etcd.written(notice.record), (
+                f"sent before it was durable: {notice}"
+            )

@@ -216,13 +216,13 @@ class SimSession:
                 error = self._error(item)
                 break
             try:
-                yield from self.do(self._heard(item))
+                yield from self.do(self._received(item))
             except ShoalError as answer_error:
                 error = answer_error
                 break
         return ev.StreamEnded(error=error, chance=clock.random.random())
 
-    def _heard(self, notice: events.Notice | None) -> ev.NoticeReceived:
+    def _received(self, notice: events.Notice | None) -> ev.NoticeReceived:
         """Encode a notice as coordinator/jobs/streams.py does; None: admitted."""
         if notice is None:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))

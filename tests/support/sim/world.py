@@ -249,7 +249,7 @@ class SimWorld:
 
         self.clock.soon(say, 0.1)
 
-    def _heard(self, event: events.MemberEvent) -> None:
+    def _note_event(self, event: events.MemberEvent) -> None:
         if isinstance(event, events.RosterAnswered) and not event.rejections:
             self._accepted.add((event.generation, event.incarnation, event.digest))
 
@@ -268,7 +268,7 @@ class SimWorld:
         leader.check = lambda: self._check_job(leader)
         leader.log = self._logged
         leader.heartbeats = self._heartbeats
-        leader.heard = self._heard
+        leader.on_event = self._note_event
         leader.on_notice_sent = lambda notice: self._check_boundary(leader, notice)
         leader.take_over()
         return leader
@@ -548,7 +548,7 @@ class SimWorld:
                     continue
                 quiet_s = self.clock.now_s - max(since_s, self.troubled_s, self.paused_s)
                 assert quiet_s < self.limits.prepare_s + 2.5, (
-                    f"{member.name} never heard what came of generation {number}"
+                    f"{member.name} never received the outcome of generation {number}"
                 )
 
     def run(self, for_s: float, until: Callable[[], bool] = lambda: False) -> bool:

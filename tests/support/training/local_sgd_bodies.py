@@ -32,7 +32,7 @@ def train(report: Report, run: LocalRun) -> None:
     """Run the README's training loop, with a fault in it."""
     model, optimizer = build(run.optimizer, seed_of(run.member_id), run.dtype)
     strategy = strategy_of(run.strategy, run.every_steps)
-    _tell_of_bring_up(strategy, report)
+    _report_bring_up(strategy, report)
     held = False
     planted = run.fault if run.fault in elastic_bodies.PLACES else ""
     with session_of(run) as session:
@@ -79,7 +79,7 @@ def seed_of(member_id: str) -> int:
     return int.from_bytes(member_id.encode())
 
 
-def _tell_of_bring_up(strategy: LocalSGD, report: Report) -> None:
+def _report_bring_up(strategy: LocalSGD, report: Report) -> None:
     enter = strategy.enter
 
     def enter_and_report(generation: Generation) -> None:

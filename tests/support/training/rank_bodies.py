@@ -144,7 +144,7 @@ def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
     return listener, caller, accepted
 
 
-def outwaited_collective(report: Report, path: str, rank: int) -> None:
+def timed_out_collective(report: Report, path: str, rank: int) -> None:
     """Stop rank 1 of two without a cut: rank 0 runs into the time limit of a collective."""
     group = _group(path, rank, 2, collective_s=1)
     group.open()
@@ -382,7 +382,7 @@ def session_of(run: Run) -> Session:
     return Session(Elsewhere(**vars(config), host=run.host) if run.host else config)
 
 
-class TellsOfBringUp(DDP):
+class ReportsBringUp(DDP):
     """Reports when this member begins to wait for the others."""
 
     report: Report
@@ -392,7 +392,7 @@ class TellsOfBringUp(DDP):
         super().enter(generation)
 
 
-class DiesInBringUp(TellsOfBringUp):
+class DiesInBringUp(ReportsBringUp):
     """Kills the member while it loads the state of another."""
 
     def restore(self, state: State) -> None:
@@ -405,7 +405,7 @@ def train(report: Report, run: Run) -> None:
     model, optimizer = model_and_optimizer(seed=ord(run.member_id))
     strategy: str | Strategy = run.strategy
     if strategy == "ddp":
-        kind = DiesInBringUp if run.fault == "kill in bring-up" else TellsOfBringUp
+        kind = DiesInBringUp if run.fault == "kill in bring-up" else ReportsBringUp
         strategy = kind(bucket_mb=0.0005)
         strategy.report = report
     held = False

@@ -25,7 +25,7 @@ def test_over_gloo_every_survivor_gets_an_error(tmp_path: Path, how: str) -> Non
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_gloo, path, rank, 4, how) for rank in range(4)]
         for rank in (0, 2, 3):
-            assert crew[rank].expect("told")["text"]
+            assert crew[rank].expect("failed")["text"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -49,8 +49,8 @@ def test_in_memory_every_survivor_gets_an_error(world_size: int) -> None:
 @pytest.mark.long
 @needs_mpiexec
 def test_under_mpiexec_every_survivor_gets_the_error_of_the_failed_rank() -> None:
-    """Otherwise MPI's launcher would end the other ranks before they report, or these would
-    wait."""
+    """The survivors neither wait nor are ended by MPI's launcher before they have reported the
+    error."""
     ended = run_under_mpiexec(4, "support.collectives.failing_ranks.one_raises", timeout_s=3600)
     assert ended.code != 0
     assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}
@@ -87,7 +87,7 @@ def test_over_nccl_the_survivor_gets_an_error(tmp_path: Path, how: str) -> None:
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
-        assert crew[0].expect("told")["recognised"]
+        assert crew[0].expect("failed")["recognised"]
         assert crew[0].join() == 0
 
 

@@ -69,7 +69,7 @@ def test_a_collective_that_times_out_is_distinguished_from_an_error_of_the_user(
     assert not GlooBackend().is_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with Ranks() as ranks:
         path = str(tmp_path / "store")
-        crew = [ranks.start(rank_bodies.outwaited_collective, path, rank) for rank in range(2)]
+        crew = [ranks.start(rank_bodies.timed_out_collective, path, rank) for rank in range(2)]
         for _ in range(2):
             failed = crew[0].expect("failed")
             assert failed["recognised"], failed["text"]
@@ -77,7 +77,8 @@ def test_a_collective_that_times_out_is_distinguished_from_an_error_of_the_user(
 
 
 def test_a_wait_that_is_aborted_counts_as_a_failure_of_the_group() -> None:
-    """Its class decides, not its text. Holds for collectives from before and after the abort."""
+    """The class of the error decides, not its text: for collectives from before the abort and from
+    after it."""
     waiter = AbortableWaiter(for_good=True)
     amid = OngoingCollective(dist.Work(), waiter.new_completion())
     waiter.abort("generation 1 is over")
@@ -89,7 +90,8 @@ def test_a_wait_that_is_aborted_counts_as_a_failure_of_the_group() -> None:
 
 
 def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: Path) -> None:
-    """Otherwise the store's calls of a generation grow with the square of its ranks."""
+    """One wait for each address would make the store's calls of a generation grow with the square
+    of its ranks."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.counted_bring_up, path, r, 4) for r in range(4)]

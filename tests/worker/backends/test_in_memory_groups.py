@@ -48,7 +48,7 @@ def on_threads(world_size: int, body: Callable[[int], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             ends[rank].set_result(body(rank))
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asked
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
             ends[rank].set_exception(error)
 
     for rank in range(world_size):

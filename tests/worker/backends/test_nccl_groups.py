@@ -178,7 +178,7 @@ def test_the_hosts_part_of_a_group_can_be_cut_and_shares_memory(tmp_path: Path) 
             assert found["is_gloo"] == [True, True]
             assert found["words_are_shared"]
             assert found["watches_peers"]
-            assert found["heard"] == [[10], [11]]
+            assert found["received"] == [[10], [11]]
             assert rank.join() == 0
 
 

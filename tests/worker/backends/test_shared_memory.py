@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.collectives import shared_memory_bodies
-from support.collectives.shared_memory_bodies import words_told
+from support.collectives.shared_memory_bodies import exchange_values
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
@@ -24,7 +24,7 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_values_written_before_a_meeting_are_read_after_it(world_size: int) -> None:
     """Many meetings, for world sizes that are powers of two and others."""
-    sizes = run_on_gloo(world_size, shared_memory_bodies.met, 500)
+    sizes = run_on_gloo(world_size, shared_memory_bodies.run_meetings, 500)
     assert len(sizes) == world_size
     assert min(sizes) >= 4096
 
@@ -33,7 +33,7 @@ def test_values_written_before_a_meeting_are_read_after_it(world_size: int) -> N
 def test_messages_reach_all_ranks_through_shared_memory(world_size: int) -> None:
     """Messages of a round that some rank did not receive are never received as those of the next
     round."""
-    ended = run_on_gloo(world_size, functools.partial(words_told, shares=True), 200)
+    ended = run_on_gloo(world_size, functools.partial(exchange_values, shares=True), 200)
     assert all("ranks no longer share memory" in each for each in ended)
 
 
@@ -44,17 +44,17 @@ def test_messages_that_all_ranks_have_sent_are_received_though_the_meeting_is_cu
     """A rank that received the messages may have committed a step because of them and left: the
     others see that as a cut. If one rank has not sent its message, no rank receives the messages.
     """
-    body = shared_memory_bodies.words_told_before_a_cut
-    for received, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
+    body = shared_memory_bodies.receive_after_a_cut
+    for received, then in run_on_gloo(world_size, functools.partial(body, all_send=True)):
         assert received == [[10 + rank] for rank in range(world_size)]
         assert "ranks no longer share memory" in then
-    *others, last = run_on_gloo(world_size, functools.partial(body, all_tell=False))
+    *others, last = run_on_gloo(world_size, functools.partial(body, all_send=False))
     assert all("ranks no longer share memory" in received for received, _ in others)
-    assert last[0] == "nothing told"
+    assert last[0] == "nothing sent"
 
 
 def test_messages_reach_all_ranks_over_their_group() -> None:
-    ended = run_on_gloo(3, functools.partial(words_told, shares=False), 5)
+    ended = run_on_gloo(3, functools.partial(exchange_values, shares=False), 5)
     assert ended == [""] * 3
 
 
@@ -67,28 +67,28 @@ def test_all_ranks_avoid_shared_memory_for_messages_that_are_too_long() -> None:
 def test_ranks_that_wait_learn_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
     """The limit is an hour away. Rank 0 passes a loss on; the end of rank 0 is seen by all."""
     with Ranks() as ranks:
-        body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
+        body, path = shared_memory_bodies.meet_until_a_rank_is_missing, str(tmp_path / "store")
         crew = [ranks.start(body, path, rank, 4, how) for rank in range(4)]
         lost = {"kill": [1], "kill rank 0": [0], "cut": []}[how]
         for rank in set(range(4)) - set(lost):
-            assert "ranks no longer share memory" in crew[rank].expect("told")["text"]
+            assert "ranks no longer share memory" in crew[rank].expect("failed")["text"]
 
 
 def test_a_rank_that_stops_is_waited_for_up_to_the_limit(tmp_path: Path) -> None:
     with Ranks() as ranks:
-        body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
+        body, path = shared_memory_bodies.meet_until_a_rank_is_missing, str(tmp_path / "store")
         crew = [ranks.start(body, path, rank, 3, "stop") for rank in range(3)]
-        texts = [crew[rank].expect("told")["text"] for rank in (0, 2)]
+        texts = [crew[rank].expect("failed")["text"] for rank in (0, 2)]
     assert any("expected within 0.5 s" in text for text in texts)
 
 
 def test_a_rank_that_leaves_in_good_order_is_no_loss() -> None:
-    assert run_on_gloo(3, shared_memory_bodies.leaves_early) == ["this rank has left", "", ""]
+    assert run_on_gloo(3, shared_memory_bodies.leave_early) == ["this rank has left", "", ""]
 
 
 def test_a_process_that_a_rank_forks_is_no_rank() -> None:
     """Memory that the child releases, when it ends or earlier, stays with the rank."""
-    assert run_on_gloo(3, shared_memory_bodies.meets_after_a_fork) == [""] * 3
+    assert run_on_gloo(3, shared_memory_bodies.meet_after_a_fork) == [""] * 3
 
 
 def test_if_one_rank_cannot_share_memory_none_does() -> None:

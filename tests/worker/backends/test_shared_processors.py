@@ -17,17 +17,17 @@ Seen = tuple[int, set[int]]
 pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one processor")
 
 
-def beside_another(taken: int, let_go: bool = True, num_times: int = 1) -> Seen:
+def beside_another(taken: int, release: bool = True, num_times: int = 1) -> Seen:
     """Run a rank on processor `taken`, which another rank has noted as its own, `num_times` times.
     Returns the processor that the rank notes for itself, and those on which it may run afterwards.
-    `let_go`: the rank may run on both of `ALLOWED`, not only on `taken`."""
+    `release`: the rank may run on both of `ALLOWED`, not only on `taken`."""
 
     def run() -> Seen:
         notes = memoryview(bytearray(16)).cast("Q")
         processors = Processors(notes, OWN)
         for _ in range(num_times):
             os.sched_setaffinity(0, {taken})
-            os.sched_setaffinity(0, set(ALLOWED) if let_go else {taken})
+            os.sched_setaffinity(0, set(ALLOWED) if release else {taken})
             notes[OTHER] = taken + 1
             processors.part()
         return notes[OWN] - 1, os.sched_getaffinity(0)
@@ -48,7 +48,7 @@ def test_a_rank_that_finds_another_on_its_processor_moves_to_a_free_one(taken: i
 
 
 def test_a_rank_that_the_user_binds_to_a_processor_stays_on_it() -> None:
-    assert beside_another(ALLOWED[0], let_go=False) == (ALLOWED[0], {ALLOWED[0]})
+    assert beside_another(ALLOWED[0], release=False) == (ALLOWED[0], {ALLOWED[0]})
 
 
 def test_a_rank_that_may_not_move_itself_tries_once_and_goes_on(
@@ -99,7 +99,7 @@ class Kernel:
             self.interrupts = False
             raise Interrupt
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._asked = None
 
 
@@ -112,7 +112,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def installed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(os, "sched_getaffinity", kernel.allowed)
     monkeypatch.setattr(os, "sched_setaffinity", kernel.hold)
-    monkeypatch.setattr(processors, "_ask_for_all", kernel.let_go)
+    monkeypatch.setattr(processors, "_ask_for_all", kernel.release)
     monkeypatch.setattr(processors._libc, "sched_getcpu", lambda: ALLOWED[0])
     return kernel
 

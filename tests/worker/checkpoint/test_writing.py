@@ -171,7 +171,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
 
 
 def test_values_that_cannot_be_written_fail_on_all_ranks_and_leave_nothing(tmp_path):
-    """Only the first rank writes them; the others do not wait for it."""
+    """The first rank alone writes these values; the others do not wait for it."""
     whole = trained("sgd")
     odd = replace(whole, values={**whole.values, "odd": object()})
     errors = write_on_all(tmp_path / "two", [odd, whole])

@@ -22,7 +22,7 @@ def twins(world_size: int) -> dict[str, Twin]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: int) -> None:
-    """The twin loops over single numbers. fp32, over several steps of error feedback."""
+    """The twin loops over single numbers. Values are fp32, over several steps of error feedback."""
     every = shoal.run_in_memory(bodies.average_each, world_size)
     for name, twin in twins(world_size).items():
         for step in range(bodies.NUM_STEPS):

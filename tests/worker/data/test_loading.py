@@ -204,7 +204,8 @@ def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() 
 def test_a_killed_process_counts_as_ended_before_it_can_be_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its files are closed earlier: the trainer may find its connection closed at that moment."""
+    """The files of a killed process are closed before it can be reaped: the trainer may find its
+    connection closed at that moment."""
     with loader_of(Drawn(), 2) as loader:
         taken(loader, [1])
         assert loader._samples is not None

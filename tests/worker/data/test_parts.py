@@ -108,7 +108,8 @@ def zipped(samples: list[Any]) -> Any:
 def test_one_item_a_sample_is_distinguished_from_one_tensor_for_all(
     size: int, seeded: bool
 ) -> None:
-    """Otherwise a part of three images would be their first channels, without an error."""
+    """A list with one image for each sample is cut by items, even if images have as many rows as
+    there are samples. Cut by rows, a part would be wrong without an error."""
     samples = Samples(Boxes(size), zipped, 0, seeded=seeded)
     images, boxes = samples.batch(0, range(4, 4 + size), lambda: True)
     last_images, last_boxes = cut(images, size - 1, size, size), cut(boxes, size - 1, size, size)

@@ -328,7 +328,7 @@ def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
 
 
 def test_a_strategy_that_does_not_push_each_step_refuses_tables() -> None:
-    """Otherwise it would train without the tables' gradients."""
+    """The strategy would train without the gradients of the tables."""
     model = Model(EmbeddingTable(DIM))
     with pytest.raises(
         InvalidSpec, match="async-diloco does not train embedding tables; saw items"

@@ -266,8 +266,8 @@ def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
 def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     session: shoal.Session, tmp_path: Path
 ) -> None:
-    """Otherwise a newcomer would keep a worse checkpoint as the best, once it has rank 0. Its
-    directory may differ."""
+    """A newcomer without that record would keep a worse checkpoint as the best, once it has rank 0.
+    Its directory may differ."""
 
     class Judged(Net):
         def on_train_epoch_end(self) -> None:

@@ -20,7 +20,8 @@ PROGRAM = Path(__file__).parents[2] / "support" / "frameworks" / "verl_program.p
 @pytest.mark.nightly
 @pytest.mark.skipif(not PYTHON, reason="SHOAL_VERL_PYTHON names no Python with verl")
 def test_a_rollout_receives_what_the_actors_of_that_step_sent(tmp_path: Path) -> None:
-    """Two synchronisations by verl's calls; a rollout that starts later gets the newest version."""
+    """Weights are synchronised twice by verl's calls; a rollout that starts later gets the newest
+    version."""
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         done = subprocess.run(
             [PYTHON, str(PROGRAM), "rl/policy"],
@@ -31,7 +32,7 @@ def test_a_rollout_receives_what_the_actors_of_that_step_sent(tmp_path: Path) ->
             check=False,
         )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     found = [json.loads(line.partition(" ")[2]) for line in lines]
     assert found == [
         {"what": "topology", "actors": {}, "rollouts": {}, "wire_format": "named_tensors"},

@@ -38,7 +38,7 @@ def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     lines = done.stdout.splitlines()
-    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("told ")]
+    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("result ")]
 
 
 def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:

@@ -396,7 +396,8 @@ def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
 
 
 def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
-    """SIGSTOP, SIGCONT, SIGSTOP, SIGKILL: the coordinator gets a report of each, in this order."""
+    """The coordinator gets a report of each of SIGSTOP, SIGCONT, SIGSTOP and SIGKILL, in this
+    order."""
     process = shoal_run(WAIT, "-n", "1", "--max-restarts", "0")
     pid = int(read_until(process, " pid ")[-1].rpartition(" ")[2])
     steps = (

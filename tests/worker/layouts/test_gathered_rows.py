@@ -161,6 +161,7 @@ def test_torchs_own_gathering_is_refused_if_sizes_differ(same: bool) -> None:
 
 
 def test_gathering_waits_for_rows_whose_messages_seem_done_earlier() -> None:
-    """NCCL's messages behave like this. No two ranks wait for each other to receive."""
+    """NCCL's messages seem done before their data have arrived. No two ranks wait for each other to
+    receive."""
     with late_groups():
         run_in_memory(gathered, 3, torch.float32, timeout_s=10.0)

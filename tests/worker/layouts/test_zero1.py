@@ -147,14 +147,13 @@ def test_whole_matrices_of_one_owner_each_are_equal_to_one_process() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicated_equal_to_one_process(world_size: int) -> None:
-    """Tests the plain data-parallel layout."""
+    """The plain data-parallel layout has the weights of one process."""
     training = training_of("adamw", accumulate=2)
     check_equal(run_in_memory(train_rank, world_size, training, ReplicatedLayout), training)
 
 
 def test_accumulated_gradients_count_once_a_step() -> None:
-    """Two backward passes, then one step: gradients owned by other ranks must not add up over
-    steps."""
+    """Gradients owned by other ranks must not add up over steps of two backward passes each."""
     training = training_of("adamw", accumulate=2)
     check_equal(run_in_memory(train_rank, 3, training, Zero1Layout), training)
 
@@ -299,7 +298,7 @@ def test_a_released_layout_holds_no_reducer() -> None:
 
 
 def test_every_parameter_is_held_by_all_and_counted_by_one() -> None:
-    """Includes buffers and frozen parameters."""
+    """The same holds for buffers and frozen parameters."""
 
     def counted() -> tuple[set[str], set[str], set[str]]:
         layout = on_this_rank(training_of(), 1).layout

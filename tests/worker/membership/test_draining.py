@@ -269,8 +269,8 @@ def test_a_handler_of_an_earlier_session_requests_no_drain() -> None:
 def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a pool that sent the signal would wait forever for a process that took it as a
-    request to drain."""
+    """A forked process does not take the signal as a request to drain: a pool that sent it would
+    wait for that process for ever."""
     drain_signal, trainer, set_handler = (
         DrainSignal(lambda reason: None),
         os.getpid(),

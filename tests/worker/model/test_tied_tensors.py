@@ -81,7 +81,7 @@ def test_memory_that_parameters_share_is_found(other: Callable[[Tensor], Tensor]
 
 
 def test_neighbours_in_memory_and_true_ties_are_accepted() -> None:
-    """cuDNN lays the weights of an LSTM like this, and columns of one matrix lie like this."""
+    """The weights of an LSTM in cuDNN, and columns of one matrix, are neighbours in memory."""
     memory = torch.zeros(6, 4)
     one = nn.Parameter(memory[:3])
     for other in (nn.Parameter(memory[3:]), one, torch.ones(()), nn.Parameter(torch.empty(0))):

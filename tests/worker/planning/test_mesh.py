@@ -119,7 +119,8 @@ def test_figures_of_stages(model, optimizer, microbatches):
     ],
 )
 def test_figures_of_splits(model, world_size):
-    """Includes pairs, single modules, embeddings and attention, with indivisible sizes."""
+    """The plan's figures hold for pairs, single modules, embeddings and attention, with indivisible
+    sizes."""
     check(training(model), TensorParallel(min_split_bytes=0), world_size)
 
 

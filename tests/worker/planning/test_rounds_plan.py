@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import generation_of, over_the_run
+from support.collectives.strategy_runs import generation_of, use_group
 from support.models.sharded_models import adamw, deep, normed, sgd, training_of
 from support.processes.worlds import Training
 from torch import Tensor
@@ -31,7 +31,7 @@ def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
     strategy = kind(every_steps=EVERY_STEPS)
     model, optimizer = training.build()
     dist.barrier()
-    over_the_run(strategy)
+    use_group(strategy)
     strategy.distribute(model, optimizer)
     names = [f"m{each}" for each in range(dist.get_world_size())]
     strategy.enter(generation_of(names, names[dist.get_rank()]))

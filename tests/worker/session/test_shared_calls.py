@@ -71,7 +71,7 @@ def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) ->
 def test_an_evaluation_counts_each_sample_once_on_three_members(
     cluster: LocalCluster, strategy: str, source: str
 ) -> None:
-    """101 samples in batches of 5 on 3 members: shares differ, and in the last batch some members
+    """Shares of 101 samples in batches of 5 on 3 members differ, and in the last batch some members
     have none."""
     given: Any = data()
     if source == "loader":
@@ -458,7 +458,8 @@ def test_a_joiner_waits_until_an_evaluation_that_begins_again_is_over(
 def test_the_last_member_of_an_evaluation_completes_it_and_trains_with_joiners(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two of three members are killed in it, and two replace them before it begins again."""
+    """Two of three members are killed in the evaluation. Two others join before it begins again,
+    and wait until the last member has completed it."""
     run = replace(gated(cluster, tmp_path / "gate"), min_members=2)
     with Ranks() as ranks:
         body = evaluation_bodies.train_until_joined

@@ -61,7 +61,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
 def test_a_script_that_steps_the_optimizer_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
-    """Otherwise each gradient would be applied twice."""
+    """A step of the script after that of the session would apply each gradient twice."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -260,7 +260,7 @@ def test_values_that_are_no_model_or_optimizer_are_refused_by_type(
 
 
 def test_the_script_may_step_the_optimizer_after_the_session(cluster: LocalCluster) -> None:
-    """Within the session a call of `step` is refused."""
+    """A call of `step` within the session is refused."""
     kept = []
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -323,8 +323,8 @@ def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) 
 def test_operations_that_train_what_the_script_says_are_accepted(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Accepted: a loss times two; a scaler that is switched off, or another model's; a sum of
-    losses of two forward passes; gradients from autograd.grad; hooks; clipping; forward passes
+    """A script may use a loss times two; a scaler that is switched off, or another model's; a sum
+    of losses of two forward passes; gradients from autograd.grad; hooks; clipping; forward passes
     without gradients in a step and between steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     other = nn.Linear(20, 1)
@@ -543,8 +543,8 @@ def test_the_reason_of_an_error_without_text_is_its_name() -> None:
 def test_changing_requires_grad_between_steps_is_refused(
     cluster: LocalCluster, strategy: str, at_step: int
 ) -> None:
-    """Otherwise each member would train the layer with gradients of its own, and a joiner not at
-    all."""
+    """A layer trained from then on would get gradients of each member's own, and none in a
+    joiner."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == at_step:
@@ -756,7 +756,7 @@ def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> N
 def test_clipping_within_the_optimizers_step_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Refused if each member steps its own parameters, or parts of them."""
+    """The clipping is refused if each member steps its own parameters, or parts of them."""
 
     def clips(optimizer: Any, *_: Any) -> None:
         own = [each for group in optimizer.param_groups for each in group["params"]]

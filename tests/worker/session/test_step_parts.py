@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as members report it."""
+"""Tests of the parts of a step's time, as members report them."""
 
 import threading
 

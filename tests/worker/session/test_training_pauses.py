@@ -20,7 +20,8 @@ def test_a_pause_is_what_comes_on_top_of_a_usual_step() -> None:
 
 
 def test_steps_that_are_taken_again_are_lost() -> None:
-    """Example: after a return to the checkpoint of step 90, the next committed step is the 91st."""
+    """The next committed step after a return to the checkpoint of step 90, for example, is the
+    91st."""
     pauses = TrainingPauses()
     pauses.committed(1, 100, 1.0)
     pause = pauses.committed(2, 91, 2.0)

@@ -61,7 +61,7 @@ def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_turn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Same loss as `shifted`, with positions first and samples second."""
+    """Compute the loss of `shifted`, with positions first and samples second."""
     tokens = pad(targets[:, None].expand(-1, 4), (0, 1), value=-100)
     return cross_entropy(outputs.expand(5, -1, -1).flatten(0, 1), tokens.T.flatten())
 

@@ -68,7 +68,7 @@ def test_copies_are_on_other_hosts_if_that_is_possible(hosts: list[str], copies:
 def test_second_copies_go_to_hosts_without_a_copy_if_possible(
     hosts: str, own_hosts: int, repeated: int
 ) -> None:
-    """Otherwise they go to other hosts than the rank's own."""
+    """A second copy for which there is no such host goes to another host than the rank's own."""
     assert misplaced(hosts, targets_of(hosts, 2)) == (own_hosts, repeated)
 
 

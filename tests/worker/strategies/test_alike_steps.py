@@ -35,7 +35,7 @@ def steps(cluster: LocalCluster, strategy: str, **changes: Any) -> Steps:
     )
 
 
-def told(schedule: Schedule, error: str) -> list[str]:
+def reported(schedule: Schedule, error: str) -> list[str]:
     """Check that all members raise `error` with one text; return the texts."""
     found = []
     for rank in schedule.alive:
@@ -53,7 +53,7 @@ def all_refused(run: Steps, directory: Path, error: str) -> tuple[str, set[int]]
         schedule = Schedule(ranks, run, directory, seed=1, body=step_bodies.train)
         for _ in range(3):
             schedule.add()
-        text, *_ = told(schedule, error)
+        text, *_ = reported(schedule, error)
         return text, committed(schedule.all)
 
 
@@ -88,7 +88,7 @@ def test_unequal_numbers_of_passes_are_refused_by_name(
 def test_parts_of_a_fixed_size_are_refused_if_shares_differ(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """100 samples on 3 members, 11 in each part: 4, 3 and 3 passes."""
+    """Shares of 100 samples on 3 members have 4, 3 and 3 passes with 11 samples in each part."""
     run = steps(cluster, strategy, parts="fixed size", in_one_call=False)
     text, steps_before = all_refused(run, tmp_path, "UnequalPasses")
     assert "4 or more by" in text
@@ -230,7 +230,7 @@ def test_a_schedule_that_a_joiner_began_anew_is_refused(
         while max(committed(schedule.all)) < 12:
             schedule.alive[0].expect("committed")
         joiner = schedule.add()
-        assert "lr of group 0" in told(schedule, "HyperparametersDiffer")[0]
+        assert "lr of group 0" in reported(schedule, "HyperparametersDiffer")[0]
         first = next(data for kind, data in joiner.seen if kind == "tried")
         others = [
             data["lr"]

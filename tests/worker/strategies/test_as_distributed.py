@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Manner, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.models.seeding import seeded
 from torch import Tensor, nn
 from worker.strategies import test_equality as equality
@@ -29,11 +29,11 @@ def weights_of(
     made: Callable[[], Strategy],
     *,
     loader: Callable[[], Loader] = equality.loader,
-    manner: Manner | None = None,
+    step_options: StepOptions | None = None,
 ) -> tuple[Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
     """Return the weights of one process, and of each of three ranks."""
     run = replace(equality.run_of("sgd"), build=build, loader=loader, num_steps=NUM_STEPS)
-    run = replace(run, manner=manner or run.manner)
+    run = replace(run, step_options=step_options or run.step_options)
     return by_one_process(run), run_in_memory(by_a_rank, 3, run, made)
 
 
@@ -101,10 +101,12 @@ def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
         model, optimizer = of_the_last_layer(seed)
         return model, ForgetsAll(model, optimizer.param_groups[0]["params"])
 
-    clipped = Manner(max_norm=0.05)
-    run = replace(equality.run_of("sgd"), build=forgetting, num_steps=NUM_STEPS, manner=clipped)
+    clipped = StepOptions(max_norm=0.05)
+    run = replace(
+        equality.run_of("sgd"), build=forgetting, num_steps=NUM_STEPS, step_options=clipped
+    )
     expected = by_one_process(run)
-    _, ranks = weights_of(of_the_last_layer, equality.made(strategy, 3), manner=clipped)
+    _, ranks = weights_of(of_the_last_layer, equality.made(strategy, 3), step_options=clipped)
     for ours in ranks:
         assert difference(ours, expected) < equality.TOLERANCE
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import generation_of, take_step, use_group
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.processes.ranks import Rank, Ranks
 from support.training.elastic_bodies import CountingCompiler
@@ -85,7 +85,7 @@ def _trained(
     torch.manual_seed(0)
     model, compiler, strategy = make(), CountingCompiler(), STRATEGIES[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    over_the_run(strategy)
+    use_group(strategy)
     given: Any = torch.compile(model, backend=compiler) if compiled == "before" else model
     shown, _ = strategy.distribute(in_place(given), optimizer)
     assert list(shown.state_dict()) == list(model.state_dict())
@@ -133,8 +133,8 @@ CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 def test_changes_of_members_compile_nothing_again(
     cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
 ) -> None:
-    """Once both numbers of members have been seen, kills and joins compile nothing in the members
-    that stay. The weights are those of one process that compiles nothing."""
+    """Kills and joins compile nothing in the members that stay, once both numbers of members have
+    been seen. The weights are those of one process that compiles nothing."""
     strategy, compiled = case
     options = {"min_split_bytes": 0} if strategy == "tensor" else {}
     run = elastic(
@@ -180,7 +180,7 @@ def _piped(original: nn.Module, name: str, compiled: str) -> tuple[list[int], di
         else shoal.Hybrid(copies=0, pipeline=2, tensor=1, microbatches=2)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    over_the_run(strategy)
+    use_group(strategy)
     if compiled == "part":
         next(iter(model.children())).compile(backend=compiler)
     given: Any = torch.compile(model, backend=compiler) if compiled == "before" else model
@@ -232,7 +232,7 @@ def test_a_wrapper_around_a_distributed_model_of_stages_is_refused_in_its_first_
     def body() -> None:
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
         strategy = shoal.Pipeline(copies=0)
-        over_the_run(strategy)
+        use_group(strategy)
         shown, _ = strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
         strategy.enter(generation_of(["m0"], "m0"))
         called: Any = torch.compile(shown, backend=CountingCompiler())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Manner, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.processes.ranks import Ranks
 from torch import nn
@@ -38,9 +38,9 @@ OFFLOADED: dict[str, Callable[[], FSDP]] = {
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OFFLOADED)
 def test_equal_to_one_process_with_clipping_and_accumulation(strategy: str) -> None:
-    manner = Manner(max_norm=0.1, passes=(1, 1, 1, 1, 2))
-    run = equality.run_of("adamw", manner=manner)
-    single = by_one_process(equality.run_of("adamw", manner=Manner(max_norm=0.1)))
+    step_options = StepOptions(max_norm=0.1, passes=(1, 1, 1, 1, 2))
+    run = equality.run_of("adamw", step_options=step_options)
+    single = by_one_process(equality.run_of("adamw", step_options=StepOptions(max_norm=0.1)))
     for ours in run_in_memory(by_a_rank, 4, run, OFFLOADED[strategy]):
         assert difference(ours, single) < equality.TOLERANCE
 

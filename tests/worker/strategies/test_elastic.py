@@ -59,7 +59,7 @@ def test_changes_leave_no_trace_in_the_weights(
 def test_copies_that_are_cut_over_members_leave_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two copies over two members each, then one over three, and again."""
+    """The job has two copies over two members each, then one over three, and again two."""
     run = elastic(
         cluster,
         "copies",
@@ -84,8 +84,8 @@ def test_copies_that_are_cut_over_members_leave_no_trace(
 def test_split_layers_that_are_cut_over_members_leave_no_trace(
     cluster: LocalCluster, tmp_path: Path, more: Mapping[str, Any]
 ) -> None:
-    """Two rows of two splits, then three rows, and again. The killed member held a part of the rows
-    of a part of the layers, which comes from a copy."""
+    """The job has two rows of two splits, then three rows, and again two. The killed member held a
+    part of the rows of a part of the layers, which comes from a copy."""
     run = elastic(
         cluster,
         "split",
@@ -108,9 +108,9 @@ def test_split_layers_that_are_cut_over_members_leave_no_trace(
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two stages of two splits, then three stages, and again. No member has all of anything, so
-    the killed member's part comes from a copy. The even mesh of copies, with more changes, is
-    nightly."""
+    """The job has two stages of two splits, then three stages, and again two. No member has all of
+    anything, so the killed member's part comes from a copy. The even mesh of copies, with more
+    changes, is nightly."""
     run = elastic(
         cluster,
         "mesh",

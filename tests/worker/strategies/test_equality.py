@@ -10,7 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Manner, Run, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import (
+    Run,
+    StepOptions,
+    by_a_rank,
+    by_one_process,
+    difference,
+)
 from torch import Tensor, nn
 
 import shoal
@@ -120,10 +126,10 @@ def test_equal_with_clipping_and_accumulation(
     strategy: str, world_size: int, optimizer: str
 ) -> None:
     """A fifth of the steps accumulate over two passes; most norms are clipped."""
-    clipped = Manner(max_norm=0.1)
-    expected = by_one_process(run_of(optimizer, manner=clipped))
+    clipped = StepOptions(max_norm=0.1)
+    expected = by_one_process(run_of(optimizer, step_options=clipped))
     assert difference(expected, by_one_process(run_of(optimizer))) > 1e-2, "clipping does nothing"
-    run = run_of(optimizer, manner=replace(clipped, passes=(1, 1, 1, 1, 2)))
+    run = run_of(optimizer, step_options=replace(clipped, passes=(1, 1, 1, 1, 2)))
     for ours in run_in_memory(by_a_rank, world_size, run, made(strategy, world_size)):
         assert difference(ours, expected) < TOLERANCE
 
@@ -153,9 +159,11 @@ def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
         run, whole = run_of(optimizer), run_of(optimizer, computing=InHalf)
         way = made(strategy, world_size, param_dtype="bf16", reduce_dtype="fp32")
     else:
-        run = whole = run_of(optimizer, manner=Manner(autocast=torch.bfloat16))
+        run = whole = run_of(optimizer, step_options=StepOptions(autocast=torch.bfloat16))
         way = made(strategy, world_size)
-    expected = by_one_process(replace(whole, manner=replace(whole.manner, passes=parts)))
+    expected = by_one_process(
+        replace(whole, step_options=replace(whole.step_options, passes=parts))
+    )
     for ours in run_in_memory(by_a_rank, world_size, run, way):
         assert difference(ours, expected) < tolerance
         assert difference(ours, single) > 10 * TOLERANCE, "nothing was computed in bf16"

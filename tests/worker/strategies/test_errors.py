@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
         errors = [each["error"] for each in fates if each["kind"] == "raised"]
         assert set(errors) <= {"NonFiniteGradient"}, fates
         if strategy == "fsdp-tensor":
-            # It is the other member of its tensor group, which has the same samples.
+            # The error is that of the other member of its tensor group, with the same samples.
             assert len(errors) == 1
             (peer,) = [rank for rank, each in zip(others, fates, strict=True) if "error" in each]
             schedule.alive.remove(peer)

@@ -149,12 +149,12 @@ def test_the_default_dtype_of_summed_gradients_follows_torchs_release(
         text: ShardedOptions(param_dtype=param, reduce_dtype=reduce).reduces_in(stored)
         for text, param, reduce in (
             ("by itself", narrow, None),
-            ("told", narrow, torch.float16),
+            ("given", narrow, torch.float16),
             ("all alike", None, None),
         )
     }
     by_itself = stored if as_stored else narrow
-    assert summed == {"by itself": by_itself, "told": torch.float16, "all alike": stored}
+    assert summed == {"by itself": by_itself, "given": torch.float16, "all alike": stored}
     dtype = FSDP(param_dtype="bf16").options()["reduce_dtype"]
     assert dtype == ("as stored" if as_stored else "None")
     assert FSDP().options()["reduce_dtype"] == "None"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from support.collectives.late_groups import LateRunGroup, late_groups
 from support.collectives.strategy_runs import (
-    Manner,
     Run,
+    StepOptions,
     by_a_rank,
     difference,
     entered,
@@ -94,7 +94,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
         loader=loader,
         loss=loss,
         num_steps=8,
-        manner=Manner(max_norm=0.1) if clips else Manner(),
+        step_options=StepOptions(max_norm=0.1) if clips else StepOptions(),
     )
     expected = run_in_memory(by_a_rank, 2, run, STRATEGIES[strategy])
     with late_groups():
@@ -106,7 +106,8 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OF_FOUR)
 def test_nothing_is_read_before_it_has_arrived_in_groups_of_some_ranks(strategy: str) -> None:
-    """Includes ranks of a copy, of the same rows and of a layer, and neighbouring stages."""
+    """The groups are the ranks of a copy, of the same rows and of a layer, and neighbouring
+    stages."""
     run = Run(build=build, loader=loader, loss=loss, num_steps=4)
     expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
     with late_groups():

@@ -127,7 +127,7 @@ def test_a_planned_change_ends_the_round_where_the_generation_stops(
         held = HeldMembers(ranks, local_sgd_bodies.train, run, tmp_path, at_step=7)
         crew = [*held.crew, *start(ranks, run, "c")]
         crew[2].expect("entering")
-        held.let_go()
+        held.release()
         for _ in range(5):
             crew[2].expect("committed")
         crew[0].send_signal(signal.SIGTERM)

@@ -48,8 +48,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Same loss as scripts with a mask write it: without tokens, forward and backward divide 0 by
-    0."""
+    """Compute the same loss as scripts with a mask do: without tokens, forward and backward divide
+    0 by 0."""
     mask = (targets != IGNORED).float()
     each = nn.functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum()

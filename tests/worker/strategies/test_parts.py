@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
-    Manner,
+    StepOptions,
     by_a_rank,
     by_one_process,
     difference,
@@ -42,10 +42,10 @@ WORLDS = [
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: int) -> None:
     """Clipping needs the norm of all parts together."""
-    clipped = Manner(max_norm=0.1)
-    expected = by_one_process(equality.run_of("sgd", manner=clipped, num_steps=15))
-    cut = Manner(max_norm=0.1, parts_of_session=CUT)
-    run = equality.run_of("sgd", manner=cut, num_steps=15)
+    clipped = StepOptions(max_norm=0.1)
+    expected = by_one_process(equality.run_of("sgd", step_options=clipped, num_steps=15))
+    cut = StepOptions(max_norm=0.1, parts_of_session=CUT)
+    run = equality.run_of("sgd", step_options=cut, num_steps=15)
     for ours in run_in_memory(by_a_rank, world_size, run, equality.made(strategy, world_size)):
         assert difference(ours, expected) < TOLERANCE
 
@@ -84,7 +84,7 @@ def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
     """Holds for batches in parts, too."""
     plain = equality.run_of("sgd", num_steps=8)
     expected = by_one_process(replace(plain, build=partial(recomputed, keeps=True)))
-    run = replace(plain, build=recomputed, manner=Manner(parts_of_session=(3, 1)))
+    run = replace(plain, build=recomputed, step_options=StepOptions(parts_of_session=(3, 1)))
     for ours in run_in_memory(by_a_rank, 3, run, equality.made(strategy, 3)):
         assert difference(ours, expected) < TOLERANCE
 
@@ -99,7 +99,7 @@ def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]
     for step, parts in enumerate(num_parts):
         reset_counts()
         batch = loader.synchronous(step, *share_of_rank)
-        take_step(strategy, batch, run.loss, Manner(parts_of_session=[parts] * (step + 1)))
+        take_step(strategy, batch, run.loss, StepOptions(parts_of_session=[parts] * (step + 1)))
         reduced = [counts().get(name, Count(0, 0)) for name in ("all_reduce", "reduce_scatter")]
         found.append(sum(count.bytes for count in reduced))
     strategy.close()
@@ -108,8 +108,8 @@ def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_gradients_are_reduced_once_a_step(strategy: str) -> None:
-    """Exception: in the first step that is cut, the first part is reduced separately. The other
-    messages of members have 32 bytes each."""
+    """The first part is reduced separately only in the first step that is cut. The other messages
+    of members have 32 bytes each."""
     messages = 4 * 32 * 2
     for found in run_in_memory(_bytes_reduced, 2, equality.made(strategy, 2), [1, 3, 3, 4, 4, 1]):
         once, twice, *others, last = found
@@ -128,7 +128,7 @@ def _refused(strategy_of: Callable[[], Strategy], ways: Sequence[Sequence[int]])
     try:
         for step in range(len(own)):
             batch = loader.synchronous(step, *share_of_rank)
-            take_step(strategy, batch, run.loss, Manner(parts_of_session=own))
+            take_step(strategy, batch, run.loss, StepOptions(parts_of_session=own))
     except UnequalPasses as error:
         dist.barrier()
         return str(error), strategy.step

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import difference, generation_of, over_the_run
+from support.collectives.strategy_runs import difference, generation_of, use_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,7 +144,7 @@ def by_one_process(passes: Passes) -> dict[str, Tensor]:
 
 def by_a_rank(strategy_of: Callable[[], SynchronousStrategy], passes: Passes) -> dict[str, Tensor]:
     strategy = strategy_of()
-    over_the_run(strategy)
+    use_group(strategy)
     model, _ = strategy.distribute(*made())
     names = [f"m{rank}" for rank in range(torch.distributed.get_world_size())]
     generation = generation_of(names, names[torch.distributed.get_rank()])

@@ -1,4 +1,4 @@
-"""Several models and optimizers in a session, such as a GAN's two: trained as in one process."""
+"""Sessions with several models and optimizers, such as a GAN's two: trained as in one process."""
 
 import secrets
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.late_groups import late_groups
-from support.collectives.strategy_runs import difference, generation_of, over_the_run
+from support.collectives.strategy_runs import difference, generation_of, use_group
 from support.members.elastic_schedule import Schedule, check_each_sample_once, lose_all
 from support.models import adversarial_pair as gan_bodies
-from support.models.adversarial_pair import WAYS, Adversarial, Deeds, Pair
+from support.models.adversarial_pair import WAYS, Adversarial, Pair, StepCalls
 from support.processes.ranks import Ranks
 from support.training import elastic_bodies
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def entered(name: str) -> tuple[SynchronousStrategy, Pair, tuple[int, int]]:
     share."""
     strategy = find_strategy(name)
     assert isinstance(strategy, SynchronousStrategy)
-    over_the_run(strategy)
+    use_group(strategy)
     made = gan_bodies.pair()
     optimizers = {"g": made.of_generator, "d": made.of_discriminator}
     models = {"generator": made.generator, "discriminator": made.discriminator}
@@ -52,7 +52,7 @@ def entered(name: str) -> tuple[SynchronousStrategy, Pair, tuple[int, int]]:
     return strategy, held, strategy.data_share(generation)
 
 
-def deeds_of(strategy: SynchronousStrategy, pair: Pair, weight: float) -> Deeds:
+def deeds_of(strategy: SynchronousStrategy, pair: Pair, weight: float) -> StepCalls:
     """Translate calls as the session does."""
     names = {pair.of_generator: frozenset("g"), pair.of_discriminator: frozenset("d")}
 
@@ -64,7 +64,7 @@ def deeds_of(strategy: SynchronousStrategy, pair: Pair, weight: float) -> Deeds:
         strategy.choose(names[optimizer])
         strategy.update()
 
-    return Deeds(backward, update)
+    return StepCalls(backward, update)
 
 
 def trained(name: str, way: str) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def test_two_models_train_as_in_one_process(strategy: str, world_size: int, way:
 def test_two_models_train_the_same_over_collectives_that_seem_done_early(
     strategy: str,
 ) -> None:
-    """NCCL's collectives behave like this."""
+    """NCCL's collectives seem done before their results are there."""
     expected = run_in_memory(trained, 2, strategy, WAYS[0])
     with late_groups():
         late = run_in_memory(trained, 2, strategy, WAYS[0])

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
-    Manner,
     Run,
+    StepOptions,
     by_a_rank,
     by_one_process,
     difference,
@@ -77,13 +77,13 @@ def loader(batch_size: int) -> Loader:
     return Loader((SAMPLES, torch.ones(4, 1)), order)
 
 
-def run_of(optimizer: str, batch_size: int, manner: Manner) -> Run:
+def run_of(optimizer: str, batch_size: int, step_options: StepOptions) -> Run:
     return Run(
         build=partial(build, optimizer),
         loader=partial(loader, batch_size),
         loss=mse_loss,
         num_steps=8,
-        manner=manner,
+        step_options=step_options,
     )
 
 
@@ -111,10 +111,10 @@ def test_parameters_that_only_stand_ins_would_use_do_not_change(
     """Weight decay, momentum and Adam's averages do not change it, as in one process. Regression:
     members without samples computed the data set's first sample, whose expert got a gradient of
     zeros, or waited for other members at a layer that these had left out."""
-    manner = Manner(parts_of_session=(parts,)) if parts > 1 else Manner()
-    expected = by_one_process(run_of(optimizer, 1, Manner()))
+    step_options = StepOptions(parts_of_session=(parts,)) if parts > 1 else StepOptions()
+    expected = by_one_process(run_of(optimizer, 1, StepOptions()))
     for ours in run_in_memory(
-        by_a_rank, WORLDS.get(strategy, 3), run_of(optimizer, 1, manner), MADE[strategy]
+        by_a_rank, WORLDS.get(strategy, 3), run_of(optimizer, 1, step_options), MADE[strategy]
     ):
         assert difference(ours, expected) < 1e-5
 
@@ -122,7 +122,7 @@ def test_parameters_that_only_stand_ins_would_use_do_not_change(
 def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, bool]:
     """Return, by parameter of the experts, if it has a gradient on this rank after the passes of
     the batch whose only sample is for expert 1."""
-    run = run_of("sgd", 1, Manner())
+    run = run_of("sgd", 1, StepOptions())
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(run, strategy)
@@ -164,7 +164,7 @@ def test_a_parameter_that_no_sample_used_has_no_gradient_after_the_passes(
 def counts_of(made: Callable[[], Strategy], parts: int) -> tuple[list[float], float, list[float]]:
     """Return what a rank's model has counted after four steps of three samples: hits by expert and
     all samples; and the actual hits by expert."""
-    run = run_of("sgd", 3, Manner(parts_of_session=(parts,)))
+    run = run_of("sgd", 3, StepOptions(parts_of_session=(parts,)))
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(run, strategy)
@@ -175,7 +175,7 @@ def counts_of(made: Callable[[], Strategy], parts: int) -> tuple[list[float], fl
         batch = run.loader().synchronous(step, *share)
         for index in batch.indices:
             had[int(SAMPLES[index, 0])] += 1
-        take_step(strategy, batch, run.loss, run.manner)
+        take_step(strategy, batch, run.loss, run.step_options)
     counted = experts.hits.tolist(), float(experts.seen)
     strategy.close()
     return *counted, had
@@ -214,8 +214,10 @@ def normalised(made: Callable[[], Strategy], parts: int) -> Mapping[str, Tensor]
         inputs = torch.arange(40.0).view(2, 4, 5)
         return Loader((inputs, torch.ones(2, 4, 1)), Order(num_samples=2, global_batch_size=2))
 
-    manner = Manner(parts_of_session=(parts,))
-    run = Run(build=build, loader=made_loader, loss=mse_loss, num_steps=1, manner=manner)
+    step_options = StepOptions(parts_of_session=(parts,))
+    run = Run(
+        build=build, loader=made_loader, loss=mse_loss, num_steps=1, step_options=step_options
+    )
     return by_a_rank(run, made)
 
 
@@ -257,7 +259,7 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
 
 
 def test_an_empty_part_draws_what_the_first_one_drew() -> None:
-    """Otherwise a layer that is skipped at random could be used by a stand-in only."""
+    """A layer that is skipped at random is used by a stand-in only if a real sample uses it."""
     first, second, third, fourth = drawn_in_parts(4, 2)
     assert first == third == fourth
     assert first != second

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.collectives.generations import WAIT_S, Life, Lost, Member
+from support.collectives.generations import WAIT_S, JobRun, Lost, Member
 from support.collectives.strategy_runs import Run, difference
 from torch import Tensor, nn
 
@@ -96,9 +96,9 @@ def test_the_loss_of_a_late_layers_state_with_its_owner_is_noticed(layer: str, l
     def on_gradients(member: Member) -> None:
         drop(member.strategy.local_model, layer, member.strategy.step)
 
-    life = Life(run=RUN, made=zero1, world_size=3, on_step=on_step, on_gradients=on_gradients)
+    job_run = JobRun(run=RUN, made=zero1, world_size=3, on_step=on_step, on_gradients=on_gradients)
     expected = alone(layer)
-    for weights in life.weights():
+    for weights in job_run.weights():
         assert weights is None or difference(weights, expected) < TOLERANCE
 
 
@@ -116,7 +116,7 @@ def test_without_copies_the_job_ends_with_state_lost() -> None:
     def on_gradients(member: Member) -> None:
         drop(member.strategy.local_model, "0", member.strategy.step)
 
-    life = Life(
+    job_run = JobRun(
         run=RUN,
         made=partial(zero1, 0),
         world_size=3,
@@ -124,7 +124,7 @@ def test_without_copies_the_job_ends_with_state_lost() -> None:
         on_gradients=on_gradients,
     )
     with pytest.raises(StateLost, match=r"optim\.0\.weight"):
-        life.weights()
+        job_run.weights()
 
 
 @pytest.mark.parametrize("name", ["m0", "m1"])
@@ -142,7 +142,7 @@ def test_a_member_that_is_cut_within_its_update_lists_what_it_held(step: int, na
             layout = member.strategy._binding.layout
             layout.stepped = partial(cut_short, layout.stepped)
 
-    life = Life(run=RUN, made=zero1, world_size=2, on_step=on_step)
+    job_run = JobRun(run=RUN, made=zero1, world_size=2, on_step=on_step)
     expected = alone()
-    for weights in life.weights():
+    for weights in job_run.weights():
         assert weights is not None and difference(weights, expected) < TOLERANCE

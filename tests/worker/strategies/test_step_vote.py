@@ -86,7 +86,7 @@ def test_different_settings_are_found_by_whole_votes(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAY_DIFFER)
 def test_fields_that_may_differ_are_no_difference(name: str) -> None:
-    """Exception: a conflict or a refusal, which one member reports to all others."""
+    """A conflict or a refusal is the exception: one member reports it to all others."""
     votes = {"a": VOTE, "b": replace(VOTE, **{name: MAY_DIFFER[name]})}
     ballots = [ballot(vote) for vote in votes.values()]
     assert need_whole_votes(ballots) == (name in ("conflict", "refusal"))

@@ -20,8 +20,8 @@ from support.collectives.strategy_runs import (
     by_one_process,
     difference,
     generation_of,
-    over_the_run,
     take_step,
+    use_group,
 )
 from support.members.elastic_schedule import (
     Schedule,
@@ -84,7 +84,7 @@ def through_two_generations(
     steps."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
-    over_the_run(strategy)
+    use_group(strategy)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with _making:
         model, optimizer = run.build(rank)

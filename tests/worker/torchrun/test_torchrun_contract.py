@@ -73,7 +73,7 @@ def test_a_node_that_waits_learns_that_the_job_is_closed(join: Join) -> None:
 
 
 def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
-    """Two nodes that come after it train together at once; it may join again later."""
+    """Two later nodes train together at once; the node that gave up may join again later."""
     late = join((2, 2), join_timeout="0.5")
     with pytest.raises(RendezvousTimeoutError):
         late.next_rendezvous()

@@ -251,6 +251,6 @@ def test_invalid_options_of_a_rendezvous_are_refused(
 
 
 def test_a_last_call_longer_than_the_coordinator_allows_is_refused(join: Join) -> None:
-    """Otherwise no generation would ever form."""
+    """No generation would ever form with such a last call."""
     with pytest.raises(InvalidSpec, match="last_call_timeout"):
         join(last_call_timeout="1000")

@@ -202,7 +202,8 @@ def test_a_ticket_waits_no_longer_than_its_timeout(
 
 
 def test_a_ticket_looks_for_a_durable_version_no_longer_than_it_is_told() -> None:
-    """Without a coordinator, each look takes all the time that it gets."""
+    """Each look gets less time than the whole wait: without a coordinator, a look takes all the
+    time that it gets."""
     limits: list[float] = []
     record = VersionRecord(number=3)
 

@@ -86,7 +86,7 @@ class TrainedSamples:
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
-        # Only a warning: a script may continue with corrected labels.
+        # Different content is no error: a script may continue with corrected labels.
         before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
         now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:

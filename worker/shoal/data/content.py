@@ -209,7 +209,7 @@ def _scalar_items(value: object) -> Iterator[DigestItem]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # Only the last part, in case it is a path: folders may differ between hosts.
+        # If the text is a path, folders may differ between hosts: the last part counts alone.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):

@@ -233,7 +233,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """This member's shares of batches. An iteration ends with the epoch of its first batch."""
+    """Loader of this member's shares of batches. An iteration ends with the epoch of its first
+    batch."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None

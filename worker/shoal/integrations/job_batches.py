@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class JobBatches:
-    """This member's part of each step of the job, in order.
+    """Batches with this member's part of each step of the job, in order.
 
     The arguments are those of `Session.batches`, which is called only when the first batch is
     taken: until then the model may be distributed. The constructor raises InvalidSpec for them."""

@@ -191,7 +191,7 @@ def whole_weights(model: Any) -> Mapping[str, Tensor]:
 
 
 class GlobalBatches(DataLoader[Any]):
-    """This rank's share of each batch, for `fit` under "zero2".
+    """Loader of this rank's share of each batch, for `fit` under "zero2".
 
     The order depends on the seed and the epoch alone, so the global batches are those of a run in
     one process. Raises InvalidSpec if a batch has fewer samples than there are ranks.

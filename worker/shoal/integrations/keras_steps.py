@@ -51,7 +51,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._bound_optimizer: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # Otherwise `fit` would build the optimizer, with state for whole weights.
+        # `fit` must not build the optimizer: its state would be that of whole weights.
         optimizer.built = True
 
     @overload

@@ -142,7 +142,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._checkpoints
         )
         self.model = self.model_wrapped = model
-        # So that an evaluation uses the model unchanged.
+        # An evaluation then uses the model unchanged.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)

@@ -120,7 +120,7 @@ class Layout(ABC):
 
     @property
     def held(self) -> Mapping[str, Tensor]:
-        """This rank's part of the model's state, by name in the user's model: parameters and
+        """Tensors of the model's state on this rank, by name in the user's model: parameters and
         persistent buffers, replicated ones included. Contains all of `parameters`."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 

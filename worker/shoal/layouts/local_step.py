@@ -71,7 +71,7 @@ def _local(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Part:
-    """This rank's part of a parameter, its gradient and the optimizer's state for it."""
+    """Part of a parameter on this rank, with its gradient and the optimizer's state for it."""
 
     def __init__(self, cut: Any, state: dict[str, Any] | None) -> None:
         self._cut = cut

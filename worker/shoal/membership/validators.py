@@ -73,7 +73,7 @@ class Roster:
 
     @property
     def own(self) -> RosterMember:
-        """This member's entry."""
+        """Entry of this member."""
         return self.members[self.rank]
 
 

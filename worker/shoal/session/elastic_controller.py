@@ -379,7 +379,7 @@ class ElasticController:
     def pause(self, reason: str, limit_s: float) -> None:
         """Let the other members wait while this member's script does something other than train."""
         if self._strategy is not None and not self._strategy.synchronous:
-            # Otherwise members at their staleness bound would wait for this member's clock.
+            # Members at their staleness bound must not wait for this member's clock.
             self._strategy.rest()
         self.membership.pause(reason, limit_s)
 

@@ -40,7 +40,7 @@ WITHDRAW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRank:
-    """This node's rank and store in a generation that all its nodes have entered."""
+    """Rank and store of this node in a generation that all its nodes have entered."""
 
     store: AgentStore
     rank: int

@@ -94,7 +94,7 @@ class ShardController:
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
         """Run the controller during the block."""
-        # Only to notice changes: servers are read again for each job that is looked at.
+        # The mirror only shows changes: servers are read again for each job that is examined.
         servers = PrefixMirror[Revision](
             self._store,
             keys.SERVERS,
@@ -289,7 +289,7 @@ class ShardController:
         pushed = {shard_id: each.pushed_bytes for shard_id, each in measures.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
-        # Only if all were measured: a shard without a measure would seem idle.
+        # A shard without a measure would seem idle: all must have been measured.
         if before.keys() == pushed.keys() == num_bytes.keys():
             self._weights[job] = loads.weights(num_bytes, before, pushed)
 

@@ -348,7 +348,7 @@ class SnapshotTaker:
         try:
             await asyncio.to_thread(library.discard, cut.number, cut.cut_id)
         except ShoalError as error:
-            # Its files are removed after a later snapshot has been completed.
+            # The snapshot's files are removed after a later one has been completed.
             log.warning("snapshot_not_removed", job=library.job, reason=str(error))
 
     async def _abort(self, job: str, cut: _Cut) -> None:

@@ -342,7 +342,7 @@ class Drains:
             m.is_in(roster) for m in candidates.values()
         ):
             return True
-        # Otherwise its state has to be handed to a member that is still joining.
+        # In all other cases the state has to be handed to a member that is still joining.
         return any(
             m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
         )

@@ -50,7 +50,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if the member was notified that it stands by: it then waits without a limit of its
+    """True if the member was notified that it is on standby: it then waits without a limit of its
     own."""
 
 
@@ -96,7 +96,7 @@ class MemberState:
 
     @property
     def is_standby(self) -> bool:
-        """True if the member was notified that it stands by, and waits without a limit."""
+        """True if the member was notified that it is on standby, and waits without a limit."""
         return self.wait.is_standby
 
     @property

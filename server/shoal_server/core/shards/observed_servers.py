@@ -20,7 +20,7 @@ class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """Both limits are those of `ReplicationLimits`."""
+        """Take the limits of these names from `ReplicationLimits`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)

@@ -116,7 +116,7 @@ class ShardJournal:
             self._append(replica, record)
         elif record.version > led.waiting.version:
             led.waiting.append(record)
-        # Otherwise the record was applied before journaling began: the image has it.
+        # A record of an earlier version was applied before journaling began: the image has it.
 
     def end(self, replica: ShardReplica) -> None:
         """End the journaling of a shard of which this server is no longer the primary."""

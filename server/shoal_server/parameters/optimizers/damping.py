@@ -27,7 +27,7 @@ from typing import NamedTuple
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
 
 LEAST_MOMENTUM = 1e-6
-"""Not 0, so that the momentum buffer still follows the gradients."""
+"""Least momentum after damping: at 0, the momentum buffer would not follow the gradients."""
 
 
 class Damping(NamedTuple):

@@ -141,7 +141,7 @@ class ShardRoles:
             outgoing = OutgoingRecord(record)
             give_back = outgoing.before_reuse() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
-            # Only the core may refer to the record now: if it does not, no data are copied.
+            # The core alone may refer to the record now: if it does not, no data are copied.
             del outgoing
             if give_back is not None:
                 give_back()

@@ -303,7 +303,7 @@ class VersionedShard(Generic[BodyT]):
         if push.base_version <= self._version:
             return self._version - push.base_version
         if 0 < push.base_epoch < push.epoch:
-            # That version was lost with a primary before any backup had it.
+            # The base version was lost with a primary before any backup had it.
             return 0
         raise MalformedMessage(
             f"the gradients for shard {self.spec.shard_id} have a base version that does not exist",

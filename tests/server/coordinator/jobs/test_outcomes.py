@@ -78,7 +78,8 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
 
 @pytest.mark.parametrize("fetches_rosters", [False, True])
 async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: bool) -> None:
-    """Its outcome has no roster. Others get the whole record, as GetGeneration returns it."""
+    """The outcome for a member that keeps rosters has no roster. Other members get the whole
+    record, as GetGeneration returns it."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         member = Raw(stub=stub, fetches_rosters=fetches_rosters)
         async with member.attending() as notices:

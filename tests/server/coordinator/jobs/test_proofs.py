@@ -141,7 +141,8 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
     "secret", ["", digest_of(JOB), new_secret()], ids=["none", "its digest", "another"]
 )
 async def test_calls_without_a_jobs_secret_change_nothing_in_it(secret: str) -> None:
-    """Neither names nor the secret's digest, which is in etcd, are a proof."""
+    """The names in a token are no proof, and the secret's digest, which is in etcd, is none
+    either."""
     store = MemoryStore()
     async with served(store) as world:
         member = await training(world, job_secret=JOB)

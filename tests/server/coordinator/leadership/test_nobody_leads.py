@@ -30,7 +30,7 @@ def refused(coordinator: CoordinatorProcess) -> NotLeader:
 
 @pytest.mark.long
 def test_without_etcd_a_refusal_names_no_leader_and_names_etcd(tmp_path: Path) -> None:
-    """Once etcd is back, the coordinator that does not lead names the leader again."""
+    """The coordinator that does not lead names the leader again once etcd is back."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
         awaited(first.leads, WITHIN_S, "the first leads")

@@ -123,7 +123,7 @@ def test_any_json_is_read_or_refused_with_a_named_error(value: object) -> None:
 def test_records_with_one_changed_value_are_read_or_refused_with_a_named_error(
     kind: RecordKind, data: st.DataObject
 ) -> None:
-    """Wrong types, huge numbers, NaN and missing fields."""
+    """The changed value has a wrong type, is huge, is NaN or is missing."""
     key, good = GOOD[kind]
     value = json.loads(json.dumps(good))
     inside: Any = value
@@ -206,7 +206,8 @@ def is_accepted(message: object) -> bool:
     step=2**60,
 )
 def test_records_of_accepted_requests_can_be_read(request: pb.AttendRequest, step: int) -> None:
-    """Otherwise a coordinator would quarantine the job at its next start."""
+    """An accepted request leaves no record for which a coordinator would quarantine the job at its
+    next start."""
     if not is_accepted(request):
         return
     event = joined(request)
@@ -242,7 +243,8 @@ def test_members_are_sent_every_limit() -> None:
 
 @pytest.mark.parametrize("kind", ["OfALaterRelease", "Mapping", "Any"])
 def test_a_refusal_that_names_no_error_becomes_an_internal_error(kind: str) -> None:
-    """Some of these names are in the module of the errors."""
+    """The kind of such a refusal is no error class, even if the module of the errors has that
+    name."""
     error = codec.refusal_to_error(Refusal(kind=kind, what="refused"), 1)
     assert type(error) is InternalError
     assert error.what == "refused"

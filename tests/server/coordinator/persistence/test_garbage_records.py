@@ -88,7 +88,7 @@ def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
     members = [ScriptedMember([coordinator.grpc], script).start() for script in scripts]
     try:
         for member in members:
-            member.trains_with("a", "b")
+            member.await_training_with("a", "b")
         assert coordinator.leads()
         assert "leadership_ended" not in coordinator.log_path.read_text()
     finally:

@@ -103,7 +103,7 @@ async def test_a_coordinator_that_does_not_lead_gets_not_leader_for_a_changed_re
 
 
 async def test_only_the_job_whose_record_was_changed_is_quarantined() -> None:
-    """Once the job is taken up again, it continues from the changed record."""
+    """The job continues from the changed record once it is taken up again."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

@@ -368,7 +368,8 @@ async def test_parts_that_do_not_cover_each_element_once_make_no_version(
 async def test_a_segment_that_no_server_has_makes_no_version(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If some named holders have it, the version's record names only these."""
+    """A publication is abandoned if no server has the segment of a part. If some of the named
+    holders have it, the version's record names only these."""
     async with world.leading() as client:
         await client.begin(member())
         with pytest.raises(PublicationAbandoned, match="no server has the segment of rank 0"):

@@ -381,7 +381,8 @@ async def test_many_leases_make_few_writes(world: World) -> None:
 
 
 async def test_leasing_continues_while_etcd_is_away(world: World) -> None:
-    """Without a reserve, leases do not wait for a write, which is made when etcd is back."""
+    """Leases without a reserve are granted while etcd is unavailable, and written once etcd is
+    back."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a")

@@ -179,7 +179,8 @@ async def test_a_large_ledger_is_compressed() -> None:
 
 @pytest.mark.parametrize("delta", [b"", b"\x01\x02", b"\xff" * 30])
 async def test_an_unreadable_delta_quarantines_the_job(delta: bytes) -> None:
-    """Without the delta, the ledger would be read as it was earlier."""
+    """A ledger with an unreadable delta is not read: without the delta, it would be read as it was
+    earlier."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)

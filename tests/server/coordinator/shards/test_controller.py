@@ -79,7 +79,8 @@ async def test_jobs_that_hang_or_fail_do_not_delay_another() -> None:
 
 
 async def test_a_job_that_can_be_joined_again_keeps_its_assignments() -> None:
-    """Only the servers have the values of jobs that failed, were stopped or are lost."""
+    """Assignments of jobs that failed, were stopped or are lost stay: only their servers have the
+    jobs' values."""
     store = Troubled()
     over: dict[str, dict[str, Any]] = {
         "failed": {"failed": True},

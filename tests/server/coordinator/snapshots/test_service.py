@@ -419,7 +419,8 @@ def test_a_restore_that_cannot_write_its_records_changes_nothing(
 
 
 def test_a_server_that_leaves_gets_no_restored_shards(opened: ExitStack, tmp_path: Path) -> None:
-    """They would be lost when it ends."""
+    """A restore gives shards only to servers that stay: shards on a leaving server would be lost
+    when it ends."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -558,7 +559,8 @@ def test_a_cluster_with_empty_servers_continues_from_the_newest_snapshot(
 def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """By its time it is older than the job, but its lineage is that of the lost shards."""
+    """A snapshot that seems older than the job is restored if its lineage is that of the lost
+    shards."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")

@@ -90,7 +90,8 @@ def test_an_unreadable_listing_is_ignored() -> None:
 
 
 def test_long_values_are_shown_where_they_differ() -> None:
-    """Their beginnings are equal."""
+    """Values that are too long for the refusal are cut around the place where they differ, and not
+    to their equal beginnings."""
     settings = "rate=1 " * 1000
     text = refusal_of(
         member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),

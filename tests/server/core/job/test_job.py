@@ -171,7 +171,8 @@ def test_different_data_at_the_start_refuse_all_members() -> None:
 
 
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
-    """Between two generations a joiner is compared with the members that trained."""
+    """A joiner that comes between two generations is compared with the members that trained, and it
+    alone is refused."""
     w = running("a", "b", "c")
     w.members["a"].paused = True  # does not report its step yet
     w.kill("c", seen_by_launcher=True)

@@ -14,7 +14,8 @@ WAITS = "the end of a call between two steps"
 
 
 def in_call(*crew: str, low: int, enough: int = 1, lost: str = "bc") -> World:
-    """Members a, b and c have trained. Those in `crew` are in a call when others are killed."""
+    """Return a world in which a, b and c have trained and the members `crew` are in a shared call
+    when the members `lost` are killed."""
     w = World(JobSpec(job="j", min_members=low, max_members=8, desired_members=3))
     for name in "abc":
         w.join(name)
@@ -67,7 +68,8 @@ def test_after_the_call_the_minimum_holds_again() -> None:
 
 
 def test_a_member_that_has_left_the_call_waits_for_those_in_it() -> None:
-    """It has the result of the call, and does not repeat it."""
+    """A member that has the result of the call does not repeat the call: the next generation has
+    only the member that is still in it, and the one after that has both."""
     w = in_call("a", low=2, lost="c")
     w.run(3.0)
     assert rosters(w)[1] == ("a",)

@@ -45,7 +45,8 @@ def test_the_others_continue_without_a_break() -> None:
 
 
 def test_a_drained_member_leaves_once_the_others_train() -> None:
-    """Until then its state may be needed."""
+    """A draining member is released only when the others train: until then its state may be
+    needed."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
 
@@ -61,8 +62,8 @@ def test_a_drained_member_leaves_once_the_others_train() -> None:
 
 
 def test_a_call_of_a_drained_member_is_refused_as_drained() -> None:
-    """Its call may arrive before its notice does. If it were refused as fenced, its launcher would
-    start it again."""
+    """A call that arrives before the member has received its notice is refused as DRAINED. If it
+    were refused as FENCED, the launcher would start the member again."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")
@@ -206,7 +207,8 @@ def test_a_drain_is_carried_out_after_an_aborted_change() -> None:
 
 
 def test_a_draining_member_gets_the_outcome_and_the_boundary() -> None:
-    """It is not in the roster, but must offer a step, and stop at the boundary."""
+    """A draining member is not in the next roster, but must offer a step and stop at the
+    boundary."""
     w = running("a", "b")
     notices: list[events.Notice] = []
     take = w._take

@@ -94,7 +94,7 @@ def test_a_joiner_is_refused_once_all_members_have_finished() -> None:
 
 
 def test_a_job_whose_last_member_failed_is_not_completed() -> None:
-    """It may be joined again, by at least the minimum of members."""
+    """The job collects members again, at least the minimum."""
     w = world("a", "b", least=2)
     w.finish("a")
     w.run(2.0)

@@ -16,7 +16,8 @@ def running(*names: str) -> World:
 
 
 def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
-    """After the launcher's report, the job does not wait until heartbeats are missing."""
+    """The limit counts from the launcher's report of the halt: the job does not wait until
+    heartbeats are missing."""
     w = running("a", "b", "c")
     w.halt("b")
     w.run(1.0 + w.job.limits.halt_s / 2)

@@ -28,7 +28,7 @@ def stopped(*names: str) -> World:
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
 def test_members_of_a_stopped_job_leave_and_joiners_are_refused(names: tuple[str, ...]) -> None:
-    """Once the members have left, the phase is STOPPED; the refusal names `shoal retry`."""
+    """The phase is STOPPED once the members have left; the refusal names `shoal retry`."""
     w = stopped(*names)
     assert w.job.phase is Phase.STOPPED
     assert (w.job.reason, w.job.members) == ("enough", {})
@@ -41,7 +41,7 @@ def test_members_of_a_stopped_job_leave_and_joiners_are_refused(names: tuple[str
 
 
 def test_a_joiner_is_refused_while_the_job_stops() -> None:
-    """Otherwise a launcher that replaces a worker would continue the job."""
+    """A launcher that replaces a worker must not continue the job."""
     w = world("a")
     w.job.stop("enough", w.now_s)  # not sent to its member yet
     late = w.join("late")

@@ -36,7 +36,8 @@ def test_after_any_faults_all_living_members_train_in_one_generation(seed: int) 
 
 @pytest.mark.parametrize("seed", [*range(NUM_FAILOVERS), *MISSED_ENDS])
 def test_a_change_outlives_its_leader_without_a_loss_or_delay(seed: int) -> None:
-    """Only leaders die: members continue, and none waits for a time limit."""
+    """Members continue a planned change if leaders die and nothing else does: none is lost, and
+    none waits for a time limit."""
     simulate_failover(seed)
 
 

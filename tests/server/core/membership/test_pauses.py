@@ -184,7 +184,8 @@ def _joining(slow: str = "abc") -> Slow:
 
 
 def test_a_bring_up_that_makes_progress_is_never_late() -> None:
-    """It takes ten times the limit: only time in which no member makes progress counts."""
+    """A bring-up may take ten times the limit: the limit counts only time in which no member makes
+    progress."""
     w = _joining()
     until_s = w.now_s + 10 * LIMITS.bring_up_s
     moved = 0

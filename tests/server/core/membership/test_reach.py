@@ -82,7 +82,8 @@ def test_one_direction_is_not_enough() -> None:
 
 
 def test_a_loopback_address_is_refused_with_members_on_other_hosts() -> None:
-    """Only processes on the member's own host can reach it."""
+    """A member with a loopback address is refused and the others train: no process on another host
+    can reach it."""
     w = World(JobSpec(job="j", desired_members=3))
     confined = w.join("a", info=MemberInfo(host="h1", address="127.0.0.1"))
     w.join("b", info=MemberInfo(host="h2", address="10.0.0.2"))

@@ -52,7 +52,8 @@ def running(*names: str) -> Clumsy:
 
 
 def test_a_joiner_that_fails_three_times_is_left_out() -> None:
-    """It is refused with its own error; the others train between the attempts and afterwards."""
+    """The refusal of the joiner has its own error; the others train between the attempts and
+    afterwards."""
     w = running("a", "b")
     w.failing.add("c")
     c = w.join("c")
@@ -179,8 +180,8 @@ def test_the_only_member_with_the_state_is_waited_for() -> None:
 
 
 def test_the_only_member_with_the_state_is_never_left_out_for_a_joiner() -> None:
-    """It fails in every bring-up with a joiner, and the minimum needs one. The joiner waits for the
-    next attempt, without a limit of attempts."""
+    """A member that alone has the state fails in every bring-up with a joiner, without which the
+    job is below its minimum. The joiner waits for the next attempt, without a limit of attempts."""
     w = clumsy("a", "b", low=2)
     w.run(1.0)
     w.train(5)

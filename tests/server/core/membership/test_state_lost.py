@@ -75,7 +75,7 @@ def test_a_later_joiner_of_a_lost_job_gets_the_same_refusal() -> None:
 
 
 def test_a_standby_does_not_start_over_when_the_last_survivor_is_lost() -> None:
-    """It had joined before the loss, but has no state."""
+    """A standby that joined before the loss has no state, and is refused."""
     w = World(JobSpec(job="j", max_members=1))
     w.join("a")
     w.run(1.0)
@@ -100,8 +100,8 @@ def test_a_generation_that_ran_has_trained_although_no_step_was_reported() -> No
 
 
 def test_a_running_generation_is_durable_before_members_are_notified() -> None:
-    """Otherwise a new leader would not know that the job has trained. Later generations need no
-    further write."""
+    """A new leader finds in etcd that the job has trained. Later generations need no further
+    write."""
     w = World(JobSpec(job="j", desired_members=1))
     effects: list[events.Effect] = []
     w._effects, deliver = lambda each: (effects.extend(each), deliver(each))[1], w._effects
@@ -116,7 +116,8 @@ def test_a_running_generation_is_durable_before_members_are_notified() -> None:
 
 
 def test_the_end_of_a_generation_that_never_ran_loses_nothing() -> None:
-    """It was committed but not brought up: no step was taken, so the next has initial values."""
+    """A generation that was committed but not brought up has taken no step, so the next one has
+    initial values."""
     w = World(JobSpec(job="j", desired_members=2))
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
     w.join("a")
@@ -178,7 +179,8 @@ def test_a_job_continues_from_a_member_with_an_older_state() -> None:
 
 
 def test_a_member_that_alone_lacks_the_checkpoint_is_refused() -> None:
-    """Its host may not have mounted the directory; the other members train."""
+    """A member without the others' checkpoint is refused, as its host may not have mounted the
+    directory; the other members train."""
     w = running("a", "b", "c")
     kill(w, "a", "b", "c")
     w.join("a", checkpoints=(100,))

@@ -38,7 +38,7 @@ def lose(w: World, name: str, cause: str) -> None:
 
 
 def test_the_summary_of_a_first_generation_has_its_number_of_members() -> None:
-    """It has no lost steps, and no time without training."""
+    """The summary has no lost steps and no time without training."""
     w, (first,) = world("a", "b", "c")
     assert first.cause == "3 begin"
     assert w.job.reason == "generation 1: 3 begin"

@@ -112,7 +112,7 @@ def test_a_joiner_with_a_checkpoint_receives_the_state_of_the_running_generation
 
 
 def test_a_new_leader_admits_no_joiner_before_all_members_have_proposed_again() -> None:
-    """Otherwise the joiner would replace the members that train."""
+    """A joiner admitted earlier would replace the members that train."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
@@ -205,7 +205,7 @@ def test_a_late_proposal_does_not_lower_the_step() -> None:
 
 
 def test_the_break_of_the_old_generation_is_sent_before_the_abort() -> None:
-    """After the abort alone, members that wait at the boundary would train on."""
+    """Members that wait at the boundary would train on after the abort alone."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
@@ -241,7 +241,7 @@ def test_a_joiner_that_may_have_trained_is_waited_for() -> None:
 
 
 def test_a_joiner_that_leaves_as_completed_does_not_end_the_job() -> None:
-    """Only members of the running generation can have completed the work."""
+    """A joiner cannot have completed the work: the members of the running generation may have."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
@@ -277,7 +277,8 @@ def test_members_that_left_an_aborted_generation_have_left_those_before_it() -> 
 
 @pytest.mark.parametrize("name", "abc")
 def test_a_member_that_reports_an_aborted_generation_gets_its_break(name: str) -> None:
-    """The leader died before it could notify a member of the abort.
+    """The leader died before it could notify a member of the abort. Without the break, the member,
+    which brings the generation up, would wait for its peers until a time limit.
 
     Otherwise the member, which brings it up, would wait until a time limit for its peers.
     """
@@ -297,7 +298,7 @@ def test_a_member_that_reports_an_aborted_generation_gets_its_break(name: str) -
 
 
 def test_a_member_that_rejoins_a_current_generation_gets_no_break() -> None:
-    """It reports the generation that runs, or the one that is brought up."""
+    """The current generations are the one that runs and the one that is brought up."""
     old = roster(1, "ab")
     for generation in (1, 2):
         job = new_leader("abc", roster(2, "abc", running=old), before=old)

@@ -39,7 +39,8 @@ def still_waits(w: World, name: str) -> bool:
 
 
 def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
-    """After 50 join limits, a replacement joins and the job continues from the same state."""
+    """The member is not refused after 50 join limits; then a replacement joins, and the job
+    continues from the same state."""
     w = below_minimum()
     w.run(50 * JOIN_S)
     assert w.members["a"].refused is None
@@ -65,7 +66,8 @@ def test_a_joiner_waits_without_a_limit_beside_the_state() -> None:
 
 
 def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
-    """It never stops; parameter servers have the state."""
+    """A member of an asynchronous job is not refused below the minimum: the parameter servers have
+    the state."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     for name in ("a", "b"):
         member = w.join(name)
@@ -121,7 +123,7 @@ def test_a_joiner_that_rejects_the_roster_is_refused_alone() -> None:
 
 
 def test_any_number_of_attempts_may_fail_in_a_row() -> None:
-    """After 1,100 failures the wait between attempts is still short."""
+    """The wait between attempts is still short after 1,100 failures."""
     w = below_minimum()
     for number in range(1100):
         newcomer = w.join(f"c{number}")
@@ -172,7 +174,8 @@ def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
 
 
 def test_a_member_that_waits_may_be_drained() -> None:
-    """It leaves at once, although a joiner waits too: the two are too few for a generation."""
+    """A drained member leaves at once although a joiner waits too: the two are too few for a
+    generation."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(3.0)

@@ -15,7 +15,7 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "40"))
 @pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_version_stays_whole_and_available_under_faults(seed: int) -> None:
-    """Once the faults stop, all readers get the newest version, and versions have their copies."""
+    """All readers get the newest version once the faults stop, and versions have their copies."""
     simulate_publications(seed)
 
 

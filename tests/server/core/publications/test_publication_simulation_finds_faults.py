@@ -114,12 +114,12 @@ def new_steps_are_admitted_during_a_cut(patch: Patch) -> None:
 
 FOCUS: Mapping[Fault, Collection[str]] = {
     parts_of_a_replaced_publisher_are_accepted: ["replace trainer", "pause trainer"],
-    a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
+    a_deposed_leader_grants_leases: ["depose without notice", "slow reader", "cut coordinator"],
     leases_end_sooner_than_readers_expect: ["pause reader"],
     numbers_continue_from_the_versions_that_are_kept: ["restart server", "kill server"],
     a_part_of_a_committed_version_counts_as_new: [
         "cut coordinator",
-        "depose unheard",
+        "depose without notice",
         "slow trainer",
     ],
     copies_of_a_lost_server_are_not_replaced: ["restart server", "pin"],

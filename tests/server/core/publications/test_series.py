@@ -233,7 +233,7 @@ def test_parts_of_a_rejected_publication_are_refused() -> None:
 
 
 def test_a_repeated_part_gets_its_version_in_a_later_epoch() -> None:
-    """Its publication was committed before the epoch ended."""
+    """The publication of the part was committed before its epoch ended."""
     run = Run()
     run.publish(1)
     run.begin(Publisher(generation=2))
@@ -242,7 +242,7 @@ def test_a_repeated_part_gets_its_version_in_a_later_epoch() -> None:
 
 
 def test_leased_versions_may_exceed_the_number_kept_by_one() -> None:
-    """Beyond that, a publication is refused as OVERLOADED until a lease ends."""
+    """A publication of one more version is refused as OVERLOADED until a lease ends."""
     run = Run()
     for publication in (1, 2, 3):
         run.publish(publication)

@@ -52,7 +52,8 @@ def test_a_shard_of_the_last_process_is_disowned_once_that_has_ended() -> None:
 
 
 def test_a_shard_of_the_last_process_is_disowned_after_a_long_absence() -> None:
-    """That process may have ended on another machine, without a report."""
+    """The last process may have ended on another machine, without a report: it counts as ended once
+    it was absent for `dead_after_s`."""
     assert is_disowned(LAST, for_s=LIMITS.dead_after_s)
 
 

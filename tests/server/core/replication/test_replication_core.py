@@ -265,8 +265,9 @@ def joined(world: World) -> None:
 
 
 def test_a_joining_server_is_required_while_a_write_may_put_it_in_step() -> None:
-    """It is lost while that write is in progress. The record may name it at any moment, and then it
-    may take over: so it must have every acknowledged push."""
+    """A joining server is lost while the write that puts it in step is in progress. The record may
+    name the server at any moment, and then the server may take over: it must have every
+    acknowledged push."""
     world = World()
     joined(world)
     world.broke(B)
@@ -321,7 +322,7 @@ def test_an_image_continues_after_the_last_acknowledged_chunk() -> None:
 
 
 def test_after_a_broken_link_updates_continue_from_the_backups_version() -> None:
-    """Only updates that the backup lacks are sent again."""
+    """Updates that the backup has are not sent again."""
     world = World()
     world.led(B)
     for version in (2, 3, 4):
@@ -413,7 +414,8 @@ def test_a_push_is_acknowledged_once_earlier_ones_are_received() -> None:
 
 
 def test_an_update_delivered_to_memory_is_sent_again_if_the_backup_lacks_it() -> None:
-    """It counted as received; the backup lacks it if its process is another one."""
+    """An update in the backup's memory counts as received, but another process of that backup lacks
+    it."""
     world = World()
     world.led(B)
     world.submit(applied(2))
@@ -441,7 +443,7 @@ def test_a_shard_is_handed_over_once_its_successor_has_read_all_updates() -> Non
 
 
 def test_a_primary_that_learns_of_a_later_epoch_refuses_pushes_at_once() -> None:
-    """It may be cut off from etcd for long, and workers must not wait for that."""
+    """A deposed primary may be cut off from etcd for long, and workers must not wait for that."""
     world = World()
     world.led(B)
     world.submit(applied(2))
@@ -453,7 +455,7 @@ def test_a_primary_that_learns_of_a_later_epoch_refuses_pushes_at_once() -> None
 
 
 def test_pushes_are_accepted_until_the_successor_has_been_announced() -> None:
-    """Workers connect to it meanwhile."""
+    """Workers connect to the successor meanwhile."""
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
@@ -698,7 +700,7 @@ def test_an_update_is_applied_once_and_only_in_order() -> None:
 
 
 def test_a_copy_that_fails_is_reported_to_its_primary() -> None:
-    """Otherwise the primary would rely on a copy that does not exist."""
+    """A primary without that report would rely on a copy that does not exist."""
     world = World()
     world.backs()
     effects = world.submit(ev.CopyFailed(KEY))
@@ -711,7 +713,7 @@ def test_a_copy_that_fails_is_reported_to_its_primary() -> None:
 
 
 def test_an_image_is_not_adopted_by_a_server_that_became_primary() -> None:
-    """Its own copy has all acknowledged updates, and stays."""
+    """The new primary's own copy has all acknowledged updates, and stays."""
     world = World()
     world.backs()
     world.received(ImageStart(KEY, 1, 1, 6, 9, 1))
@@ -935,7 +937,8 @@ def test_a_primary_names_its_run() -> None:
 
 
 def test_a_backup_with_the_record_of_another_run_reports_no_epoch() -> None:
-    """Its epoch is higher, but of the other run: it must not depose the primary."""
+    """The epoch in the backup's record is higher, but of the other run: it must not depose the
+    primary."""
     world = World()
     world.submit(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
     world.submit(ev.IncomingLinkOpened(B, 7))

@@ -15,19 +15,20 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_acknowledged_update_is_lost_under_faults(seed: int) -> None:
-    """Once the faults stop, every shard with a remaining copy has a primary and its backups."""
+    """Every shard with a remaining copy has a primary and its backups once the faults stop."""
     simulate_replication(seed)
 
 
 def test_a_joining_server_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
-    """Otherwise the primary would wait for it for ever, and no worker could push."""
-    simulate_replication(52, ["deposed unheard"])
+    """The primary makes the server another offer: otherwise it would wait for the server for ever,
+    and no worker could push."""
+    simulate_replication(52, ["deposed without notice"])
 
 
 @pytest.mark.parametrize("seed", [0, 9, 17])
 def test_a_joining_server_that_dropped_an_image_gets_another_one(seed: int) -> None:
-    """It was cut off from etcd for so long that the record did not name it for a time. Its primary,
-    cut off as well, did not notice, and waited for the reply to its image."""
+    """A joining server is cut off from etcd for so long that the record does not name it for a
+    time. Its primary, cut off as well, does not notice, and waits for the reply to its image."""
     world = ReplicationWorld(seed, num_servers=2, num_shards=1, copies=2, lease_ttl_s=6.0)
     (key,) = world.keys
     world.setting.slow_s = 40.0
@@ -45,7 +46,7 @@ def test_a_joining_server_that_dropped_an_image_gets_another_one(seed: int) -> N
 
 
 def test_a_shard_with_an_empty_disk_is_lost_once_its_last_process_counts_as_dead() -> None:
-    """That process ran on another machine: only time shows that it is dead."""
+    """The last process ran on another machine, so that only time shows that it is dead."""
     world = ReplicationWorld(1, num_servers=2, num_shards=1, copies=1)
     (key,) = world.keys
     assert world.run(10.0, until=lambda: world.store.records[key].on_disk == "s0")

@@ -42,7 +42,7 @@ def no_fence_after_the_lease(patch: Patch) -> None:
 
 
 def a_joining_server_is_not_required_while_its_write_is_in_progress(patch: Patch) -> None:
-    """The write that puts it in step may already have taken effect."""
+    """The write that puts the server in step may already have taken effect."""
 
     def required(led: LedShard) -> Iterator[Follower]:
         for follower in led.followers.values():
@@ -53,7 +53,7 @@ def a_joining_server_is_not_required_while_its_write_is_in_progress(patch: Patch
 
 
 def a_lost_backup_is_not_required_before_its_removal_is_written(patch: Patch) -> None:
-    """It may be alive, and take over."""
+    """A lost backup may be alive, and take over without the updates acknowledged since."""
     real = LedShard._required
 
     def required(led: LedShard) -> Iterator[Follower]:
@@ -145,7 +145,7 @@ def a_copy_follows_any_caller(patch: Patch) -> None:
 
 
 def a_copy_of_another_history_continues(patch: Patch) -> None:
-    """It has updates of a deposed primary that no other copy has."""
+    """The copy has updates of a deposed primary that no other copy has."""
 
     def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
         return born == led.born and led.log.start <= version <= led.version
@@ -164,7 +164,7 @@ def an_absence_is_counted_over_gaps(patch: Patch) -> None:
 
 
 def a_server_that_ends_acknowledges_on(patch: Patch) -> None:
-    """Others treat the server as dead once it has reported its end."""
+    """Other servers treat the server as dead once it has reported its end."""
     patch.setattr(ReplicationCore, "_lease_ended", lambda core, event: iter(()))
 
 
@@ -197,12 +197,12 @@ def abandoned_loads_are_waited_for(patch: Patch) -> None:
 
 
 def a_shard_is_handed_over_before_its_copies_have_read_all_updates(patch: Patch) -> None:
-    """Once the successor leads, the other copies refuse what they have not read."""
+    """The other copies refuse what they have not read once the successor leads."""
     patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_replicated(led.version)))
 
 
 def updates_of_a_former_primary_are_refused(patch: Patch) -> None:
-    """They may be acknowledged already, and the copy may be the next primary."""
+    """The refused updates may be acknowledged already, and the copy may be the next primary."""
     real = Copies._record
 
     def record(
@@ -232,7 +232,7 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
 
 
 def a_server_without_a_copy_stays_in_the_record(patch: Patch) -> None:
-    """Then no other server leads the shard or declares it lost."""
+    """No other server leads the shard or declares it lost."""
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
 
 
@@ -245,7 +245,7 @@ FOCUS: Mapping[Fault, Sequence[str]] = {
     a_joining_server_is_not_required_while_its_write_is_in_progress: [
         *("cut from etcd", "kill", "newcomer", "slow")
     ],
-    a_copy_of_another_history_continues: ["deposed unheard"],
+    a_copy_of_another_history_continues: ["deposed without notice"],
     an_absence_is_counted_over_gaps: ["away twice"],
     abandoned_loads_are_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],

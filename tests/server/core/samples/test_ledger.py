@@ -88,7 +88,7 @@ def test_one_worker_leases_every_epoch_in_order() -> None:
 
 
 def test_a_lost_members_range_is_leased_before_others() -> None:
-    """It counts as returned."""
+    """The range of the lost member counts as returned."""
     ledger = SampleLedger(dataset_size=100, num_epochs=1)
     lost, survivor = Worker(ledger, "lost"), Worker(ledger, "survivor")
     held, own = lost.must(10), survivor.must(10)
@@ -98,7 +98,7 @@ def test_a_lost_members_range_is_leased_before_others() -> None:
 
 
 def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() -> None:
-    """Only the member that leases the range next completes its samples."""
+    """The samples of the range are completed by the member that leases it next."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     lost, heir = Worker(ledger, "lost"), Worker(ledger, "heir")
     held = lost.must(10)
@@ -113,7 +113,8 @@ def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() ->
 
 
 def test_a_new_incarnation_ends_the_earlier_one() -> None:
-    """Its ranges are leased again, and its loss, which is reported later, changes nothing."""
+    """The ranges of the earlier incarnation are leased again, and its loss, which is reported
+    later, changes nothing."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     before = Worker(ledger, "a", "1").must(10)
     assert Worker(ledger, "a", "2").must(10) == before
@@ -134,7 +135,7 @@ def test_a_repeated_request_gets_the_first_answer_and_changes_nothing() -> None:
 
 
 def test_a_late_request_is_refused_and_changes_nothing() -> None:
-    """It must not return ranges that the member has leased since."""
+    """A late request must not return ranges that the member has leased since."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     worker.must(4)
@@ -170,7 +171,7 @@ def test_at_most_two_epochs_are_open() -> None:
 
 
 def test_each_open_epoch_has_its_counts() -> None:
-    """They are the numbers of samples completed, leased and returned."""
+    """The counts of an epoch are its numbers of samples completed, leased and returned."""
     ledger = SampleLedger(dataset_size=6, num_epochs=2)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     first = a.must(4)
@@ -210,7 +211,8 @@ def test_the_first_member_leaves_the_others_their_share() -> None:
 
 
 def test_a_member_returns_samples_beyond_its_share_once_others_lack_some() -> None:
-    """Its answer has the share as `reserve_max`. Returned samples do not count as repeated."""
+    """The answer to the member has its share as `reserve_max`. Returned samples do not count as
+    repeated."""
     ledger = SampleLedger(dataset_size=90, num_epochs=1)
     first, later = Worker(ledger, "first"), Worker(ledger, "later")
     held = first.reserve(100).range
@@ -225,7 +227,7 @@ def test_a_member_returns_samples_beyond_its_share_once_others_lack_some() -> No
 
 
 def test_short_epochs_are_open_as_far_as_a_reserve_needs() -> None:
-    """With a reserve of 60 samples, six epochs of 10 samples are leased."""
+    """A reserve of 60 samples holds six epochs of 10 samples."""
     ledger = SampleLedger(dataset_size=10, num_epochs=50)
     held: list[LedgerRange] = []
     worker = Worker(ledger, "a")
@@ -246,7 +248,7 @@ def test_the_answer_names_ranges_that_a_member_does_not_hold() -> None:
 
 
 def test_only_samples_that_a_lost_member_may_have_begun_count_as_returned() -> None:
-    """All its samples are leased again, but it had not begun most of its reserve."""
+    """All samples of the lost member are leased again, but it had not begun most of its reserve."""
     for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
         ledger = SampleLedger(dataset_size=100, num_epochs=1)
         worker = Worker(ledger, "a")

@@ -14,7 +14,8 @@ JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
 
 
 def test_shards_that_another_coordinator_was_restoring_become_lost_after_a_time() -> None:
-    """Until then a load may be in progress. Shards that are loaded stay."""
+    """A shard stays as it is while a load may be in progress. Shards that are loaded stay for
+    good."""
     loads = AbandonedLoads()
     assert loads.mark_lost(JOB, is_restoring=False, now_s=0.0) == JOB
     assert loads.is_due_soon

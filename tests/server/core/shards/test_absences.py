@@ -4,7 +4,7 @@ from shoal_server.core.shards.absences import ServerAbsences
 
 
 def test_an_absence_is_counted_from_when_it_was_first_seen() -> None:
-    """It lasts for as long as the server is named as missing."""
+    """The absence lasts for as long as the server is named as missing."""
     absences = ServerAbsences[str]()
     assert absences.away_s({"a"}, 10.0) == {"a": 0.0}
     assert absences.away_s({"a", "b"}, 12.5) == {"a": 2.5, "b": 0.0}

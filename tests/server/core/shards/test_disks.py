@@ -31,7 +31,7 @@ def test_only_the_primary_can_record_its_disk() -> None:
 
 
 def test_the_version_on_one_disk_never_falls_within_an_epoch() -> None:
-    """Another disk or a later epoch may have a lower one."""
+    """The recorded version may be lower on another disk or in a later epoch."""
     shard = record_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
     assert (shard.disk_epoch, shard.disk_version) == (2, 7)
     assert record_disk(shard, B, 5) == shard
@@ -54,7 +54,7 @@ def test_an_older_copy_on_disk_is_recognised(epoch: int, version: int, older: bo
 
 
 def test_a_server_records_that_it_found_an_older_copy() -> None:
-    """It does not while its earlier process may be alive and have the right disk."""
+    """A server records nothing while its earlier process may be alive and have the right disk."""
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
     assert record_older_copy(shard, NEW, 3, frozenset()).found_version == 3
     assert record_older_copy(shard, C, 3, frozenset()) == shard

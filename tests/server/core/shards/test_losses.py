@@ -133,8 +133,8 @@ OTHER_LOST = replace(LOST, shard_id=4)
 def test_samples_start_over_if_no_trained_shard_is_left(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
-    """If one is left, or may be found on a disk, there is no default: the operator has to choose.
-    Any choice is followed."""
+    """The default is to start over if no trained shard is left. If one is left, or may be found on
+    a disk, there is no default: the operator has to choose. Any choice is followed."""
     given_up = {LOST.shard_id}
     assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
     expected = None if left else losses.SamplesAfterLoss.ANEW
@@ -163,7 +163,7 @@ def test_a_shards_record_is_read_back_whole(shard: ShardAssignment) -> None:
 
 
 def test_shards_lost_for_the_same_reason_share_one_paragraph() -> None:
-    """It names what to do once; another paragraph describes the other shard."""
+    """The paragraph has what to do once; another paragraph describes the other shard."""
     gone = [
         replace(LOST, shard_id=i, loss=ShardLoss(lost_unix_s=1.5, version=7, servers=("a", "b")))
         for i in range(64)

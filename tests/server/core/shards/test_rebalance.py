@@ -72,8 +72,8 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
 def test_any_record_converges(
     num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
 ) -> None:
-    """Then each shard has its copies on servers that stay, and no primary has more than 1.05 times
-    the mean load and the largest shard."""
+    """Rebalancing ends. Each shard then has its copies on servers that stay, and no primary's load
+    is above 1.05 times the mean plus the largest shard."""
     present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
     leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
     servers = Servers(present=frozenset(present), leaving=leaving)
@@ -91,7 +91,8 @@ def test_any_record_converges(
 
 
 def test_many_small_shards_are_spread_evenly() -> None:
-    """On four servers no load exceeds the mean by over 5 %. Then two leave, and lead no shard."""
+    """The load of each of four servers exceeds the mean by at most 5 %. Then two servers leave, and
+    lead no shard."""
     four = [Holder(f"ps-{i}", "one") for i in range(4)]
     weights = dict.fromkeys(range(200), 7)
     record = converged(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
@@ -111,7 +112,7 @@ def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
 
 
 def test_the_only_copy_is_waited_for() -> None:
-    """Its server may be cut off from etcd, and is not known to be dead."""
+    """The server of the only copy may be cut off from etcd, and is not known to be dead."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
@@ -147,7 +148,7 @@ def test_a_shard_that_had_values_is_lost_and_gets_no_copies(
 
 
 def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
-    """If the disk's server returns, it leads the shard again."""
+    """The server of that disk leads the shard again if it returns."""
     trained = ShardAssignment(
         shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT
     )
@@ -169,7 +170,7 @@ def test_a_disk_that_may_return_is_waited_for() -> None:
 
 
 def test_a_server_that_its_primary_dropped_gets_no_shards() -> None:
-    """It may be dead without being known to be: another server joins."""
+    """A dropped server may be dead without being known to be: another server joins."""
     before = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     after = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     suspects = dropped_holders(before, after)
@@ -180,7 +181,7 @@ def test_a_server_that_its_primary_dropped_gets_no_shards() -> None:
 
 
 def test_no_shard_moves_if_all_servers_leave() -> None:
-    """There is no server to move it to."""
+    """The record stays as it is: no server is left to take a shard."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
     assert rebalance(record, Servers(present=everybody, leaving=everybody), {}) == record
@@ -198,7 +199,7 @@ def test_changes_of_another_record_change_nothing() -> None:
 
 
 def test_a_handover_leaves_the_old_primary_as_backup() -> None:
-    """It has every update, and stays until the coordinator removes it."""
+    """The old primary has every update, and stays as backup until the coordinator removes it."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
     assert exchange_primary(shard, primary=A) == ShardAssignment(
         shard_id=0, epoch=6, primary=B, backups=(A,)

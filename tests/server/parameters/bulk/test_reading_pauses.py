@@ -99,7 +99,8 @@ def test_there_is_no_pause_after_a_frame_with_an_awaited_answer() -> None:
 
 
 def test_there_is_no_pause_after_many_frames_at_once() -> None:
-    """They would fill the shared memory, for which their sender would then wait."""
+    """Many frames would fill the shared memory during a pause, and their sender would then wait for
+    it."""
     pauses = ReadingPauses()
     for _ in range(MANY + 1):
         pauses.read(may_wait=True, now_s=10.0)

@@ -148,7 +148,7 @@ async def test_frames_sent_on_one_machine_are_read_after_the_end_of_reading(
 
 
 async def test_a_tcp_connection_is_not_local() -> None:
-    """Its data may be in transit, and lost when the sender ends."""
+    """Data sent over TCP may be in transit, and lost when the sender ends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         with ours:

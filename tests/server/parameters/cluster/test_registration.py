@@ -130,7 +130,7 @@ async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None
 async def test_a_second_server_of_an_id_waits_for_the_lease_of_a_dead_one(
     store: MemoryStore,
 ) -> None:
-    """It registers once that lease has expired."""
+    """The second server registers once that lease has expired."""
     lease = await store.grant(0.3)
     await store.put(KEY, identity().record(), lease)
     async with registration(store, identity("127.0.0.1:2"), 1.0):

@@ -48,7 +48,8 @@ def any_session(session: str) -> bool:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_copy_replays_compressed_pushes(name: str, kind: str, dtype: str) -> None:
-    """Its records have the pushed bytes. A push that is not smaller than the values is refused."""
+    """The records of the copy have the pushed bytes. A push that is not smaller than the values is
+    refused."""
     blocks = [Block(parameter=n, num_elements=shape.numel()) for n, shape in SHAPES.items()]
     spec = Shard(shard_id=1, epoch=1, dtype=dtype, blocks=blocks)
     optimizer = OptimizerSpec(kind=kind, groups=[OPTIMIZERS[kind]])

@@ -35,7 +35,7 @@ def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
 def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) -> None:
-    """This holds for every optimizer and every piece, with a push between any two pieces."""
+    """Digests are equal for every optimizer and every piece, with a push between any two pieces."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
     records: list[UpdateRecord] = []
@@ -84,7 +84,7 @@ def remember_another_outcome(shard: AnyShard) -> None:
     "spoil", [forget_a_session, remember_another_session, remember_another_outcome]
 )
 def test_different_sessions_are_found(spoil: Callable[[AnyShard], None]) -> None:
-    """Such a copy would apply a push twice, or answer it differently."""
+    """A copy with other sessions would apply a push twice, or answer it differently."""
     shard = new_shard("sgd", "float32")
     for number in range(3):
         shard.push(push_to(shard, number + 1, "float32", session=f"s{number}"), is_live)
@@ -173,7 +173,8 @@ SPOILT = [
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_copy_of_a_table_that_differs_is_found(spoil: Callable[[TableShard], None]) -> None:
-    """It differs by a row, a birth, a row's state, a count of admission or a remembered fate."""
+    """The copy differs by a row, a birth, a row's state, a count of admission or a remembered
+    fate."""
     shard, copy = rows_pushed("adagrad", admission=Admission(kind="count", min_pushes=2))
     spoil(copy)
     assert DIFFERENT in walked(shard, copy, 4096)

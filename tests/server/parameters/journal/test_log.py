@@ -156,7 +156,7 @@ def test_a_full_journal_is_an_error_until_an_image(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_shard_is_not_recovered(tmp_path: Path) -> None:
-    """If the server gets the shard again, it starts from its new image."""
+    """A shard that the server gets again after that starts from its new image."""
     first, other = Log(0), Log(1)
     with Journal(config(tmp_path)) as journal:
         for shard in (first, other):
@@ -265,7 +265,7 @@ def test_a_failed_disk_is_reported_and_tried_again(tmp_path: Path, kind: str) ->
 def test_a_process_that_ends_while_the_disk_fails_loses_no_acknowledged_push(
     tmp_path: Path,
 ) -> None:
-    """The next process recovers these, and possibly the one that failed."""
+    """The next process recovers the acknowledged pushes, and perhaps the one that failed."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -278,7 +278,7 @@ def test_a_process_that_ends_while_the_disk_fails_loses_no_acknowledged_push(
 
 
 def test_a_shard_forgotten_while_the_disk_fails_is_not_recovered(tmp_path: Path) -> None:
-    """It is forgotten once the disk works, without another call."""
+    """The journal forgets the shard once the disk works, without another call."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -349,8 +349,8 @@ def test_an_image_counts_although_old_segments_cannot_be_removed(tmp_path: Path)
 
 
 def test_no_segment_is_removed_before_an_older_one(tmp_path: Path) -> None:
-    """If the removal of the oldest segment fails, later ones stay until it succeeds: a journal with
-    a gap could not be opened again."""
+    """Later segments stay until the oldest one could be removed: a journal with a gap could not be
+    opened again."""
     removed = Path.unlink
 
     def refused(path: Path, missing_ok: bool = False) -> None:
@@ -430,7 +430,7 @@ class OnFullDisk:
 def test_the_owner_of_a_journal_is_recorded_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its incarnation is overwritten in place, and so needs no more space. A longer one is
+    """The owner's incarnation is overwritten in place, and so needs no more space. A longer one is
     refused."""
     with Journal(config(tmp_path)) as journal:
         journal.own(Holder("ps-0", "one"))

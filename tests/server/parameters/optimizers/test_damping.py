@@ -87,7 +87,8 @@ def test_stale_outer_steps_of_several_members_converge(num_members: int, nestero
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "adagrad"])
 def test_rates_of_adaptive_optimizers_are_divided_by_the_root_of_staleness(kind: str) -> None:
-    """Their steps do not grow with the gradient, so that they need less damping."""
+    """Steps of adaptive optimizers do not grow with the gradient, so that they need less
+    damping."""
     assert damping(kind, HyperParameters(), 8).rate == pytest.approx(1 / 3)
     assert damping(kind, HyperParameters(), 0).rate == 1.0
 

@@ -153,7 +153,7 @@ def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_gradient_whose_compensation_overflows_is_applied_as_it_is(adaptive: bool) -> None:
-    """Neither the values nor the mean become infinite."""
+    """The values and the mean stay finite."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
     before, g = now(shard), drawn(2)
     g[3] = 1e30
@@ -228,7 +228,7 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_compensation_lets_eight_members_train_as_well_as_one() -> None:
-    """Without it, eight members fail to train at a rate that suits one."""
+    """Eight members without compensation fail to train at a rate that suits one."""
     adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
     alone = accuracy_of(StalenessPolicy(), 1)
     assert alone > 0.9

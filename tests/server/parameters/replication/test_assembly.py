@@ -48,7 +48,7 @@ def test_the_pieces_of_a_record_count_until_it_is_whole() -> None:
 
 
 def test_a_record_beyond_the_memory_is_dropped() -> None:
-    """Its pieces are not kept; the request after it is read."""
+    """The pieces of the record are not kept, and the request after it is read."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(64 << 20)) is None

@@ -190,7 +190,7 @@ def test_a_pull_follows_a_shard_without_the_coordinator(
 def test_shards_that_move_together_move_in_one_revision(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """A worker that pushes to all of them pauses once."""
+    """A worker that pushes to all these shards pauses once."""
     led = servers.run(evened_out(servers))
     servers.stop(REBALANCING)
     assert set(swap(servers)) in led.values()

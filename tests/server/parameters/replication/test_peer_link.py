@@ -59,7 +59,8 @@ class Refused:
 
 
 def test_a_link_that_fails_for_any_reason_is_reported_as_broken() -> None:
-    """Otherwise its owner, and pushes to the shards on it, would wait for ever."""
+    """The owner of a link that failed unreported would wait for ever, and so would pushes to its
+    shards."""
 
     async def run() -> None:
         owner = Refused()
@@ -96,7 +97,7 @@ class Following(Refused):
 
 @pytest.mark.parametrize("is_cut_off", [False, True])
 async def test_an_unknown_peer_is_gone_only_if_etcd_answers(is_cut_off: bool) -> None:
-    """While etcd does not answer, the peer may live, and its copies must not be given up."""
+    """A peer may live while etcd does not answer, and its copies must not be given up."""
     store = Etcd()
     async with ServerDirectory(store, lambda: None) as directory, asyncio.timeout(WITHIN_S):
         store.is_cut_off = is_cut_off
@@ -144,7 +145,7 @@ class Stream:
 async def test_an_update_that_no_backup_needs_any_more_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log dropped it while it waited for the link."""
+    """The log may drop an update that waits for its link."""
     stream = Stream()
 
     @asynccontextmanager

@@ -251,7 +251,7 @@ async def test_a_heartbeat_is_answered(world: World) -> None:
 
 
 async def test_an_image_is_continued_over_a_new_link(world: World) -> None:
-    """It continues with the first chunk that has not arrived."""
+    """The image continues with the first chunk that has not arrived."""
     image = world.primary.image()
     starts = [i for i, frame in enumerate(image) if frame.HasField("chunk")]
     assert len(starts) > 2

@@ -52,7 +52,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_backup_has_every_push(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the primary is gone, its backup leads the shards with the same values and momentum."""
+    """The backup leads the shards with the same values and momentum once the primary is gone."""
     written: list[str] = []
     for kind in (BulkStream, GrpcStream):
         write = kind.write
@@ -146,8 +146,8 @@ async def test_a_slot_is_reused_only_once_it_is_free() -> None:
 
 
 async def test_an_update_is_sent_at_once_while_a_slot_is_free() -> None:
-    """Its data is in the slot, without a checksum, and not in the socket. The log refers to the
-    slot until it is freed, and then has a copy of its own."""
+    """The data of the update is in the slot, without a checksum, and not in the socket. The log
+    refers to the slot until it is freed, and then has a copy of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()

@@ -64,7 +64,7 @@ async def test_a_call_after_a_handover_is_refused_with_the_new_primary(catalog: 
 
 
 def test_details_that_are_no_routes_are_ignored() -> None:
-    """They may be of other kinds, or of later releases."""
+    """Details of an error may be of other kinds, or of later releases."""
     route = Route(3, 6, "ps-2", "[::1]:7710")
     details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
     error = WrongEpoch("elsewhere", details=details | routes.as_details([route]))

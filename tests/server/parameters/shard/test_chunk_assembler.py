@@ -80,7 +80,7 @@ def test_a_gradient_may_be_followed_by_its_base() -> None:
 def test_a_piece_that_is_not_the_next_one_is_refused(
     bad: Piece, kind: type[ShoalError], fragment: str
 ) -> None:
-    """It may leave a gap, repeat, be empty, too long or corrupted."""
+    """A refused piece leaves a gap, repeats, or is empty, too long or corrupted."""
     assembler = ChunkAssembler(SHARD)
     assembler.take(piece(0, 10))
     with pytest.raises(kind, match=fragment):
@@ -96,7 +96,7 @@ def test_a_piece_with_bytes_of_an_absent_block_is_refused() -> None:
 
 
 def test_the_error_for_a_truncated_shard_has_both_lengths() -> None:
-    """They are the bytes received and the bytes expected."""
+    """The lengths are the bytes received and the bytes expected."""
     assembler = ChunkAssembler(SHARD)
     assembler.take(piece(0, 100))
     assert "saw 100 bytes; expected 120" in str(assembler.truncated())

@@ -103,7 +103,7 @@ def test_a_repeated_push_is_applied_once() -> None:
 
 
 def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
-    """It may be a repetition, and so is not applied."""
+    """An old push may be a repetition, and so is not applied."""
     shard = new_shard()
     for sequence in range(1, MAX_OUTCOMES + 3):
         shard.push(a_push(sequence), is_live)
@@ -132,8 +132,8 @@ def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
 def test_a_refused_push_changes_nothing(
     push: DensePush, kind: type[ShoalError], fragment: str
 ) -> None:
-    """Its sequence may be used again. The shard counts it, unless it was refused for its epoch,
-    which the service counts."""
+    """The sequence of a refused push may be used again. The shard counts the refusal, except one
+    for the epoch, which the service counts."""
     shard = new_shard()
     with pytest.raises(kind, match=fragment):
         shard.push(push, is_live, read=partial(shard.body.values, writer=TO_REPLIES))
@@ -145,7 +145,7 @@ def test_a_refused_push_changes_nothing(
 
 
 def test_large_finite_gradients_pass() -> None:
-    """Their sum overflows, but each number is finite."""
+    """The sum of such gradients overflows, but each number is finite."""
     shard = new_shard()
     shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live)
     assert torch.allclose(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), -3.0))
@@ -162,7 +162,7 @@ def test_absent_blocks_are_left_alone() -> None:
 
 
 def test_the_learning_rate_of_a_push_is_used() -> None:
-    """With a schedule on the worker, each push carries its rate."""
+    """Each push carries the rate of the worker's schedule."""
     shard = new_shard()
     shard.push(a_push(lr=0.25), is_live)
     assert torch.equal(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), 0.25))

@@ -30,14 +30,14 @@ def new_replica() -> ShardReplica:
 
 
 async def test_small_work_is_done_at_once(run: Workers) -> None:
-    """It runs in the caller's thread if the shard has no other work."""
+    """Small work runs in the caller's thread if the shard has no other work."""
     done = new_replica().work(run, 1, threading.get_ident)
     assert isinstance(done, asyncio.Future) and done.done()
     assert await done == threading.get_ident()
 
 
 async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
-    """While another thread has the lock, the loop continues; a thread does the work later."""
+    """The loop continues while another thread has the lock; a thread does the work later."""
     replica, entered, leave = new_replica(), threading.Event(), threading.Event()
 
     def hold(version: int) -> None:

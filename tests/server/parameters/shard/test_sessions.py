@@ -24,7 +24,7 @@ def test_a_repeated_push_gets_the_first_outcome() -> None:
 
 
 def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
-    """Its outcome was forgotten, so that it may have been applied."""
+    """The outcome of an old push was forgotten, so that the push may have been applied."""
     table = SessionTable(max_outcomes=3)
     for sequence in range(1, 6):
         table.remember("a", sequence, RememberedOutcome(sequence + 1, 0))
@@ -35,7 +35,7 @@ def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
 
 
 def test_only_ended_sessions_are_evicted() -> None:
-    """If all sessions are live, a new one is refused as Overloaded."""
+    """A new session is refused as Overloaded if all sessions are live."""
     table = SessionTable(max_sessions=2)
     table.remember("dead", 1, RememberedOutcome(2, 0))
     table.remember("live", 1, RememberedOutcome(3, 0))
@@ -96,7 +96,7 @@ def test_no_sequence_is_accepted_twice_in_any_order(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_restored_table_equals_the_exported_one(seed: int) -> None:
-    """It gives the same answers, also for forgotten sequences."""
+    """The restored table gives the same answers, also for forgotten sequences."""
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
     for version in range(2, 60):
@@ -121,7 +121,7 @@ def answer(table: SessionTable, session: str, sequence: int) -> RememberedOutcom
 
 
 def test_an_incomplete_export_is_refused() -> None:
-    """With only some outcomes, a push would be accepted twice."""
+    """A table restored with only some outcomes would accept a push twice."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(InternalError, match="session a is torn"):
@@ -130,7 +130,7 @@ def test_an_incomplete_export_is_refused() -> None:
 
 
 def test_scopes_of_steps_are_remembered_with_outcomes() -> None:
-    """They are remembered as long as the outcomes, also in a restored table."""
+    """A scope is remembered as long as the outcome of its push, also in a restored table."""
     table = SessionTable(max_outcomes=3)
     scopes = [None, Scope.of([1, 20]), None, Scope.of([2], of_tables=True)]
     for sequence, scope in enumerate(scopes, 1):

@@ -22,6 +22,6 @@ def test_no_ids_are_no_scope() -> None:
 
 
 def test_an_id_above_the_bound_is_refused() -> None:
-    """It would take a bit of memory for every lower id."""
+    """A scope takes a bit of memory for every id up to its highest one."""
     with pytest.raises(MalformedMessage, match=f"saw shard {MAX_SHARD_IDS}"):
         Scope.of([1, MAX_SHARD_IDS])

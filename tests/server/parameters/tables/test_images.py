@@ -170,7 +170,7 @@ def test_a_shard_built_from_an_image_equals_the_shard_at_its_version(
 
 @pytest.mark.parametrize("world", [Table("adam", 3), Dense("adam", 3)])
 def test_a_built_shard_replays_later_pushes(world: Table | Dense) -> None:
-    """It then equals the first shard, bit for bit."""
+    """The built shard then equals the first one, bit for bit."""
     for _ in range(30):
         world.push()
     records = []
@@ -243,7 +243,7 @@ def test_a_released_chunk_cannot_be_read() -> None:
 
 
 def test_a_builder_accepts_only_the_next_chunk() -> None:
-    """It is unchanged after a refusal, and continues with the right chunk."""
+    """The builder is unchanged after a refusal, and continues with the right chunk."""
     table = Table("adagrad", 1)
     for _ in range(10):
         table.push()

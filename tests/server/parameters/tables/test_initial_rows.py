@@ -23,7 +23,7 @@ def make(
 
 @pytest.mark.parametrize("initialiser", [NORMAL, UNIFORM], ids=lambda i: i.kind)
 def test_a_row_has_the_same_initial_values_whenever_it_is_made(initialiser: Initialiser) -> None:
-    """It is the same alone or among others, and differs between seeds and tables."""
+    """A row's values are the same alone or among others, and differ between seeds and tables."""
     many = make(initialiser, range(-5, 100))
     assert torch.equal(make(initialiser, range(40, 41))[0], many[45])
     for other in (

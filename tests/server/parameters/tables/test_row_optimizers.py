@@ -56,7 +56,7 @@ def states(rule_columns: dict[str, StateColumn], num_rows: int) -> dict[str, tor
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
-    """Trained alone or among others it has the same values, up to rounding."""
+    """A row has the same values trained alone or among others, up to rounding."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(NUM_ROWS, DIM, generator=generator)
     gradients = torch.randn(3, NUM_ROWS, DIM, generator=generator)
@@ -87,7 +87,7 @@ def test_adam_counts_the_steps_of_each_row() -> None:
 
 
 def test_rowwise_adagrad_has_one_accumulator_for_each_row() -> None:
-    """It is the mean of the squares: the first step has length lr * sqrt(dim)."""
+    """The accumulator is the mean of the squares: the first step has length lr * sqrt(dim)."""
     shard = new_shard(new_table(optimizer=OPTIMIZERS["rowwise_adagrad"]))
     shard.push(new_push([5], [[3.0, 4.0]]), live)
     _, values = look_up(shard, [5])
@@ -97,7 +97,7 @@ def test_rowwise_adagrad_has_one_accumulator_for_each_row() -> None:
 
 
 def test_rows_of_16_bits_have_optimizer_state_of_32() -> None:
-    """In 16 bits, small changes of an average would be rounded away."""
+    """Small changes of an average would be rounded away in 16 bits."""
     shard = new_shard(new_table(dtype="float16", optimizer=OPTIMIZERS["adam"]))
     for step in range(1, 4):
         births, _ = look_up(shard, [1])

@@ -144,7 +144,7 @@ class World:
         self.copy = table_from_image(loaded(self.shard, self.records.append))
 
     def copy_again(self) -> None:
-        """Begin the copy anew from another image."""
+        """Begin the copy again, from another image."""
         self.records.clear()
         self.copy = table_from_image(loaded(self.shard))
 

@@ -107,8 +107,8 @@ def test_a_push_with_a_far_later_time_evicts_no_row_in_use() -> None:
 
 
 def test_the_shards_time_continues_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It advances with the monotonic clock. Neither a wall clock that is set, nor a copy on a
-    machine with another clock, makes rows older."""
+    """The shard's time advances with the monotonic clock. Rows do not become older if the wall
+    clock is set, or on a machine with another clock."""
     wall_s, steady_s = 5000.0, 70.0
     monkeypatch.setattr("time.time", lambda: wall_s)
     monkeypatch.setattr("time.monotonic", lambda: steady_s)
@@ -179,7 +179,7 @@ def test_ids_are_admitted_with_the_specified_probability() -> None:
 
 
 def test_a_repeated_push_gets_the_first_fates() -> None:
-    """A copy made from an image repeats them as well."""
+    """A copy made from an image repeats the first fates as well."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
     first = shard.push(new_push([1, 2], ones(2)), live)
     shard.push(new_push([1, 2], ones(2), sequence=2), live)
@@ -203,8 +203,8 @@ def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
 
 
 def test_staleness_is_returned_and_counted() -> None:
-    """It is the number of the shard's updates since the lookup; 0 for a version lost with its
-    epoch."""
+    """The staleness is the number of the shard's updates since the lookup; 0 for a version lost
+    with its epoch."""
     shard = new_shard(new_table())
     for step in range(1, 4):
         shard.push(new_push([step], ones(1), sequence=step), live)
@@ -218,7 +218,8 @@ def test_staleness_is_returned_and_counted() -> None:
 
 
 def test_an_invalid_push_changes_nothing() -> None:
-    """It has a wrong epoch, length, shard or base, an infinity, or two births of a row."""
+    """An invalid push has a wrong epoch, length, shard or base, an infinity, or two births of a
+    row."""
     table = new_table(num_shards=2)
     shard = new_shard(table)
     here, elsewhere = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))

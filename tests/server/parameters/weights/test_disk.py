@@ -43,7 +43,7 @@ def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 32, "AB" * 16, "ab " * 10 + "ab"])
 def test_a_file_with_another_name_than_a_digest_is_ignored(tmp_path: Path, name: str) -> None:
-    """It does not prevent the server from starting."""
+    """The server starts in spite of such a file, and leaves it as it is."""
     disk, segment = WeightDisk(tmp_path), sealed(b"weights")
     disk.write(SERIES, segment)
     stray = tmp_path / SERIES / name
@@ -78,8 +78,8 @@ def test_other_users_cannot_read_segments(tmp_path: Path) -> None:
 def test_a_durable_segment_has_durable_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power loss, a new folder and its content may be lost, unless the folder above is on
-    the disk, too."""
+    """The folder above a new folder is synced too: without that, the new folder and its content may
+    be lost with the power."""
     synchronized, fsync = set[Path](), os.fsync
 
     def note(descriptor: int) -> None:

@@ -25,7 +25,7 @@ SERIES = "job/policy"
 async def test_a_server_reports_if_it_writes_segments_to_disk(
     tmp_path: Path, has_disk: bool
 ) -> None:
-    """Only such a server is asked again about a segment that is not on disk yet."""
+    """A server without a disk is not asked again about a segment that is not on disk yet."""
     unused = cast("Any", None)
     disk = WeightDisk(tmp_path) if has_disk else None
     memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))

@@ -23,6 +23,6 @@ def member(world: TlsWorld) -> Iterator[ScriptedMember]:
         joined = ScriptedMember(
             [world.cluster.coordinator], Script(job="j", member_id="a", desired=1)
         )
-        joined.start().trains_with("a")
+        joined.start().await_training_with("a")
         yield joined
         joined.close()

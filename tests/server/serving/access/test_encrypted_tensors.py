@@ -41,7 +41,7 @@ def buffer(value: float) -> dict[str, memoryview]:
 def test_pushes_and_pulls_work_over_each_transport(
     world: TlsWorld, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the socket of the transport for other machines is encrypted by the client itself."""
+    """The client itself encrypts the socket of the transport for other machines, and no other."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket) -> socket.socket:
@@ -53,7 +53,7 @@ def test_pushes_and_pulls_work_over_each_transport(
     with identity.using(world.files(CertificateRole.WORKER)):
         script = Script(job=f"by-{transport}", member_id="a", desired=1)
         with closing(ScriptedMember([address], script)) as member:
-            member.start().trains_with("a")
+            member.start().await_training_with("a")
             client = ParameterClient([address], member.token, timeout_s=30.0, transport=transport)
             with closing(client):
                 client.place(SCHEMA)

@@ -221,8 +221,8 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
 
 
 def test_a_reader_may_only_read_its_series(world: TlsWorld, member: ScriptedMember) -> None:
-    """Its calls are refused for another series. Over a bulk connection, where requests are checked
-    on their own, it may only fetch segments."""
+    """Calls of a reader are refused for another series. Over a bulk connection, where requests are
+    checked on their own, a reader may only fetch segments."""
     before, reader = state(world), Caller(CertificateRole.READER, "engine", series="j/policy")
     other = Token(job="other")
     with closing(RawCaller(world, credentials(world.issued(reader)))) as caller:
@@ -242,7 +242,7 @@ def test_a_reader_may_only_read_its_series(world: TlsWorld, member: ScriptedMemb
 
 
 def test_a_worker_cannot_drain_another_member(world: TlsWorld, member: ScriptedMember) -> None:
-    """Its request lacks the member's incarnation."""
+    """The request of the worker lacks the other member's incarnation."""
     standing_before = standing(world)
     with closing(RawCaller(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         token = member.token()
@@ -378,7 +378,8 @@ def test_a_refused_certificate_is_distinguished_from_an_absent_server(
 
 
 def test_a_certificate_of_another_role_is_not_accepted_as_a_coordinators(world: TlsWorld) -> None:
-    """Nor can a parameter server: its certificate does not have the name that callers require."""
+    """A parameter server cannot pose as a coordinator: its certificate does not have the name that
+    callers require."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
@@ -390,7 +391,7 @@ def test_a_certificate_of_another_role_is_not_accepted_as_a_coordinators(world: 
 def test_each_call_passes_for_the_roles_with_permission(
     world: TlsWorld, role: CertificateRole
 ) -> None:
-    """It may still be refused for another reason: the job does not exist."""
+    """A permitted call may still be refused for another reason: the job does not exist."""
     token = Token(job="nobody-trains-this", member_id="x", incarnation="1")
     with closing(RawCaller(world, credentials(world.files(role)))) as caller:
         for method, roles in MAY_CALL.items():

@@ -34,7 +34,8 @@ def serial(world: TlsWorld, address: str, name: str) -> int:
 
 
 def test_each_port_uses_the_renewed_certificate(world: TlsWorld, member: ScriptedMember) -> None:
-    """These are the ports of gRPC and HTTP; existing connections stay."""
+    """The ports of gRPC and HTTP use the renewed certificate for new connections; existing ones
+    stay."""
     cluster = world.cluster
     ports = {
         cluster.coordinator: COORDINATOR_NAME,

@@ -71,7 +71,8 @@ def test_the_newest_part_has_as_many_intervals_as_the_whole() -> None:
 
 
 def test_points_of_rare_readings_are_bounded() -> None:
-    """At first no two of them are in one interval."""
+    """The number of points stays bounded although no two of the first readings are in one
+    interval."""
     series = Series()
     for second in range(0, 86_400, 20):
         series.add(reading(second), 1_000_000.0 + second)
@@ -115,7 +116,7 @@ def test_only_the_first_ranks_have_their_own_step_times() -> None:
 
 
 def test_a_new_leader_continues_the_series() -> None:
-    """It is restored from JSON, as stored in etcd; newer readings follow."""
+    """The series is restored from JSON, as stored in etcd; newer readings follow."""
     kept = VIEW.dump_json(filled(500).view())
     series = Series()
     series.add(reading(600), 1_000_600.0)

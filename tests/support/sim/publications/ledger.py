@@ -239,7 +239,9 @@ class Ledger:
         """Check that a publisher's part is in the version reported to it."""
         known = self.ever[series].get(version.number)
         assert known is not None, f"{series}: version {version.number} is in no record"
-        assert known.segments[rank].digest == digest, f"{series}: told of another's version"
+        assert known.segments[rank].digest == digest, (
+            f"{series}: the reported version is another publisher's"
+        )
 
     def abandoned(self, series: str, epoch: int, publication: int) -> None:
         """Check that a publication reported as abandoned never becomes a version."""

@@ -21,7 +21,14 @@ FAULTS = (
     + ["slow trainer"]
     + ["replace script", "pause script"]
     + ["kill reader", "new reader", "pause reader", "cut reader", "slow reader"]
-    + ["kill coordinator", "depose", "depose unheard", "pause coordinator", "cut coordinator"] * 2
+    + [
+        "kill coordinator",
+        "depose",
+        "depose without notice",
+        "pause coordinator",
+        "cut coordinator",
+    ]
+    * 2
     + ["etcd", "pin", "unpin", "rollback", "rollback"]
 )
 OF_TABLES = ["kill worker", "kill worker", "pause worker", "cut worker", "move shard", "move shard"]
@@ -150,7 +157,7 @@ class Faults:
     def _depose(self) -> None:
         self._world.depose(tells=True)
 
-    def _depose_unheard(self) -> None:
+    def _depose_without_notice(self) -> None:
         self._world.depose(tells=False)
 
     def _pause_coordinator(self) -> None:

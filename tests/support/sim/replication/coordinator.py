@@ -87,7 +87,7 @@ class SimCoordinator:
                             epoch,
                             run,
                             snapshot[key],
-                            tell=lambda: waits.discard(key),
+                            on_loaded=lambda: waits.discard(key),
                             is_wanted=lambda: self.process.alive,
                         )
                     )

@@ -86,7 +86,7 @@ class ServerCopies:
         run: str,
         updates: tuple[Update, ...],
         *,
-        tell: Callable[[], None],
+        on_loaded: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> None:
         """Load the shard from a snapshot.
@@ -108,8 +108,8 @@ class ServerCopies:
             copy = self.found[key] = self._new(key, epoch)
             copy.fill(updates)
             self._setting.ledger.loaded(copy)
-            self._server.tell(ev.ShardCreated(key, epoch, copy.version))
-            tell()
+            self._server.submit_event(ev.ShardCreated(key, epoch, copy.version))
+            on_loaded()
 
         self._server.process.act(self._takes_s(long=True), loaded)
 
@@ -124,7 +124,7 @@ class ServerCopies:
             return
         copy = self.found[key] = self._new(key, record.epoch)
         copy.fill([update])
-        self._server.tell(ev.ShardCreated(key, record.epoch, copy.version))
+        self._server.submit_event(ev.ShardCreated(key, record.epoch, copy.version))
 
     def _lead(self, effect: fx.LeadShard) -> None:
         copy = self.found[effect.key]
@@ -240,7 +240,7 @@ class ServerCopies:
     def _begin_image(self, start: ImageStart) -> None:
         if self._server.me.server_id in self._setting.full:
             failed = ev.ImageFailed(start.key, start.image, True, "no memory")
-            self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
+            self._server.process.act(self._takes_s(), lambda: self._server.submit_event(failed))
             return
         place = start.key, start.image
         self._arriving[place] = ArrivingImage(start.run, start.num_chunks, start.version)
@@ -255,7 +255,7 @@ class ServerCopies:
 
         def stored() -> None:
             if self._arriving.get(place) is image:
-                self._server.tell(ev.ChunkStored(chunk.key, chunk.image, chunk.index))
+                self._server.submit_event(ev.ChunkStored(chunk.key, chunk.image, chunk.index))
                 image.num_stored += 1
                 if image.num_stored == image.num_chunks:
                     self._arriving_lanes[place].put(self._takes_s(long=True), restored)
@@ -263,7 +263,7 @@ class ServerCopies:
         def restored() -> None:
             if self._arriving.get(place) is image:
                 image.is_restored = True
-                self._server.tell(ev.ImageRestored(chunk.key, chunk.image))
+                self._server.submit_event(ev.ImageRestored(chunk.key, chunk.image))
 
         self._arriving_lanes[place].put(self._takes_s(), stored)
 
@@ -313,7 +313,7 @@ class ServerCopies:
 
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 
-    def let_journal_go(self, key: Key, record: ShardAssignment) -> None:
+    def drop_unneeded_journal(self, key: Key, record: ShardAssignment) -> None:
         """Drop the journal of a shard whose record names another disk or none, unless this server
         leads the shard."""
         disk, copy = self._server.disk, self.found.get(key)
@@ -332,11 +332,11 @@ class ServerCopies:
             if key in self.found:
                 return
             if kept is None:
-                self._server.tell(ev.JournalShardMissing(key, effect.epoch))
+                self._server.submit_event(ev.JournalShardMissing(key, effect.epoch))
                 return
             copy = self.found[key] = self._new(key, effect.epoch)
             assert copy.run == kept.run, f"{effect} of run {kept.run}, not {copy.run}"
             copy.fill(kept.updates)
-            self._server.tell(ev.ShardCreated(key, effect.epoch, copy.version))
+            self._server.submit_event(ev.ShardCreated(key, effect.epoch, copy.version))
 
         self._server.process.act(self._takes_s(long=True), load)

@@ -76,12 +76,12 @@ class Ledger:
         if old is not None and new.epoch != old.epoch:
             assert new.epoch == old.epoch + 1, f"{key}: {old} to {new}"
             if new.primary not in (old.primary, *old.backups):
-                self._given_away(key, old, new, promise)
+                self._check_given_away(key, old, new, promise)
         if old is not None and old.content is not new.content is ShardContent.NONE:
             assert promise.opened == EMPTY, f"{key}: {old} is to be created anew, by {new}"
         self.check(key)
 
-    def _given_away(
+    def _check_given_away(
         self, key: Key, old: ShardAssignment, new: ShardAssignment, promise: Promise
     ) -> None:
         """Check an assignment to a server that held no copy: all holders must be gone."""

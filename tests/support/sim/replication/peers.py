@@ -79,29 +79,29 @@ class ServerPeers:
             is_gone = setting.chance.random() < 0.9
             within_s = 0.01 if is_gone else SILENCE_S
             broke = ev.LinkBroken(peer, number, is_gone)
-            self._server.process.act(within_s, lambda: self._server.tell(broke))
+            self._server.process.act(within_s, lambda: self._server.submit_event(broke))
             return
         if is_cut:
             broke = ev.LinkBroken(peer, number, is_gone=False)
-            self._server.process.act(SILENCE_S, lambda: self._server.tell(broke))
+            self._server.process.act(SILENCE_S, lambda: self._server.submit_event(broke))
             return
         me = self._server.me
 
         def received(message: object) -> None:
             if message == WELCOME:
-                self._server.tell(ev.LinkOpened(peer, number))
+                self._server.submit_event(ev.LinkOpened(peer, number))
             else:
-                self._hear_reply(peer, number, message)  # type: ignore[arg-type]
+                self._receive_reply(peer, number, message)  # type: ignore[arg-type]
 
         def broken() -> None:
             if self._opened.pop((peer, number), None) is not None:
-                self._server.tell(ev.LinkBroken(peer, number, False, near.has_replied))
+                self._server.submit_event(ev.LinkBroken(peer, number, False, near.has_replied))
 
         def left() -> None:
             other.peers.caller_left(me, number)
 
         near = End(self._server.process, received, broken)
-        far = End(other.process, lambda m: other.peers.hear(me, number, m), left)
+        far = End(other.process, lambda m: other.peers.receive(me, number, m), left)
         is_local = setting.chance.random() < 0.6
         link = Link(setting.clock, setting.network, near, far, is_local=is_local)
         if other.process.paused_since_s is not None:
@@ -126,7 +126,7 @@ class ServerPeers:
             held = ev.RecordDelivered(
                 effect.peer, effect.link, request.key, request.epoch, request.version
             )
-            self._server.process.act(0.0, lambda: self._server.tell(held))
+            self._server.process.act(0.0, lambda: self._server.submit_event(held))
 
     def _check_order(self, effect: fx.SendRequest) -> None:
         """Check that records follow an image or a copy without a gap."""
@@ -145,28 +145,28 @@ class ServerPeers:
             return self._server.copies.images[request.image].chunk(request.index)
         return effect.record
 
-    def _hear_reply(self, peer: Holder, number: int, reply: Reply) -> None:
+    def _receive_reply(self, peer: Holder, number: int, reply: Reply) -> None:
         ledger = self._setting.ledger
         if isinstance(reply, ChunkReceived):
             ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
         if isinstance(reply, BackupState) and reply.image:
             ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
-        self._server.tell(ev.ReplyReceived(peer, number, reply))
+        self._server.submit_event(ev.ReplyReceived(peer, number, reply))
 
     # --- links to here ---
 
     def accept(self, peer: Holder, number: int, link: Link, end: End) -> None:
         self._accepted[peer, number] = link, end
 
-    def hear(self, peer: Holder, number: int, message: Any) -> None:
+    def receive(self, peer: Holder, number: int, message: Any) -> None:
         if message == HELLO:
             self.read_to_end(peer, before=number)
-            self._server.tell(ev.IncomingLinkOpened(peer, number))
+            self._server.submit_event(ev.IncomingLinkOpened(peer, number))
             link, end = self._accepted[peer, number]
             link.send(end, WELCOME)
             return
         request, data = message
-        self._server.tell(ev.RequestReceived(peer, number, request, data))
+        self._server.submit_event(ev.RequestReceived(peer, number, request, data))
 
     def read_to_end(self, peer: Holder, before: float = inf) -> None:
         """Read all that the peer has sent over links of lower numbers, and close these links."""
@@ -187,7 +187,7 @@ class ServerPeers:
 
     def caller_left(self, peer: Holder, number: int) -> None:
         if self._accepted.pop((peer, number), None) is not None:
-            self._server.tell(ev.IncomingLinkEnded(peer, number))
+            self._server.submit_event(ev.IncomingLinkEnded(peer, number))
 
     def _answer(self, effect: fx.SendReply) -> None:
         found = self._accepted.get((effect.peer, effect.link))
@@ -202,7 +202,7 @@ class ServerPeers:
         name = f"{peer.server_id}#{peer.incarnation}"
 
         def answered(answers: bool) -> None:
-            self._server.tell(ev.PeerProbed(peer, answers))
+            self._server.submit_event(ev.PeerProbed(peer, answers))
 
         def ask() -> None:
             other = self._find(peer)

@@ -94,7 +94,7 @@ class ServerRegistration:
 
     def _registered(self, sent_s: float) -> None:
         self._refused_s = 0.0
-        self._server.tell(ev.LeaseRenewed(sent_s))
+        self._server.submit_event(ev.LeaseRenewed(sent_s))
         self._process.act(self._ttl_s / 3, self._renew)
         if not self.was_registered:
             self.was_registered = True
@@ -124,7 +124,7 @@ class ServerRegistration:
 
         def answered(left_s: float) -> None:
             if left_s > 0.0:
-                self._server.tell(ev.LeaseRenewed(sent_s))
+                self._server.submit_event(ev.LeaseRenewed(sent_s))
                 self._process.act(self._ttl_s / 3, self._renew)
             else:
                 self.register()
@@ -218,7 +218,7 @@ class ServerRegistration:
                     end(stands)
                 else:
                     if self._setting.chance.random() < 0.5:
-                        tell(stands)
+                        note_known(stands)
                     attempt(stands, may_be_made=False)
 
             def failed(is_unknown: bool) -> None:
@@ -236,12 +236,12 @@ class ServerRegistration:
 
             self.client.read(key, answered, failed)
 
-        def tell(stored: Stored) -> None:
+        def note_known(stored: Stored) -> None:
             if self.note_stored(key, stored):
                 known(key, stored.assignment)
 
         def end(stored: Stored) -> None:
-            tell(stored)
+            note_known(stored)
             finished()
 
         attempt(self._stored[key], may_be_made=False)

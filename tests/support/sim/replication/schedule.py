@@ -18,10 +18,10 @@ FAULTS = (
     + ["cut all from etcd", "kill all", "etcd", "coordinator", "pause coordinator", "wipe"]
     + ["cut coordinator", "full", "replace", "disk", "newcomer", "old pair"]
     + ["replace", "lag", "slow", "leave", "save disk", "roll back"] * 2
-    + ["anew", "away twice", "deposed unheard", "kill sender"]
+    + ["anew", "away twice", "deposed without notice", "kill sender"]
     + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
-FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5, *["joiner behind"] * 3]
+FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5, *["joiner left out"] * 3]
 """Faults of one in five seeds."""
 STORY_LINES = 250
 
@@ -136,7 +136,7 @@ class Faults:
         again_s = seen_s + paused_s - lease_s - 0.5
         world.clock.later(again_s, lambda: cut(lease_s + 3.0))
 
-    def _deposed_unheard(self, server: SimServer) -> None:
+    def _deposed_without_notice(self, server: SimServer) -> None:
         """Cut a primary off from all but workers while its backup takes over. Then a new
         coordinator, which does not know this, gives it shards before it learns of its
         succession."""
@@ -172,7 +172,7 @@ class Faults:
         look()
         world.clock.later(12.0, lambda: setattr(world.setting, "slow_s", 0.0))
 
-    def _joiner_behind(self, server: SimServer) -> None:
+    def _joiner_left_out(self, server: SimServer) -> None:
         """Cut a joiner off from etcd while it receives a shard, so that the record no longer names
         it. Its primary, cut off too, learns of that earlier, later, or not at all."""
         world, (_, *backups) = self._world, self._holders()
@@ -186,7 +186,7 @@ class Faults:
             for key in world.keys:
                 record = world.store.records[key]
                 if record.joining is not None:
-                    self._cut_behind(record.joining, record.primary)
+                    self._cut_joiner_and_primary(record.joining, record.primary)
                     return
             if world.clock.now_s < give_up_s:
                 world.clock.later(0.05, look)
@@ -194,7 +194,7 @@ class Faults:
         look()
         world.clock.later(20.0, lambda: setattr(world.setting, "slow_s", 0.0))
 
-    def _cut_behind(self, joiner: Holder, primary: Holder) -> None:
+    def _cut_joiner_and_primary(self, joiner: Holder, primary: Holder) -> None:
         world, lease_s = self._world, self._world.setting.lease_ttl_s
         one, other = (f"{each.server_id}#{each.incarnation}" for each in (joiner, primary))
         world.cut(one, ETCD, lease_s + 2.0)
@@ -377,14 +377,14 @@ def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorl
     try:
         _run(world, seed, only)
     except AssertionError as error:
-        raise AssertionError(f"{error}\nseed {seed}\n{told(world)}") from error
+        raise AssertionError(f"{error}\nseed {seed}\n{end_of_log(world)}") from error
     except Exception as error:
-        text = f"{traceback.format_exc()}\nseed {seed}\n{told(world)}"
+        text = f"{traceback.format_exc()}\nseed {seed}\n{end_of_log(world)}"
         raise Unforeseen(text) from error
     return world
 
 
-def told(world: ReplicationWorld) -> str:
+def end_of_log(world: ReplicationWorld) -> str:
     """Return the end of the run's log: events and actions of servers, and faults, in order."""
     lines = world.setting.story[-STORY_LINES:]
     return "\n".join(f"{at_s:9.4f} {who:>14} {what}" for at_s, who, what in lines)

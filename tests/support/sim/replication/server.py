@@ -70,8 +70,8 @@ class SimServer:
 
     def start(self) -> None:
         for key, kept in self.recovered.items():
-            self.tell(ev.JournalShardFound(key, kept.epoch, len(kept.updates)))
-        self.setting.store.watch(self.process, self.heard_record)
+            self.submit_event(ev.JournalShardFound(key, kept.epoch, len(kept.updates)))
+        self.setting.store.watch(self.process, self.record_received)
         self.process.act(0.05, self.registration.register)
         self.process.act(0.1, self._look_at_servers)
 
@@ -81,7 +81,7 @@ class SimServer:
 
     # --- the core ---
 
-    def tell(self, event: ev.Event) -> None:
+    def submit_event(self, event: ev.Event) -> None:
         setting = self.setting
         setting.note(self.process.name, event)
         for effect in self.core.step(event, self.process.now_s):
@@ -99,7 +99,7 @@ class SimServer:
             self._wakes_at_s = float("inf")
             due_s = self.core.wakes_s()
             if due_s <= self.process.now_s:
-                self.tell(ev.WakeTimeReached())
+                self.submit_event(ev.WakeTimeReached())
             elif due_s < float("inf"):
                 self._wakes_at_s = due_s
                 self._wake_at(due_s)
@@ -110,15 +110,15 @@ class SimServer:
         """Submit an event from another thread; events are handled in order. `of`: the copy that it
         is about. Events of a copy that is gone are discarded."""
         if not self._posted and self.setting.chance.random() < 0.8:
-            self.tell(event)
+            self.submit_event(event)
             return
         self._posted.append((event, of))
-        self.process.act(self.setting.chance.random() * 0.01, self._tell_posted)
+        self.process.act(self.setting.chance.random() * 0.01, self._submit_posted)
 
-    def _tell_posted(self) -> None:
+    def _submit_posted(self) -> None:
         event, copy = self._posted.popleft()
         if copy is None or self.copies.found.get(copy.key) is copy:
-            self.tell(event)
+            self.submit_event(event)
         elif isinstance(event, ev.AckRequested) and event.token in self.waiting:
             *_, answer = self.waiting.pop(event.token)
             answer("not here")
@@ -199,7 +199,7 @@ class SimServer:
             return
         self.is_ending = True
         self.setting.note(self.process.name, "ends in order")
-        self.tell(ev.LeaseEnded())
+        self.submit_event(ev.LeaseEnded())
         self.registration.end(self.die)
 
     def _acknowledge(self, effect: fx.AcknowledgeVersion) -> None:
@@ -215,19 +215,19 @@ class SimServer:
 
     # --- records ---
 
-    def heard_record(self, item: KeyValue) -> None:
+    def record_received(self, item: KeyValue) -> None:
         if self.registration.note(item):
             self._known(*self.registration.newest(item))
 
     def registered(self) -> None:
         """Drop journals that are not needed; before the registration it is not known which."""
         for key, assignment in list(self._records.items()):
-            self.copies.let_journal_go(key, assignment)
+            self.copies.drop_unneeded_journal(key, assignment)
 
     def _known(self, key: Key, assignment: ShardAssignment) -> None:
-        self.tell(ev.ShardAssigned(key, assignment, self.registration.run_of(key)))
+        self.submit_event(ev.ShardAssigned(key, assignment, self.registration.run_of(key)))
         if self.registration.was_registered:
-            self.copies.let_journal_go(key, assignment)
+            self.copies.drop_unneeded_journal(key, assignment)
 
     def _missing(self) -> list[Key]:
         """Return the shards that are missing on this server's disk according to the records; none
@@ -256,11 +256,11 @@ class SimServer:
 
     def _write(self, key: Key) -> None:
         def revised(record: ShardAssignment) -> ShardAssignment:
-            self.tell(ev.ShardRecordRead(key, record))
+            self.submit_event(ev.ShardRecordRead(key, record))
             return self._revised.pop(key)
 
         self.registration.change(
-            key, revised, self._known, lambda: self.tell(ev.ShardRecordWritten(key))
+            key, revised, self._known, lambda: self.submit_event(ev.ShardRecordWritten(key))
         )
 
     def _revise(self, effect: fx.ReviseShardRecord) -> None:
@@ -270,10 +270,10 @@ class SimServer:
         def read(stored: Any) -> None:
             if stored is not None and self.registration.note_stored(key, stored):
                 self._known(key, stored.assignment)
-            self.tell(ev.ShardRecordRefreshed(key))
+            self.submit_event(ev.ShardRecordRefreshed(key))
 
         self.registration.client.read(
-            key, read, lambda is_unknown: self.tell(ev.ShardRecordRefreshed(key))
+            key, read, lambda is_unknown: self.submit_event(ev.ShardRecordRefreshed(key))
         )
 
     def _look_at_servers(self) -> None:
@@ -284,7 +284,7 @@ class SimServer:
 
         def seen(present: frozenset[Holder], ended: frozenset[Holder]) -> None:
             known = ended | self.ended
-            self.tell(ev.ServersListed(present, asked_s, known))
+            self.submit_event(ev.ServersListed(present, asked_s, known))
             missing = {key: self._records[key] for key in self._missing()}
             self._disowning.note_servers(
                 missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s

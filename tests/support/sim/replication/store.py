@@ -116,7 +116,7 @@ class SimStore:
         if changed:
             self._watches = [watch for watch in self._watches if watch.process.alive]
             for watch in self._watches:
-                watch.tell(changed)
+                watch.notify(changed)
         return outcome
 
     def listed(self) -> Mapping[str, bytes]:
@@ -153,7 +153,7 @@ class RecordWatch:
         self._missed: list[list[KeyValue]] | None = None
         """Records missed during a cut; None: the current records are to be read."""
 
-    def tell(self, items: list[KeyValue], *, late_s: float = 0.0) -> None:
+    def notify(self, items: list[KeyValue], *, late_s: float = 0.0) -> None:
         if self._is_broken:
             if self._missed is not None:
                 self._missed.append(items)
@@ -163,9 +163,9 @@ class RecordWatch:
             self._last_s, now_s + self._store.network.delay_s(self.process.name, ETCD)
         )
         self._coming.append(items)
-        self.process.act(self._last_s - now_s, self._hear)
+        self.process.act(self._last_s - now_s, self._deliver)
 
-    def _hear(self) -> None:
+    def _deliver(self) -> None:
         if self._is_broken or not self._coming:
             return
         if self._store.is_away or self._store.network.is_cut(self.process.name, ETCD):
@@ -200,7 +200,7 @@ class RecordWatch:
                     self._note(item)
                 return
             for items in missed:
-                self.tell(items, late_s=LATE_NEWS_S * self._store.clock.random.random())
+                self.notify(items, late_s=LATE_NEWS_S * self._store.clock.random.random())
 
 
 class StoreClient:

@@ -101,9 +101,9 @@ class SimWorker:
                 )
 
             def back(outcome: str) -> None:
-                self._carry(server.process.name, lambda act: act(), lambda: hear(outcome))
+                self._carry(server.process.name, lambda act: act(), lambda: note_outcome(outcome))
 
-            def hear(outcome: str) -> None:
+            def note_outcome(outcome: str) -> None:
                 self._answered(call, attempt, outcome)
 
             self._carry(server.process.name, server.process.do, arrive)

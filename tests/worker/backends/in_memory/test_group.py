@@ -303,7 +303,8 @@ def test_a_rank_that_does_not_end_is_named() -> None:
 
 
 def test_ranks_in_different_collectives_get_an_error_that_names_both() -> None:
-    """Otherwise a sum would include values that do not belong to it."""
+    """The collectives of two ranks are compared before values are combined: a sum must not include
+    values of another collective."""
 
     def body() -> None:
         if dist.get_rank() == 0:

@@ -91,7 +91,7 @@ def test_equals_one_process_over_gloo():
 
 
 def test_copies_with_shares_of_different_sizes_equal_one_process():
-    """11 samples for two copies: 6 and 5, which also make different numbers of micro-batches."""
+    """The two copies have 6 and 5 of 11 samples, and make different numbers of micro-batches."""
     done = training(batch_size=11, accumulate=2)
     lay_out = functools.partial(on_mesh, sizes=(2, 2, 1))
     check_equal(done, shoal.run_in_memory(train_rank, 4, done, lay_out))

@@ -47,12 +47,12 @@ def test_stages_that_wait_for_a_message_learn_at_once_of_a_lost_stage(
     """The limit is far away. With `cut` no stage fails: the last one waits, the first cuts its
     layout."""
     with Ranks() as ranks:
-        body, path = bodies.passes_until_told, str(tmp_path / "store")
+        body, path = bodies.run_passes_until_a_fault, str(tmp_path / "store")
         stages = [ranks.start(body, path, rank, 3, how) for rank in range(3)]
         for stage in stages[:2]:
-            assert "ranks no longer share memory" in stage.expect("told")["text"]
+            assert "ranks no longer share memory" in stage.expect("failed")["text"]
         if how == "raise":
-            assert "the user's own" in stages[2].expect("told")["text"]
+            assert "the user's own" in stages[2].expect("failed")["text"]
 
 
 def test_a_message_of_another_size_and_one_too_many_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from support.collectives.late_groups import late_groups
 from support.collectives.strategy_runs import Run, entered, take_step
 from support.models.different_layers import Twins
-from support.models.left_out_layers import Chain, loader, refused_behind_a_step
+from support.models.left_out_layers import Chain, loader, refused_after_a_step
 from torch import nn
 from torch.distributed import get_rank
 from torch.nn.functional import cross_entropy
@@ -31,7 +31,7 @@ def in_another_order(made: Any, at: str) -> str:
     def change(module: Any) -> None:
         module.differs = "order" if get_rank() == 1 else ""
 
-    return refused_behind_a_step(Twins(), made(), change, at)
+    return refused_after_a_step(Twins(), made(), change, at)
 
 
 @pytest.mark.parametrize("at", ["a step", "an evaluation"])

@@ -39,8 +39,7 @@ def test_only_sums_and_means_are_computed() -> None:
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 5])
 def test_values_that_a_rank_still_uses_are_not_overwritten(num_kept: int) -> None:
-    """Regression guard: the next rank to gather would overwrite values with which another rank
-    computes."""
+    """The next rank to gather must not overwrite values with which another rank computes."""
     for sound in run_on_gloo(3, shared_memory_bodies.gathered_and_kept, num_kept):
         assert all(sound)
 

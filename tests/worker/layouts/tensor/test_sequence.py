@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Manner, Run, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import (
+    Run,
+    StepOptions,
+    by_a_rank,
+    by_one_process,
+    difference,
+)
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.models import tensor_models
 from support.processes.ranks import Ranks
@@ -114,7 +120,7 @@ def run_of(name: str) -> Run:
         loader=partial(loader, name),
         loss=tensor_models.next_token if name == "gpt" else tensor_models.squared,
         num_steps=12,
-        manner=Manner(max_norm=0.5, passes=(1, 2)),
+        step_options=StepOptions(max_norm=0.5, passes=(1, 2)),
     )
 
 
@@ -286,7 +292,7 @@ def test_values_without_positions_are_refused() -> None:
 
 
 def test_the_plan_counts_reduce_scatters_in_place_of_sums() -> None:
-    """Without `sequence`, the plan has sums over ranks and no reduce-scatters."""
+    """The plan without `sequence` has sums over ranks and no reduce-scatters."""
     model = tensor_models.gpt()
     inputs = tensor_models.tokens()[0]
     spread = shoal.TensorParallel(min_split_bytes=0, sequence=True)
@@ -311,7 +317,7 @@ def test_ranks_sum_equally_many_numbers_though_a_gradient_is_missing() -> None:
 
 @pytest.mark.long
 def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Five positions over 3, 2 and 3 members."""
+    """Five positions are spread over 3, 2 and 3 members."""
     run = elastic(
         cluster,
         "sequence",

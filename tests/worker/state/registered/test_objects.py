@@ -231,7 +231,7 @@ def test_a_registered_tensor_that_changes_its_shape_is_refused() -> None:
 
 
 def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
-    """Otherwise a schedule would begin from step 0 in the middle of the training."""
+    """A registered schedule must not begin from step 0 in the middle of the training."""
     registered = RegisteredState()
     registered.add("schedule", Counter(last=0))
     with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):

@@ -94,8 +94,7 @@ WITHIN_S = 20.0
 
 
 def test_a_quarantined_job_trains_on_and_reports_afterwards(opened: ExitStack) -> None:
-    """Meanwhile the member trains on its leased samples, and reports them as soon as the job goes
-    on."""
+    """The member trains on its leased samples, and reports them as soon as the job goes on."""
     servers = opened.enter_context(ParameterServers(0))
     leases = leases_of(opened, servers, "a")
     walk = iter(leases)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import (
     PLAIN,
-    Manner,
-    TheRunsOwn,
+    DefaultGroup,
+    StepOptions,
     generation_of,
-    over_the_run,
     take_step,
+    use_group,
 )
 from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
 from torch import Tensor, nn
@@ -49,7 +49,11 @@ class Member:
     acknowledged: list[int] = field(default_factory=list)
 
     def train(
-        self, generation: Generation, stop: int, batch_size: int = 10, manner: Manner = PLAIN
+        self,
+        generation: Generation,
+        stop: int,
+        batch_size: int = 10,
+        step_options: StepOptions = PLAIN,
     ) -> None:
         """Enter the generation and train up to step `stop`."""
         strategy, batches = self.strategy, loader(batch_size)
@@ -58,7 +62,7 @@ class Member:
             step = strategy.step
             batch = batches.synchronous(step, generation.rank, generation.world_size)
             acknowledged = partial(self.acknowledged.append, step)
-            take_step(strategy, batch, nn.functional.cross_entropy, manner, acknowledged)
+            take_step(strategy, batch, nn.functional.cross_entropy, step_options, acknowledged)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
@@ -67,7 +71,7 @@ class Member:
 def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **options: Any) -> Member:
     """Return a member with weights of its own, in the group of the surrounding run."""
     made = strategy_of(strategy, every_steps, **options)
-    over_the_run(made)
+    use_group(made)
     model, own = build(optimizer, seed=ord(name))
     made.distribute(model, own)
     return Member(name, made, model, own)
@@ -117,9 +121,9 @@ def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
     return twin
 
 
-MANNERS = {
-    "clipped": Manner(passes=(1, 1, 1, 1, 2), max_norm=0.1),
-    "bf16": Manner(autocast=torch.bfloat16),
+OPTIONS_OF_STEPS = {
+    "clipped": StepOptions(passes=(1, 1, 1, 1, 2), max_norm=0.1),
+    "bf16": StepOptions(autocast=torch.bfloat16),
 }
 CASES = [
     *(("ab", "sgd", "clipped"), ("abc", "sgd", "clipped"), ("abcd", "sgd", "clipped")),
@@ -134,13 +138,13 @@ CASES = [
 def test_equal_to_replicas_in_one_process(
     strategy: str, names: str, optimizer: str, how: str
 ) -> None:
-    """50 steps in rounds of seven: the last round has one. Shares are uneven, and one layer gets no
-    gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
+    """The last of the rounds of seven steps has one of the 50. Shares are uneven, and one layer
+    gets no gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
     tolerance."""
-    manner = MANNERS[how]
+    step_options = OPTIONS_OF_STEPS[how]
     members = members_of(names, strategy, optimizer, 7)
-    together(members, 50, manner=manner)
-    twin = twin_of(names, strategy, optimizer, manner=manner)
+    together(members, 50, step_options=step_options)
+    twin = twin_of(names, strategy, optimizer, step_options=step_options)
     for start in range(0, 50, 7):
         twin.train(names, start, min(start + 7, 50))
     check(members, twin)
@@ -167,8 +171,8 @@ def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
-    """Batches of two samples for three members: members without samples have no part in the
-    average, and their momentum does not change."""
+    """Members without samples, in batches of two for three members, have no part in the average,
+    and their momentum does not change."""
     members = members_of("abc", strategy, "sgd", 4)
     together(members, 10, batch_size=2)
     twin = twin_of("abc", strategy, "sgd", batch_size=2)
@@ -249,7 +253,7 @@ def test_a_member_that_missed_the_last_round_gets_its_outcome() -> None:
     check(members, twin)
 
 
-class CutAtStep(TheRunsOwn):
+class CutAtStep(DefaultGroup):
     """A group that is aborted once the strategy has taken `step` steps."""
 
     def __init__(self, strategy: LocalSGD, step: int) -> None:
@@ -267,7 +271,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
     """The round ended on the other member: weights and AdamW's moments are those of an undisturbed
     run."""
     members = members_of("ab", strategy, "adamw", 5)
-    over_the_run(members[1].strategy, CutAtStep(members[1].strategy, 5))
+    use_group(members[1].strategy, CutAtStep(members[1].strategy, 5))
 
     def body() -> None:
         me = members[dist.get_rank()]
@@ -280,7 +284,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
 
     run_in_memory(body, 2)
     assert [member.strategy.step for member in members] == [5, 0]
-    over_the_run(members[1].strategy)
+    use_group(members[1].strategy)
     together(members, 15, number=2, keeping="ab")
     twin = twin_of("ab", strategy, "adamw")
     for start in (0, 5, 10):

@@ -59,7 +59,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # Otherwise the interpreter would free the groups when it ends, and wait without a limit.
+    # The interpreter would free the remaining groups when it ends, and wait without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

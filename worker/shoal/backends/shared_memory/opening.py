@@ -154,7 +154,7 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # Only half of the name, as any process can list sockets by name: the whole name is the key.
+    # Any process can list sockets by name. The whole name is the key, so half of it is shown.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 

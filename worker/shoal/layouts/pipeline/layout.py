@@ -81,7 +81,8 @@ class PipelineLayout(Layout):
 
     @property
     def plain(self) -> nn.Module:
-        """This stage's layers under the user's names; called, it runs the whole pipeline."""
+        """Layers of this stage under the user's names, in a module that runs the whole pipeline
+        when called."""
         return self._shown
 
     @property

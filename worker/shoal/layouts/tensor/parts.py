@@ -114,7 +114,7 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """This rank's part of a parameter; its gradient is cut as the parameter is.
+    """Local part of a parameter; its gradient is cut as the parameter is.
 
     If a parameter is cut by columns, `DTensor.to_local` gives its gradient other strides than the
     parameter has. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.

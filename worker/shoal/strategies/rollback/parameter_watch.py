@@ -31,7 +31,7 @@ def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OwnParts:
-    """This member's parts of some parameters, in the memory that they have in this generation.
+    """Parts of some parameters on this member, in the memory that they have in this generation.
 
     A module's own tensors may differ from these: parameters that are gathered for a pass are in
     temporary memory. Quantised and sparse parameters are left out, see `_is_plain`.

@@ -76,7 +76,8 @@ class LeaseRenewed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """This server is about to remove its registration: it must not acknowledge any more."""
+    """The removal of this server's registration begins: from now on the server must not acknowledge
+    any push."""
 
 
 # --- the shards on this server ---
@@ -93,7 +94,7 @@ class ShardCreated:
 
 @dataclass(frozen=True, slots=True)
 class PushApplied:
-    """This server has applied a push, as primary."""
+    """A push was applied by this server, as primary."""
 
     key: Key
     record: Record
@@ -120,8 +121,8 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """This server's journal has the whole shard, up to this version. None: the journal no longer
-    keeps the shard, because the disk fails."""
+    """The journal of this server has the whole shard, up to this version. None: the journal no
+    longer keeps the shard, because the disk fails."""
 
     key: Key
     version: int | None

@@ -4,7 +4,7 @@ import secrets
 from typing import Any
 
 import pytest
-from support.members import late_hearing
+from support.members import late_receipt
 from support.processes.ranks import Rank, Ranks
 from support.training.rank_bodies import Run
 
@@ -16,8 +16,9 @@ from shoal_client.local.cluster import LocalCluster
 def test_a_member_that_learns_late_of_a_committed_step_commits_it_too(
     cluster: LocalCluster, transport: str, then: str
 ) -> None:
-    """Otherwise the late member would take the step again, alone: equal up to rounding, but not to
-    the last bit. `transport`: if members on one machine exchange votes in shared memory."""
+    """The late member does not take the step again alone: the result would be equal up to rounding,
+    but not to the last bit. `transport`: if members on one machine exchange votes in shared
+    memory."""
     job = f"late-{secrets.token_hex(4)}"
 
     def run(member_id: str, fault: str) -> Run:
@@ -31,9 +32,9 @@ def test_a_member_that_learns_late_of_a_committed_step_commits_it_too(
         )
 
     with Ranks() as ranks:
-        body = late_hearing.train
+        body = late_receipt.train
         first = ranks.start(body, run("a", "" if then == "leaves" else then), transport)
-        late = ranks.start(body, run("b", "hears late"), transport)
+        late = ranks.start(body, run("b", "receives late"), transport)
         ended = late.expect("finished")
         assert late.join() == 0
         if then == "leaves":

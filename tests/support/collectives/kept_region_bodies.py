@@ -31,7 +31,7 @@ NUM_BYTES = 1 << 16
 MARK = b"of the first generation"
 
 
-def used_again(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+def reuse_memory(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
     """Lose the last rank after the first generation. Report if the other ranks find, in the memory
     of the second generation, the mark that they wrote in the first."""
     store = dist.FileStore(path, world_size)
@@ -59,7 +59,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     first.cut("the generation is over")
     first.close()
     second = shared(rest, NUM_BYTES // 2 if how == "left" else NUM_BYTES, kept)
-    report("told", again=bytes(second.data[1024 : 1024 + len(MARK)]) == MARK)
+    report("ended", again=bytes(second.data[1024 : 1024 + len(MARK)]) == MARK)
     for number in range(100):
         assert second.gather_words(number) == [number] * second.world_size
     dist.barrier(rest)

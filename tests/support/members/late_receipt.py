@@ -24,8 +24,8 @@ def train(report: Report, run: Run, transport: str) -> None:
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
             if batch.step > run.at_step:
                 break
-            if batch.step == run.at_step and run.fault == "hears late":
-                hear_late(session.strategy)
+            if batch.step == run.at_step and run.fault == "receives late":
+                delay_receipt(session.strategy)
             report("tried", step=batch.step, world_size=session.world_size)
             with session.step():
                 session.backward(loss_of(replica(batch.inputs), batch.targets))
@@ -35,18 +35,18 @@ def train(report: Report, run: Run, transport: str) -> None:
     report("finished", weights=weights, step=session.step_number)
 
 
-def hear_late(strategy: Strategy) -> None:
+def delay_receipt(strategy: Strategy) -> None:
     """Delay the receipt of the others' messages for the present step until the cut."""
-    anyhow: Any = strategy
-    words, is_cut = anyhow._transaction.votes._words, threading.Event()
-    hear, cut = words.receive_values, anyhow.cut
+    untyped: Any = strategy
+    messages, is_cut = untyped._transaction.votes._words, threading.Event()
+    receive, cut = messages.receive_values, untyped.cut
 
-    def cut_and_tell(generation: int) -> None:
+    def cut_and_note(generation: int) -> None:
         cut(generation)
         is_cut.set()
 
-    def hear_behind_the_cut() -> Any:
+    def receive_after_the_cut() -> Any:
         assert is_cut.wait(LIMIT_S), "nobody has left"
-        return hear()
+        return receive()
 
-    anyhow.cut, words.receive_values = cut_and_tell, hear_behind_the_cut
+    untyped.cut, messages.receive_values = cut_and_note, receive_after_the_cut

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.collectives import room_bodies
+from support.collectives import kept_region_bodies
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
@@ -16,9 +16,9 @@ def test_survivors_use_the_memory_again_unless_a_lost_rank_may_still_write(
 ) -> None:
     """A halted rank may wake in the midst of a write, and continue it."""
     with Ranks() as ranks:
-        body, path = room_bodies.used_again, str(tmp_path / "store")
+        body, path = kept_region_bodies.reuse_memory, str(tmp_path / "store")
         crew = [ranks.start(body, path, rank, 3, how) for rank in range(3)]
-        assert [crew[rank].expect("told")["again"] for rank in (0, 1)] == [again] * 2
+        assert [crew[rank].expect("ended")["again"] for rank in (0, 1)] == [again] * 2
         assert [crew[rank].join() for rank in (0, 1)] == [0, 0]
 
 
@@ -59,6 +59,6 @@ def test_regions_are_taken_in_the_order_in_which_they_were_kept() -> None:
 
 def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:
     """Weights are those of one process."""
-    for same, difference in run_on_gloo(2, room_bodies.trained_in_generations, 3):
+    for same, difference in run_on_gloo(2, kept_region_bodies.trained_in_generations, 3):
         assert same == [True] * 6
         assert difference < 1e-5
