@@ -129,14 +129,9 @@ class BucketPath:
         copy = self / f"{probe.name}-copy"
         try:
             probe.write_bytes(b"shoal")
-<<<<<<< HEAD
-            read = probe.read_bytes()
-            self.remove([probe.name])
-=======
             probe.copy(copy.name)
             read = copy.read_bytes()
             self.remove([probe.name, copy.name])
->>>>>>> faultsb
         except OSError as error:
             raise InvalidSpec(
                 f"checkpoints cannot be kept at {self}",
