@@ -84,11 +84,6 @@ class BucketPath:
         with self._errors_as_os_error():
             self.files.cp_file(self.key, (self.parent / name).key)
 
-    def read_bytes(self) -> bytes:
-        """Return the file's content. Raises FileNotFoundError if there is no file."""
-        with self._errors_as_os_error():
-            return bytes(self.files.cat_file(self.key))
-
     def folders(self) -> list[str]:
         """Return the names of the folders in this folder; empty if this one does not exist."""
         with self._errors_as_os_error():
