@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from support.processes.ranks import Rank, Ranks
 from support.training import async_bodies, rank_bodies
 from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.cluster import LocalCluster
+from shoal_proto.v1.membership_pb2 import GetJobRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 
 def start(
@@ -124,10 +128,11 @@ def test_a_step_that_was_too_stale_is_taken_again(cluster: LocalCluster, tmp_pat
     ],
     ids=["infinite", "flat, but must fall"],
 )
-def test_a_wrong_final_loss_fails_the_member(
+def test_a_wrong_final_loss_fails_the_member_and_the_job(
     cluster: LocalCluster, fault: str, epochs: int, says: str
 ) -> None:
-    """All samples were trained on: the end of the session raises what the options promise."""
+    """All samples were trained on: the end of the session raises what the options promise, and the
+    job is not shown as one that could go on."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"async-in-vain-{epochs}",
@@ -143,3 +148,8 @@ def test_a_wrong_final_loss_fails_the_member(
         assert ending == "raised"
         assert report["error"] == "TrainingFailed", report["trace"]
         assert says in report["text"]
+    with closing(Coordinators([cluster.coordinator])) as coordinators:
+        request = GetJobRequest(job=run.job)
+        standing = coordinators.call(lambda c: MembershipStub(c).GetJob, request, timeout_s=10.0)
+    assert standing.phase == "failed"
+    assert f"TrainingFailed: {report['text']}"[:200] in standing.reason

@@ -447,7 +447,10 @@ class MemberCore:
         effects: Effects = [ev.UnclaimBeats()]
         if self.admitted and (self.failure is None or drained):
             request = pb.LeaveRequest(
-                token=self.token, completed=event.completed, reason=event.reason[:1000]
+                token=self.token,
+                completed=event.completed,
+                reason=event.reason[:1000],
+                failed=event.failed,
             )
             within_s = self.leaving.call_timeout_s(event.timeout_s)
             effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))

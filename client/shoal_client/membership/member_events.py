@@ -129,6 +129,8 @@ class LeaveWanted:
     completed: bool
     reason: str
     timeout_s: float
+    failed: bool = False
+    """True if the training has ended without a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)

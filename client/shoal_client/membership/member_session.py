@@ -27,7 +27,7 @@ from shoal_client.membership.member import Member, MemberHooks, OwnJobs
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.rosters import LOCK_WAIT_S, Rosters
 from shoal_client.membership.session_threads import HeldStream, SessionThreads
-from shoal_proto.errors import DeadlineExceeded, ShoalError
+from shoal_proto.errors import DeadlineExceeded, ShoalError, TrainingFailed
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
 from shoal_proto.v1 import membership_pb2 as pb
@@ -79,6 +79,8 @@ class MemberSession:
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
         self._status = TrainerStatus()
+        self._has_failed = False
+        """True if the trainer has ended with TrainingFailed."""
         # A SimpleQueue: its `put` may be called in a signal handler.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -325,15 +327,23 @@ class MemberSession:
         """
         if completed:
             self._own_jobs.completed()
-        self._submit(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
+        self._submit(
+            ev.LeaveWanted(
+                completed=completed,
+                reason=reason,
+                timeout_s=timeout_s,
+                failed=self._has_failed and not completed,
+            )
+        )
         self.close()
         return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
         if another process of the script would surely fail the same way (refused), or may succeed
-        (passing).
+        (passing). The coordinator is notified of TrainingFailed, by the leave.
         """
+        self._has_failed = isinstance(error, TrainingFailed)
         ending = MembershipEnding.of(error)
         if self._slot is not None and ending in (
             MembershipEnding.REFUSED,

@@ -1448,6 +1448,7 @@ class LeaveRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STAYS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     completed: _builtins.bool
     """True if the member has done all its work: the job ends with it. With torchrun's nodes, which
     may end at different times, the job ends with the last.
@@ -1459,6 +1460,10 @@ class LeaveRequest(_message.Message):
     """
     closes: _builtins.bool
     """The member stays, and the job accepts no more members. Only with `completed`."""
+    failed: _builtins.bool
+    """The training has ended without a usable result, as with TrainingFailed: if no other member is
+    left, the job has failed. Not with `completed`.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1469,10 +1474,11 @@ class LeaveRequest(_message.Message):
         reason: _builtins.str = ...,
         stays: _builtins.bool = ...,
         closes: _builtins.bool = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "completed", b"completed", "reason", b"reason", "stays", b"stays", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "completed", b"completed", "failed", b"failed", "reason", b"reason", "stays", b"stays", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -168,8 +168,8 @@ class JobView(View):
     state: str = "running"
     """running (it has members), waiting (it has none, and has not trained), interrupted (it has
     trained, and has no members now: new ones may continue), finished, failed (all its members left
-    and none came back), stopped (by an operator), lost or quarantined (its records in etcd cannot
-    be used)."""
+    and none came back, or the last one ended with TrainingFailed), stopped (by an operator), lost
+    or quarantined (its records in etcd cannot be used)."""
     generation: int = 0
     """The newest generation number; 0 before the first."""
     synchronous: bool = True

@@ -89,7 +89,12 @@ def event_of(request: MemberRequest) -> events.MemberEvent:
                 closes=request.closes,
             )
         case pb.LeaveRequest():
-            event = events.MemberLeft(**who, completed=request.completed, reason=request.reason)
+            event = events.MemberLeft(
+                **who,
+                completed=request.completed,
+                reason=request.reason,
+                failed=request.failed and not request.completed,
+            )
         case _:
             raise AssertionError(f"no event for {type(request).__name__}")
     return event

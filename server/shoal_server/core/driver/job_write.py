@@ -24,7 +24,7 @@ class StateRecord:
     stopping: str = ""
     """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False
-    """True if the job is over because all its members were gone, and none came back."""
+    """True if the job is over because all its members were gone for good."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
     """Time at which the job ended; 0: it is not over, or the time is unknown."""

@@ -417,8 +417,8 @@ class Lifetime:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 
     def abandon(self, reason: str, now_s: float) -> None:
-        """End the job as failed: all its members are gone, and none came back. Does nothing if the
-        job has members or is over."""
+        """End the job as failed: all its members are gone for good. Does nothing if the job has
+        members or is over."""
         if self._state.members or self._state.stage.phase not in (Phase.COLLECT, Phase.ABORTED):
             return
         self._removal.end(Trigger.ABANDONED, reason, now_s)

@@ -353,6 +353,9 @@ class Job:
             cause=event.reason or "of its own",
             lost=False,
         )
+        if event.failed:
+            # A new member would find nothing left to train on, and finish the job.
+            self._lifetime.abandon(f"{member.member_id}: left: {event.reason}", now_s)
 
     def _advance(self, now_s: float) -> None:
         """Take the transitions that the time and the present members allow."""

@@ -166,6 +166,8 @@ class MemberLost(MemberEvent):
 class MemberLeft(MemberEvent):
     completed: bool
     reason: str
+    failed: bool = False
+    """True if the training has ended without a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class Trigger(Enum):
     COMPLETED = "the work is done"
     STATE_LOST = "nobody holds the state that the job had reached"
     STOPPED = "an operator has stopped it"
-    ABANDONED = "all members are gone, and none came back"
+    ABANDONED = "all members are gone for good"
     RETRIED = "an operator lets it be joined again"
 
 

@@ -352,6 +352,29 @@ def test_a_job_that_a_member_completed_refuses_joiners() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
+@pytest.mark.parametrize(("last_failed", "phase"), [(True, Phase.FAILED), (False, Phase.COLLECT)])
+def test_a_job_fails_with_its_last_member(last_failed: bool, phase: Phase) -> None:
+    """A new member would find nothing left to train on, and finish the job. While another member
+    trains, a failure decides nothing: that member may still finish the job."""
+    w = running("a", "b")
+    for name, failed in (("a", True), ("b", last_failed)):
+        assert w.job.phase is not Phase.FAILED
+        member = w.members[name]
+        w.send(
+            member,
+            events.MemberLeft(
+                member_id=name,
+                incarnation=member.incarnation,
+                completed=False,
+                reason="TrainingFailed: the loss is not finite",
+                failed=failed,
+            ),
+        )
+        w.run(w.now_s + 1.0)
+    assert w.job.phase is phase
+    assert w.job.reason == "b: left: TrainingFailed: the loss is not finite"
+
+
 def test_a_member_in_no_generation_may_complete_the_job() -> None:
     """An asynchronous job may be forming its next generation then."""
     w = world(desired=3)
