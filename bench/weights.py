@@ -341,7 +341,7 @@ def cluster() -> Iterator[str]:
             yield running.coordinator
 
 
-def let_go() -> None:
+def end_publishing() -> None:
     """End the publication in this process: the cluster of the series ends too."""
     import shoal  # noqa: PLC0415
 
@@ -432,7 +432,7 @@ def with_readers(
         raw = torch.from_file(str(FLOOR), shared=True, size=mb << 20, dtype=torch.uint8)
         copy_into(raw, model)
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
-        stack.callback(let_go)
+        stack.callback(end_publishing)
         entrants: dict[str, Turn] = {}
         entrants["shoal"] = shoal_turn(model, Readers(stack, "shoal", count, mb).ready())
         entrants["shm"] = shm_turn(model, Readers(stack, "shm", count, mb).ready(), raw)
@@ -495,7 +495,7 @@ def over_tcp(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     theirs: dict[str, list[float]] = {"": [], "_first": []}
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
-        stack.callback(let_go)
+        stack.callback(end_publishing)
         bare = BareSocket(stack, mb)
         usual = Readers(stack, "shoal-tcp", 1, mb).ready()
         for number in limit.rounds(wanted.rounds, WARM_UP):
@@ -561,7 +561,7 @@ def step_delay(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     model, ratios = model_of(mb, 1.0), []
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
-        stack.callback(let_go)
+        stack.callback(end_publishing)
         Readers(stack, "shoal", 1, mb).ready()
 
         def ten_steps(number: int, *, publishes: bool) -> float:
@@ -600,7 +600,7 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         hosts = stack.enter_context(RoutedHosts())
         running = stack.enter_context(ParameterCluster(place, 2, hosts=hosts))
         os.environ["SHOAL_COORDINATOR"] = running.coordinator.grpc
-        stack.callback(let_go)
+        stack.callback(end_publishing)
         host = hosts.add("reader")
         # The router's end of the link to the reader's namespace.
         shape = ("rate", f"{int(8 * LINK_BYTES_PER_S)}bit", "burst", "1mb", "latency", "50ms")
@@ -636,7 +636,7 @@ def relays(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     for number, count in enumerate(RELAYS):
         with ExitStack() as stack:
             os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
-            stack.callback(let_go)
+            stack.callback(end_publishing)
             rounds = limit.part(1 / (len(RELAYS) - number)).rounds(wanted.rounds)
             took, copies = relay_rounds(stack, model_of(mb), count, rounds)
         times[count], runs = median(took), len(took)

@@ -27,7 +27,7 @@ from shoal_proto.v1.weights_pb2 import (
 SIZES = [0, 1, 4096, CHUNK_BYTES, 2 * CHUNK_BYTES + 17]
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter.prepare(len(data))
     writer.buffer[:] = data
     return writer.seal()
@@ -40,7 +40,7 @@ def drawn(num_bytes: int) -> bytes:
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_a_segment_has_the_written_bytes_and_their_digest(num_bytes: int) -> None:
     data = drawn(num_bytes)
-    segment = sealed(data)
+    segment = segment_of(data)
     assert segment.view() == data
     assert segment.num_bytes == num_bytes
     assert segment.chunk_digests == chunk_digests(data)
@@ -67,7 +67,7 @@ def flags_of_mapped_segments() -> str:
 
 
 def test_a_sealed_segment_cannot_be_changed() -> None:
-    segment = sealed(b"weights")
+    segment = segment_of(b"weights")
     assert segment.view().readonly
     attempts: list[Callable[[], object]] = [
         lambda: os.pwrite(segment.descriptor, b"x", 0),
@@ -83,7 +83,7 @@ def test_a_sealed_segment_cannot_be_changed() -> None:
 
 
 def test_a_view_is_valid_after_its_segment_is_closed() -> None:
-    segment = sealed(b"weights")
+    segment = segment_of(b"weights")
     view = segment.view()
     segment.close()
     del segment
@@ -113,7 +113,7 @@ def test_writable_memory_is_not_adopted() -> None:
 
 
 def test_a_segment_of_another_size_is_not_adopted() -> None:
-    segment = sealed(b"weights")
+    segment = segment_of(b"weights")
     with pytest.raises(MalformedMessage, match="another size"):
         Segment.adopt(os.dup(segment.descriptor), 8)
 
@@ -121,7 +121,7 @@ def test_a_segment_of_another_size_is_not_adopted() -> None:
 def test_descriptors_are_closed() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(50):
-        segment = sealed(b"weights")
+        segment = segment_of(b"weights")
         with pytest.raises(MalformedMessage):
             Segment.adopt(os.dup(segment.descriptor), 8)
         SegmentWriter(10).close()
@@ -140,7 +140,7 @@ def is_open(descriptor: int) -> bool:
 
 def test_a_forked_process_does_not_prevent_sealing_or_freeing() -> None:
     """Data loaders fork while the memory of the next version is already prepared."""
-    held, writer = sealed(b"weights"), SegmentWriter.prepare(100)
+    held, writer = segment_of(b"weights"), SegmentWriter.prepare(100)
     view = held.view()
     numbers = {held.descriptor, writer._descriptor}
     reading, writing = os.pipe()
@@ -170,7 +170,7 @@ def test_a_changed_bit_is_found_in_its_chunk() -> None:
 
 def test_received_chunks_are_not_requested_again() -> None:
     data = drawn(3 * CHUNK_BYTES)
-    whole = sealed(data)
+    whole = segment_of(data)
     staged = StagedSegment(whole.digest)
     staged.open(whole.chunk_digests, whole.num_bytes)
     assert staged.missing == [0, 1, 2]
@@ -184,7 +184,7 @@ def test_received_chunks_are_not_requested_again() -> None:
 def test_a_segment_whose_chunks_all_arrived_is_not_requested_again() -> None:
     """The first connection breaks between the last chunk and the end. The second one answers
     nothing."""
-    whole = sealed(b"weights")
+    whole = segment_of(b"weights")
     staged = StagedSegment(whole.digest)
     reply = FetchSegmentReply(
         num_bytes=whole.num_bytes,
@@ -214,7 +214,7 @@ def test_an_offer_stays_as_it_is_if_the_connection_must_not_be_local() -> None:
 
 
 def test_digests_of_another_segment_are_refused() -> None:
-    whole, other = sealed(b"weights"), sealed(b"another")
+    whole, other = segment_of(b"weights"), segment_of(b"another")
     with pytest.raises(ChecksumMismatch):
         StagedSegment(whole.digest).open(other.chunk_digests, 7)
     with pytest.raises(MalformedMessage):
@@ -238,7 +238,7 @@ def test_memory_is_reused_once_no_reference_is_left() -> None:
     memory = ReusedMemory()
     first = filled(memory, b"weights")
     place, digest = place_of(first), first.digest
-    view, copy, apart = first.view(), first.duplicate(), first.sealed()
+    view, copy, apart = first.view(), first.duplicate(), first.sealed_copy()
     first.close()
     second = filled(memory, b"WEIGHTS")
     assert place_of(second) != place

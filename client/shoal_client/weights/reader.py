@@ -305,7 +305,7 @@ class SeriesReader:
             for each in base.segments.values():
                 if each.digest == digest and each.is_whole:
                     if isinstance(each, ReusedSegment) and not wanted.may_be_reused:
-                        return each.sealed()
+                        return each.sealed_copy()
                     return each.duplicate()
             is_shared = source is not None and source.is_local
             if self._apply_difference is not None and not wanted.chunks and not is_shared:

@@ -108,7 +108,7 @@ class ReusedSegment(Segment):
             os.dup(self.descriptor), self._window, self.chunk_digests, is_whole=self.is_whole
         )
 
-    def sealed(self) -> Segment:
+    def sealed_copy(self) -> Segment:
         """Return an immutable (sealed) copy, which may be passed to other processes. Its memory is
         not reused. Raises Overloaded if there is no memory."""
         writer = SegmentWriter(self.num_bytes)

@@ -32,7 +32,7 @@ def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
     }
 
 
-def of_part(part: ManifestEntry) -> ShardFile:
+def file_of(part: ManifestEntry) -> ShardFile:
     """Return an entry of a manifest as a message."""
     stamp = ShardStamp(shard_id=part.shard_id, epoch=part.epoch, version=part.version)
     return ShardFile(

@@ -33,7 +33,7 @@ SERIES = "svc/ranker"
 LIMIT_S = 60.0
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
@@ -94,7 +94,7 @@ class Script:
         try:
             found.append(
                 self.ranks[rank].contribute(
-                    sealed(part),
+                    segment_of(part),
                     layout(rank, len(part)),
                     publication=self.publication,
                     step=10 * self.publication,
@@ -371,7 +371,7 @@ def test_a_wrong_base_does_not_damage_a_version(cluster: ParameterCluster) -> No
         )
         first = script.publish(bytes(1000))
         second = script.publish(bytes(998) + b"12")
-        forged = sealed(b"x" * 1000)
+        forged = segment_of(b"x" * 1000)
         forged.digest = first.segments[0].digest
         found = reader.fetch(second, base=Base(first, {0: forged}))
         assert contents(found) == [bytes(998) + b"12"]

@@ -43,14 +43,14 @@ def stores(request: pytest.FixtureRequest) -> Iterator[WeightStores]:
         yield stores
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
 
 
 def drawn(num_bytes: int) -> Segment:
-    return sealed((os.urandom(1 << 16) * (num_bytes // (1 << 16) + 1))[:num_bytes])
+    return segment_of((os.urandom(1 << 16) * (num_bytes // (1 << 16) + 1))[:num_bytes])
 
 
 def at(servers: ParameterServers, *numbers: int) -> list[StoreServer]:

@@ -252,7 +252,7 @@ def sums(dtype: torch.dtype, num_rounds: int) -> list[tuple[bool, bool]]:
         ours, theirs = (torch.empty(33, dtype=dtype) for _ in range(2))
         given = whole
         if number % 3:
-            slot = opened.to_sum(whole.nbytes)
+            slot = opened.reserve_sum(whole.nbytes)
             assert slot is not None
             given = slot.view(dtype)
             given.copy_(whole)

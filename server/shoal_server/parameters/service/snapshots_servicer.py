@@ -103,7 +103,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             files = []
             for image in self._barriers.images_of_cut(request.job, request.cut_id):
                 part = await self._in_pool(partial(_write, library, request, image))
-                files.append(messages.of_part(part))
+                files.append(messages.file_of(part))
             return pb.WriteReply(files=files)
         finally:
             self._barriers.abort(request.job, request.cut_id, "the call that writes it ended")

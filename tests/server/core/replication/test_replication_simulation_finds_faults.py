@@ -140,7 +140,9 @@ def followers_count_as_up_to_date_at_once(patch: Patch) -> None:
 def a_copy_follows_any_caller(patch: Patch) -> None:
     """The copy also follows a server that the record no longer names."""
     patch.setattr(
-        Copies, "_may_tell", lambda copies, assignment, peer, epoch: assignment is not None
+        Copies,
+        "_is_sent_by_primary",
+        lambda copies, assignment, peer, epoch: assignment is not None,
     )
 
 
@@ -213,7 +215,7 @@ def updates_of_a_former_primary_are_refused(patch: Patch) -> None:
         *more: Any,
     ) -> Iterator[Effect]:
         _, assignment = more
-        if copies._may_tell(assignment, peer, told):
+        if copies._is_sent_by_primary(assignment, peer, told):
             yield from real(copies, peer, link, told, *more)
         else:
             yield SendReply(peer, link, copies._other_holders(told, assignment))

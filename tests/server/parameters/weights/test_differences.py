@@ -23,7 +23,7 @@ SERIES = "job/policy"
 ELEMENTS = [(4, NUM_BYTES)]
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
@@ -31,7 +31,7 @@ def sealed(data: bytes) -> Segment:
 
 def changed(number: int) -> Segment:
     """A segment that differs from zeros in one element."""
-    return sealed(bytes(NUM_BYTES - 4) + number.to_bytes(4))
+    return segment_of(bytes(NUM_BYTES - 4) + number.to_bytes(4))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def begin(
 async def test_there_is_no_difference_if_memory_runs_out_meanwhile() -> None:
     """The memory was free when the difference was begun. The reader then fetches the whole
     segment."""
-    base, target, received = sealed(bytes(NUM_BYTES)), changed(1), Budget(NUM_BYTES)
+    base, target, received = segment_of(bytes(NUM_BYTES)), changed(1), Budget(NUM_BYTES)
     memory, goes_on = memory_beside(received), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(goes_on.wait, LIMIT_S)
@@ -76,7 +76,7 @@ async def test_there_is_no_difference_if_memory_runs_out_meanwhile() -> None:
 async def test_a_difference_is_made_once_there_is_memory_again(
     threads: ThreadPoolExecutor,
 ) -> None:
-    base, target, received = sealed(bytes(NUM_BYTES)), changed(1), Budget(NUM_BYTES)
+    base, target, received = segment_of(bytes(NUM_BYTES)), changed(1), Budget(NUM_BYTES)
     differences = WeightDifferences(memory_beside(received), threads)
     received.reserve(NUM_BYTES)
     assert await differences.between(SERIES, base, target, ELEMENTS) is None
@@ -87,7 +87,7 @@ async def test_a_difference_is_made_once_there_is_memory_again(
 async def test_no_difference_is_logged_as_made_if_too_much_has_changed(
     threads: ThreadPoolExecutor,
 ) -> None:
-    base, target = sealed(bytes(NUM_BYTES)), sealed(b"\1" * NUM_BYTES)
+    base, target = segment_of(bytes(NUM_BYTES)), segment_of(b"\1" * NUM_BYTES)
     differences = WeightDifferences(memory_beside(Budget(NUM_BYTES)), threads)
     with capture_logs() as logged:
         assert await differences.between(SERIES, base, target, ELEMENTS) is None
@@ -100,7 +100,7 @@ async def test_differences_that_are_requested_or_fetched_are_kept_the_longest(
     monkeypatch.setattr(module, "MAX_KEPT", 3)
     now_s = 0.0
     differences = WeightDifferences(memory_beside(Budget(NUM_BYTES)), threads, now_s=lambda: now_s)
-    base, targets = sealed(bytes(NUM_BYTES)), [changed(number) for number in range(1, 5)]
+    base, targets = segment_of(bytes(NUM_BYTES)), [changed(number) for number in range(1, 5)]
 
     async def made(number: int) -> bytes:
         difference = await differences.between(SERIES, base, targets[number], ELEMENTS)
@@ -126,7 +126,7 @@ async def test_differences_that_are_requested_or_fetched_are_kept_the_longest(
 
 async def test_a_difference_that_is_made_after_the_end_takes_no_memory() -> None:
     memory, goes_on = memory_beside(Budget(NUM_BYTES)), threading.Event()
-    base, target = sealed(bytes(NUM_BYTES)), changed(1)
+    base, target = segment_of(bytes(NUM_BYTES)), changed(1)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(goes_on.wait, LIMIT_S)
         differences = WeightDifferences(memory, threads)

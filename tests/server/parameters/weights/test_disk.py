@@ -12,14 +12,14 @@ from shoal_server.parameters.weights.disk import WeightDisk
 SERIES = "job/policy"
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
 
 
 def test_the_next_process_reads_a_segment(tmp_path: Path) -> None:
-    segment = sealed(os.urandom(20_000_000))
+    segment = segment_of(os.urandom(20_000_000))
     WeightDisk(tmp_path / "weights").write(SERIES, segment)
     disk = WeightDisk(tmp_path / "weights")
     assert disk.holds(SERIES, segment.digest)
@@ -33,7 +33,7 @@ def test_the_next_process_reads_a_segment(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
-    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk, segment = WeightDisk(tmp_path), segment_of(b"weights")
     disk.write(SERIES, segment)
     (path,) = tmp_path.glob("*/*/*")
     path.rename(path.with_name(path.name + ".draft"))
@@ -44,7 +44,7 @@ def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x" * 32, "AB" * 16, "ab " * 10 + "ab"])
 def test_a_file_with_another_name_than_a_digest_is_ignored(tmp_path: Path, name: str) -> None:
     """The server starts in spite of such a file, and leaves it as it is."""
-    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk, segment = WeightDisk(tmp_path), segment_of(b"weights")
     disk.write(SERIES, segment)
     stray = tmp_path / SERIES / name
     stray.write_bytes(b"stray")
@@ -54,7 +54,7 @@ def test_a_file_with_another_name_than_a_digest_is_ignored(tmp_path: Path, name:
 
 @pytest.mark.parametrize("damage", ["changed", "shorter", "longer", "empty"])
 def test_a_damaged_file_is_removed_and_not_served(tmp_path: Path, damage: str) -> None:
-    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk, segment = WeightDisk(tmp_path), segment_of(b"weights")
     disk.write(SERIES, segment)
     (path,) = tmp_path.glob("*/*/*")
     damaged = {"changed": b"wEights", "shorter": b"weight", "longer": b"weights!", "empty": b""}
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_removed_and_not_served(tmp_path: Path, damage: str) -
 def test_other_users_cannot_read_segments(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        WeightDisk(tmp_path / "weights").write(SERIES, sealed(b"weights"))
+        WeightDisk(tmp_path / "weights").write(SERIES, segment_of(b"weights"))
     finally:
         os.umask(before)
     found = list((tmp_path / "weights").rglob("*"))
@@ -87,12 +87,12 @@ def test_a_durable_segment_has_durable_folders(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    WeightDisk(tmp_path).write(SERIES, sealed(b"weights"))
+    WeightDisk(tmp_path).write(SERIES, segment_of(b"weights"))
     assert {tmp_path, tmp_path / "job", tmp_path / "job" / "policy"} < synchronized
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk, segment = WeightDisk(tmp_path), segment_of(b"weights")
     (tmp_path / "job").write_text("in the way")
     with pytest.raises(OSError, match="job"):
         disk.write(SERIES, segment)

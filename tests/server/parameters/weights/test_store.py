@@ -9,13 +9,13 @@ from shoal_server.parameters.weights.store import GRACE_S, SegmentOrigin, Segmen
 SERIES = "job/policy"
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
 
 
-A, B, C = (sealed(name) for name in (b"a", b"b", b"c"))
+A, B, C = (segment_of(name) for name in (b"a", b"b", b"c"))
 
 
 def put(
@@ -91,7 +91,7 @@ def test_segments_of_an_earlier_epoch_are_dropped_and_refused() -> None:
 
 
 def test_the_segments_of_a_rank_without_a_version_are_bounded() -> None:
-    store, further = SegmentStore(), sealed(b"d")
+    store, further = SegmentStore(), segment_of(b"d")
     put(store, A, 1)
     put(store, B, 2)
     for publication in (2, 3):

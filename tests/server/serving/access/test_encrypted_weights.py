@@ -43,11 +43,11 @@ def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> byt
             )
         ) as own,
     ):
-        own.contribute(sealed(data), layout, publication=1, timeout_s=LIMIT_S)
+        own.contribute(segment_of(data), layout, publication=1, timeout_s=LIMIT_S)
     return data
 
 
-def sealed(data: bytes) -> Segment:
+def segment_of(data: bytes) -> Segment:
     writer = SegmentWriter(len(data))
     writer.buffer[:] = data
     return writer.seal()
@@ -81,7 +81,7 @@ def test_a_reader_fetches_its_series(
 
 def test_a_reader_of_another_series_is_refused(world: TlsWorld) -> None:
     data = published(world, "svc/secret")
-    digest = sealed(data).digest
+    digest = segment_of(data).digest
     servers = [
         pb.StoreServer(id="ps-0", address=address) for address in world.cluster.parameter_servers
     ]
@@ -101,7 +101,7 @@ def test_a_reader_of_another_series_is_refused(world: TlsWorld) -> None:
 
 
 def test_a_reader_cannot_store_segments(world: TlsWorld) -> None:
-    segment = sealed(b"forged")
+    segment = segment_of(b"forged")
     described = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes)
     request = pb.PutSegmentRequest(series="svc/open", epoch=1, segment=described)
     server = pb.StoreServer(id="ps-0", address=world.cluster.parameter_servers[0])
@@ -125,7 +125,7 @@ def test_a_relay_serves_only_readers_of_its_series(
     """The connections from and to the relay use TLS."""
     series = "svc/relayed"
     data = published(world, series)
-    digest = sealed(data).digest
+    digest = segment_of(data).digest
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket, name: str) -> socket.socket:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, RecordedOrder, to_gather
+from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, RecordedOrder, gather_number
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 
@@ -35,7 +35,7 @@ class SharedMemoryAllGather(DefaultAllGather):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._slots is not None:
-            slot = self._slots.to_gather(math.prod(size) * dtype.itemsize)
+            slot = self._slots.reserve_gather(math.prod(size) * dtype.itemsize)
             if slot is not None:
                 return torch.frombuffer(slot, dtype=dtype)
         empty: Tensor = super().allocate(size, dtype=dtype, device=device)
@@ -55,7 +55,7 @@ class SharedMemoryAllGather(DefaultAllGather):
             # Ignores `async_op`: torch waits for the work before it copies from the output.
             return gathering
         if self.order is not None:
-            self.order.check(to_gather(self._number))
+            self.order.check(gather_number(self._number))
         work = super().__call__(output_tensor, input_tensor, group, async_op=True)
         if async_op:
             return work

@@ -19,12 +19,12 @@ PASSES_END = -1
 """Number in place of an operation: the end of forward passes that no backward follows."""
 
 
-def to_gather(number: int) -> int:
+def gather_number(number: int) -> int:
     """Return the number of the operation that gathers this parameter group's weights."""
     return 2 * number
 
 
-def to_sum(number: int) -> int:
+def sum_number(number: int) -> int:
     """Return the number of the operation that sums this parameter group's gradients."""
     return 2 * number + 1
 

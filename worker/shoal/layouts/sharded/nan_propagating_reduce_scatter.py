@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, to_sum
+from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, sum_number
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
@@ -52,7 +52,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         whole = self._filled() if self._filled is not None else None
         self._filled = None
         if whole is None and self.slots is not None:
-            slot = self.slots.to_sum(math.prod(size) * dtype.itemsize)
+            slot = self.slots.reserve_sum(math.prod(size) * dtype.itemsize)
             if slot is not None:
                 whole = slot.view(dtype)
                 self._filled = weakref.ref(whole)
@@ -80,7 +80,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.own = propagate_nan(input_tensor, self.losses) or self.own
         work = None
         for order in self.orders:
-            order.check(to_sum(self.number))
+            order.check(sum_number(self.number))
         if not async_op and sends_each_part_once(input_tensor, group, op):
             slots = self.slots
             if slots is None or not slots.reduce_scatter(

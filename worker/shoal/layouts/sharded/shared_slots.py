@@ -28,7 +28,12 @@ from shoal.backends.abortable.gather import final_barrier
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.regions import KeptRegions
-from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_gather, to_sum
+from shoal.layouts.sharded.layer_order import (
+    PASSES_END,
+    different_layers,
+    gather_number,
+    sum_number,
+)
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
@@ -91,7 +96,7 @@ class SharedSlots:
         memory = share_memory(group, size, limit_s, kept)
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
-    def to_gather(self, num_bytes: int) -> memoryview | None:
+    def reserve_gather(self, num_bytes: int) -> memoryview | None:
         """Reserve a slot for an all-gather that `gather` completes, for as long as anything refers
         to the returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
@@ -106,18 +111,18 @@ class SharedSlots:
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return work; wait for it before other ranks' parts are read. If `output` is not from
-        `to_gather`, make a barrier and return None: the caller has to gather in another way. All
-        ranks get the same kind of result, or the error of `barrier`. `number`: index of the
+        `reserve_gather`, make a barrier and return None: the caller has to gather in another way.
+        All ranks get the same kind of result, or the error of `barrier`. `number`: index of the
         parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _NO_SLOT
-        self._note(to_gather(number), slot)
+        self._note(gather_number(number), slot)
         if slot != _NO_SLOT:
             return SlotGather(self)
         self.barrier()
         return None
 
-    def to_sum(self, num_bytes: int) -> Tensor | None:
+    def reserve_sum(self, num_bytes: int) -> Tensor | None:
         """Return memory for this rank's addend of a sum; None if the sum is too large. It may be
         written until `reduce_scatter`, and not read afterwards."""
         if num_bytes > self._summed_bytes:
@@ -133,8 +138,8 @@ class SharedSlots:
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
             )
-        self._note(to_sum(number), 0)
-        mine = self.to_sum(whole.nbytes)
+        self._note(sum_number(number), 0)
+        mine = self.reserve_sum(whole.nbytes)
         if mine is None:
             return False
         if whole.data_ptr() != mine.data_ptr():

@@ -36,7 +36,7 @@ NEXT_LOOK = 1.25
 READ_WITHIN_S = 10.0
 """Time that members are given to read the verdict."""
 _READ_CHECK_S = 0.1
-_POINT, _VERDICT, _NUM_READ = "script/place/{}", "script/verdict", "script/heard"
+_POINT, _VERDICT, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
 _REFUSAL = "script/refusal"
 

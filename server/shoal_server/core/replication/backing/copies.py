@@ -138,14 +138,14 @@ class Copies:
             case Offer():
                 yield from self._offered(peer, link, request, assignment)
             case CopyUpToDate() | ImageStart():
-                if not self._may_tell(assignment, peer, request):
+                if not self._is_sent_by_primary(assignment, peer, request):
                     yield SendReply(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
                     yield from self._image(peer, link, request, data)
                 else:
                     yield from self._continued(peer, link, request, assignment)
 
-    def _may_tell(
+    def _is_sent_by_primary(
         self,
         assignment: ShardAssignment | None,
         peer: Holder,
@@ -184,7 +184,7 @@ class Copies:
         copy = self._held.get(key)
         if copy is not None and copy.phase is CopyPhase.SETTLING:
             self._pending.setdefault(key, _PendingOffers()).offers.append((peer, link, offer))
-        elif self._may_tell(assignment, peer, offer):
+        elif self._is_sent_by_primary(assignment, peer, offer):
             yield SendReply(peer, link, self._holds(peer, offer))
         else:
             # The primary may have a newer record than this server.
@@ -215,7 +215,7 @@ class Copies:
         """Answer waiting offers: the newest record was read, or the copy has settled."""
         pending = self._pending.pop(key, None)
         for peer, link, offer in pending.offers if pending is not None else ():
-            if self._may_tell(assignment, peer, offer):
+            if self._is_sent_by_primary(assignment, peer, offer):
                 yield from self._offered(peer, link, offer, assignment)
             else:
                 yield SendReply(peer, link, self._other_holders(offer, assignment))
@@ -248,7 +248,7 @@ class Copies:
         assignment names another primary: the sender may count records as received once they are
         sent. The reply to a sender that the assignment does not name is a refusal nevertheless."""
         key, copy = record.key, self._held.get(record.key)
-        is_named = self._may_tell(assignment, peer, record)
+        is_named = self._is_sent_by_primary(assignment, peer, record)
         if (
             copy is None
             or (copy.primary, copy.epoch) != (peer, record.epoch)
@@ -325,7 +325,7 @@ class Copies:
             return
         start, peer, link = incoming.start, incoming.peer, incoming.link
         copy = self._held.get(key)
-        if assignment is None or not self._may_tell(assignment, peer, start):
+        if assignment is None or not self._is_sent_by_primary(assignment, peer, start):
             yield from self._forget_image(key)
             yield SendReply(peer, link, self._other_holders(start, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
@@ -358,7 +358,9 @@ class Copies:
         """Drop and refuse an image whose sender the record does not name. The sender may know of a
         later record that names it, and would otherwise wait for ever for an answer."""
         incoming = self._incoming.get(key)
-        if incoming is not None and not self._may_tell(assignment, incoming.peer, incoming.start):
+        if incoming is not None and not self._is_sent_by_primary(
+            assignment, incoming.peer, incoming.start
+        ):
             yield from self._forget_image(key)
             refusal = self._other_holders(incoming.start, assignment)
             yield SendReply(incoming.peer, incoming.link, refusal)
