@@ -183,6 +183,25 @@ def test_a_batch_normalization_that_torch_does_not_sync_is_refused_by_name() -> 
     assert sync_batchnorm(model, every=True) == 1
 
 
+@pytest.mark.parametrize("place", ["alone", "in a layer", "in a model"])
+def test_a_batch_normalization_of_keras_in_a_torch_module_is_refused_by_name(place: str) -> None:
+    """With the torch backend, layers and models of Keras are torch modules. torch does not list the
+    layers of a Keras model."""
+    seen = keras.layers.BatchNormalization(name="seen")
+    inputs = keras.Input((4,))
+    modules = {
+        "alone": seen,
+        "in a layer": keras.layers.TimeDistributed(seen),
+        "in a model": keras.Model(inputs, seen(inputs)),
+    }
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(modules[place]))
+    with pytest.raises(InvalidSpec, match=r"sync_batchnorm=True, and seen\b(?!,)"):
+        sync_batchnorm(model, every=True)
+    assert type(model[0]) is nn.BatchNorm1d
+    seen.trainable = False
+    assert sync_batchnorm(model, every=True) == 1
+
+
 def test_an_evaluation_during_fit_of_weights_held_in_parts_is_refused(
     cluster: LocalCluster,
 ) -> None:

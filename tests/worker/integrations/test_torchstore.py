@@ -3,14 +3,20 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
+from support.processes.worlds import run_on_gloo
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoal.integrations import torchstore as ts
 from shoal.weights.script import end_publishing
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, ShapeMismatch
 
 SHAPES = {"a": (257, 64), "b": (64, 257), "c": (1024,)}
 
@@ -60,6 +66,67 @@ async def test_a_get_never_mixes_two_puts() -> None:
     partial = {"model": {"c": torch.zeros(1024)}}
     await ts.get_state_dict("policy", partial, strict=False)
     assert float(partial["model"]["c"][0]) == 59.0
+
+
+class OneVersion:
+    """A subscription to a series with one version, of these tensors."""
+
+    series = "TorchStore/policy"
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    async def fetch_async(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def close(self) -> None:
+        pass
+
+
+def get_what_there_is() -> dict[str, Any]:
+    """Get a version that lacks two of the reader's tensors, into slices over two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sliced(number: float) -> torch.Tensor:
+        return distribute_tensor(torch.full((3, 4), number), mesh, [Shard(0)])
+
+    reader = {
+        "common": sliced(0.0),
+        "weight": nn.Parameter(torch.zeros(2)),
+        "absent": sliced(7.0),
+        "gone": torch.full((2,), 7.0),
+    }
+    wide = torch.arange(12.0).reshape(3, 4)
+    version = OneVersion({"common": wide, "weight": torch.ones(2), "more": torch.ones(5)})
+    other_shape = OneVersion({"common": wide + 1.0, "weight": torch.ones(1)})
+    with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
+        patch.setattr(ts, "subscribe", lambda series: version)
+        found = asyncio.run(ts.get_state_dict("policy", reader, strict=False))
+        ts.reset_client()
+        patch.setattr(ts, "subscribe", lambda series: other_shape)
+        with pytest.raises(ShapeMismatch) as refusal:
+            asyncio.run(ts.get_state_dict("policy", reader, strict=False))
+        ts.reset_client()
+    wholes = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    return {
+        "tensors": {name: tensor.detach().tolist() for name, tensor in wholes.items()},
+        "logged": [each["names"] for each in logs if each["event"] == "tensors_not_in_version"],
+        "refused": str(refusal.value),
+    }
+
+
+@pytest.mark.long
+def test_a_get_that_is_not_strict_writes_slices_and_names_what_is_missing() -> None:
+    """Missing tensors stay as they are, DTensors too. If one does not fit, nothing is written."""
+    for seen in run_on_gloo(2, get_what_there_is):
+        assert seen["tensors"] == {
+            "common": torch.arange(12.0).reshape(3, 4).tolist(),
+            "weight": [1.0, 1.0],
+            "absent": [[7.0] * 4] * 3,
+            "gone": [7.0, 7.0],
+        }
+        assert seen["logged"] == [["absent", "gone"]]
+        assert "weight has another shape" in seen["refused"]
 
 
 @pytest.mark.parametrize("key", ["policy/v1", "a b", "x" * 300])

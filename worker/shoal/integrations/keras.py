@@ -25,6 +25,7 @@ from shoal.data.order import range_of_rank
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
 from shoal.layouts.tensor.parts import local
+from shoal.model.frameworks import keras_batchnorm_layers
 from shoal.torch_private.modules import child_table, parameter_table
 from shoal_proto.errors import InvalidSpec, UnknownStrategy
 
@@ -92,11 +93,7 @@ class KerasModule(nn.Module):
 
     def batchnorm_layers(self) -> list[str]:
         """See `shoal.layouts.synced_batchnorm.ForeignModule`."""
-        return [
-            layer.name
-            for layer in self.keras_model._flatten_layers()
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        ]
+        return keras_batchnorm_layers(self.keras_model)
 
     def forget_weights(self) -> None:
         """Free the memory of the Keras model's own trainable weights, until `give_back`."""

@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
 from shoal.torch_private.checkpoint import flatten_state_dict
+from shoal.weights.reading import write_common
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
 from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
 
 JOB_VARIABLE = "SHOAL_JOB"
 COMMIT_S = 600.0
@@ -51,8 +55,9 @@ async def get_state_dict(
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, write the version into
     its tensors and return it; of a DTensor, only the local slice is written. With `strict`, its
-    names must be those of the version; else only common names are written, and no DTensors. Raises
-    as `Subscription.fetch`: VersionGone before the first put."""
+    names must be those of the version; else only common names are written, and those that the
+    version lacks are logged as `tensors_not_in_version`. Raises as `Subscription.fetch`:
+    VersionGone before the first put."""
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())
@@ -60,9 +65,9 @@ async def get_state_dict(
     if strict:
         await subscription.fetch_async(into=flat)
     else:
-        nested = await subscription.fetch_async()
-        for name in flat.keys() & nested.keys():
-            flat[name].copy_(nested[name])
+        weights = await subscription.fetch_async()
+        if missing := write_common(weights, flat):
+            log.warning("tensors_not_in_version", series=subscription.series, names=missing)
     return dict(user_state_dict)
 
 

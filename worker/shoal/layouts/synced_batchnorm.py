@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal import step_context
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.model.frameworks import keras_batchnorm_layers
 from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
@@ -59,7 +60,11 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 
 def _refuse_foreign(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, ForeignModule) and (names := module.batchnorm_layers()):
+        # With the torch backend, Keras layers are torch modules and may lie in any other.
+        names: Sequence[str] = keras_batchnorm_layers(module)
+        if isinstance(module, ForeignModule):
+            names = module.batchnorm_layers()
+        if names:
             raise InvalidSpec(
                 "BatchNorm layers that are not torch's do not normalise over members",
                 seen=f"sync_batchnorm=True, and {', '.join(names[:5])}",

@@ -45,6 +45,19 @@ def adapter_of(model: Any) -> FrameworkAdapter:
     return adapter  # type: ignore[no-any-return]
 
 
+def keras_batchnorm_layers(module: Any) -> list[str]:
+    """Return the names of the layers that normalise with the statistics of a batch, in a Keras
+    layer or model, itself included; empty for any other module."""
+    keras = sys.modules.get("keras")
+    if keras is None or not isinstance(module, keras.layers.Layer):
+        return []
+    return [
+        layer.name
+        for layer in module._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+
+
 def _is_keras(model: Any) -> bool:
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(model, keras.Model)

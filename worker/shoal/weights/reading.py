@@ -172,6 +172,24 @@ class Installation:
                 self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
 
 
+def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
+    """Write the tensors of a version into those of the same names, of a DTensor the local slice.
+    Returns the names in `into` that the version lacks, whose tensors are not changed.
+
+    Raises InvalidSpec, ShapeMismatch or DtypeMismatch as `Installation`, before any tensor is
+    changed."""
+    shards = {name: _own_shard(name, into[name]) for name in into if name in tensors}
+    for name, shard in shards.items():
+        given = tensors[name]
+        stored = StoredTensor(name=name, dtype=given.dtype, shape=tuple(given.shape), slices=())
+        _check_fits(stored, shard)
+    for name, shard in shards.items():
+        part = shard.chunk.slices_in(Chunk.whole(tensors[name].shape))
+        with torch.inference_mode(shard.tensor.is_inference()):
+            shard.tensor.copy_(tensors[name][part])
+    return sorted(into.keys() - tensors.keys())
+
+
 def _tensors(into: Target) -> dict[str, Tensor]:
     held = into.state_dict(keep_vars=True) if isinstance(into, nn.Module) else into
     tensors = {}
