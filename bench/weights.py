@@ -15,7 +15,8 @@ fewer rounds, and is stopped after twice that time. At the end the bench lists w
   process copies the model into shared memory and sends a line, and as many readers copy it out.
   `weights_fetch_over_PEER`: the same over the time with `safetensors` (a file on tmpfs, renamed and
   loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
-  and `torchstore`. `weights_cpu_seconds`: CPU time of all processes of a system in a round.
+  and `torchstore`; `--peers ray` selects one. `weights_cpu_seconds`: CPU time of all processes of a
+  system in a round.
 - `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
   are verified, over those of a bare socket. The fetch begins once the publisher on the same
   processors has done its work for the version. Both receive into memory that was used for earlier
@@ -68,6 +69,9 @@ from weights_readers import FILE, FLOOR, SERIES, model_of
 HERE = Path(__file__).parent
 PEERS_PYTHON = HERE / ".venvs" / "peers" / "bin" / "python"
 NO_PEERS = f"no {PEERS_PYTHON}, see bench/weights_peers.py"
+PEERS_APART = ("ray", "torchstore")
+"""Peers that need an environment of their own, see bench/weights_peers.py."""
+PEERS = ("safetensors", "torch_rpc", *PEERS_APART)
 LINK_BYTES_PER_S = 100e6
 RELAYS = (4, 16, 64)
 RELAYS_A_PROCESS = 8
@@ -139,7 +143,8 @@ class Wanted:
     mb: int
     rounds: int
     readers: Sequence[int]
-    peers: bool
+    peers: Sequence[str]
+    """Other systems that the part `readers` measures."""
 
 
 # --- the publishing side ---
@@ -415,10 +420,11 @@ def by_readers(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         if count != first:
             metric = f"weights_publish_{count}_over_{first}_readers_{wanted.mb}mb"
             yield Row(metric=metric, value=kept_s[count] / kept_s[first], unit="", runs=runs)
-    if not wanted.peers:
-        limit.leave_out("all peers: --no-peers")
-    elif not PEERS_PYTHON.exists():
-        limit.leave_out(f"ray and torchstore: {NO_PEERS}")
+    for name in PEERS:
+        if name not in wanted.peers:
+            limit.leave_out(f"{name}: not in --peers")
+        elif name in PEERS_APART and not PEERS_PYTHON.exists():
+            limit.leave_out(f"{name}: {NO_PEERS}")
 
 
 def with_readers(
@@ -436,20 +442,21 @@ def with_readers(
         entrants: dict[str, Turn] = {}
         entrants["shoal"] = shoal_turn(model, Readers(stack, "shoal", count, mb).ready())
         entrants["shm"] = shm_turn(model, Readers(stack, "shm", count, mb).ready(), raw)
-        if wanted.peers:
+        if "safetensors" in wanted.peers:
             peer = Readers(stack, "safetensors", count, mb).ready()
             entrants["safetensors"] = safetensors_turn(model, peer)
+        if "torch_rpc" in wanted.peers:
             # In a process of its own: torch's RPC cannot be started twice in one process.
             own = Path(sys.executable)
             entrants["torch_rpc"] = Peer(stack, "torch_rpc", mb, count, python=own).turn
-            if PEERS_PYTHON.exists():
-                for name in ("ray", "torchstore"):
-                    try:
-                        peer = Peer(stack, name, mb, count)
-                        peer.turn(0)
-                        entrants[name] = peer.turn
-                    except PeerEnded as why:
-                        limit.leave_out(f"{name} with {count} readers: {why}")
+        for name in PEERS_APART:
+            if name in wanted.peers and PEERS_PYTHON.exists():
+                try:
+                    peer = Peer(stack, name, mb, count)
+                    peer.turn(0)
+                    entrants[name] = peer.turn
+                except PeerEnded as why:
+                    limit.leave_out(f"{name} with {count} readers: {why}")
         spent_s: dict[str, list[float]] = {}
         return by_turns(entrants, limit.rounds(wanted.rounds, WARM_UP), spent_s), spent_s
 
@@ -736,12 +743,12 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit of each part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     options = parser.parse_args()
     wanted = Wanted(
-        mb=options.mb, rounds=options.rounds, readers=options.readers, peers=not options.no_peers
+        mb=options.mb, rounds=options.rounds, readers=options.readers, peers=options.peers
     )
     # Raised as an exception, so that the processes of the part are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
