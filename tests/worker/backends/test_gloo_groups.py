@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,30 @@ def test_a_bring_up_that_fails_leaves_nothing_of_torch_in_the_process(
         sys.excepthook = hook
         group.retire()
     assert not dist.is_initialized()
+
+
+class WithoutPeers(dist.HashStore):
+    """A store to which no other rank writes: each wait fails at once, and is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: list[timedelta | None] = []
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.limits.append(timeout)
+        raise ConnectionError("no peer")
+
+    def abort(self, reason: str) -> None:
+        pass
+
+
+def test_a_bring_up_waits_for_its_own_limit_and_not_for_that_of_a_collective() -> None:
+    store = WithoutPeers()
+    seat = Seat(
+        generation=1, rank=0, world_size=2, address="127.0.0.1", bring_up_s=60, collective_s=5
+    )
+    group = GlooBackend().group(seat, store)
+    with pytest.raises(ConnectionError, match="no peer"):
+        group.open()
+    group.retire()
+    assert store.limits == [timedelta(seconds=60)]

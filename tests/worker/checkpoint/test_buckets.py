@@ -1,7 +1,7 @@
 """Checkpoints in buckets: in fsspec's memory, and in a server that speaks S3."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -271,7 +271,7 @@ def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
     after a later checkpoint of the same step is complete."""
     place = f"{s3}/{secrets.token_hex(4)}"
     files = located(place).files
-    late = []
+    late: list[Callable[[], None]] = []
 
     def delayed(done: Any) -> Any:
         def request(*args: Any, **options: Any) -> None:

@@ -175,7 +175,7 @@ class GlooGroup:
         make: Any = ProcessGroupGloo
         # Sends and receives keep this timeout, so `_within_limit` limits the time for connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
-        addresses = AddressStore(store, rank, world_size)
+        addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():
             gloo = make(addresses, rank, world_size, options)
         self._groups.append(gloo)

@@ -105,8 +105,13 @@ class AddressStore(AnnouncingStore):
     then answers the reads without calls. Other keys are forwarded unchanged.
     """
 
-    def __init__(self, inner: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self, inner: Any, rank: int, world_size: int, *, limit_s: float | None = None
+    ) -> None:
+        """`limit_s`: limit of the wait for addresses, in place of Gloo's, which is the limit of its
+        operations."""
         super().__init__(inner)
+        self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._rank, self._world_size = rank, world_size
         self._awaited: list[str] = []
         self._prefixes: set[str] = set()
@@ -140,5 +145,7 @@ class AddressStore(AnnouncingStore):
         are_addresses = set(keys) <= set(self._awaited)
         if are_addresses and self._has_addresses:
             return
-        super().wait(self._awaited if are_addresses else keys, timeout)
+        if are_addresses:
+            keys, timeout = self._awaited, self._limit or timeout
+        super().wait(keys, timeout)
         self._has_addresses = are_addresses
