@@ -57,7 +57,7 @@ def _url(option: str) -> Parameter:
 class CallOptions(TlsOptions):
     """Options of the call to the coordinator, and of the printed answer."""
 
-    coordinators: UsualCoordinators = ()
+    given: UsualCoordinators = ()
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 3600.0
     """Seconds to wait for the answer."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
@@ -70,7 +70,7 @@ class CallOptions(TlsOptions):
     @property
     def addresses(self) -> Sequence[str]:
         """Addresses of the coordinators. Raises InvalidSpec if the user has several clusters."""
-        return self.coordinators or usual_coordinators()
+        return self.given or usual_coordinators()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,10 +98,10 @@ _USAGE = {
 def weights(config: WeightsConfig) -> int:
     """Carry out the action, print its result. Returns 1 if `list` shows a reader of wrong bytes."""
     options = config.call
-    check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
+    check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":
         return _export(config)
-    coordinators = Coordinators(options.coordinators)
+    coordinators = Coordinators(options.addresses)
     try:
         if config.action == "list":
             return _list(config, coordinators)
@@ -137,7 +137,7 @@ def _export(config: WeightsConfig) -> int:
     path = found[0].load()(
         config.series,
         config.into,
-        coordinator=",".join(config.call.coordinators),
+        coordinator=",".join(config.call.addresses),
         version=config.number or None,
         format=config.format,
         base=config.base or None,

@@ -13,7 +13,8 @@ from support.clusters.status_world import World
 
 from shoal_client.cli import installed_commands, main, parse, read_config
 from shoal_client.commands.address import StatusAddress
-from shoal_proto.errors import InvalidSpec, UnknownMember
+from shoal_client.commands.weights import weights
+from shoal_proto.errors import InvalidSpec, Unavailable, UnknownMember
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
 
@@ -134,6 +135,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_published_weights_are_asked_of_the_only_cluster(folder: Path) -> None:
+    """Each action of `shoal weights` calls the only local cluster if no address is given."""
+    only = cluster_at("127.0.0.1:41000", coordinators=["127.0.0.1:9"])
+    for action in (["list"], ["pin", "a/b", "1"], ["rollback", "a/b", "--to", "1"]):
+        config = read_config(["weights", *action], installed_commands())
+        with pytest.raises(Unavailable, match=r"no coordinator answers at 127\.0\.0\.1:9;"):
+            weights(config)
+    only.close()
+
+
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
@@ -163,9 +174,10 @@ def test_a_command_on_a_job_uses_the_only_cluster(folder: Path, command: str) ->
     another.close()
 
 
-def cluster_at(*pages: str) -> Announcement:
+def cluster_at(*pages: str, coordinators: Sequence[str] = ()) -> Announcement:
+    addresses = [*coordinators, *pages]
     return Announcement(
-        LocalClusterRecord(addresses=pages, pages=pages, certificates=Path("certs"))
+        LocalClusterRecord(addresses=addresses, pages=pages, certificates=Path("certs"))
     )
 
 

@@ -15,7 +15,7 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
     num_further = max(stored.head.keep - len(bound), 0)
-    return optional[: len(optional) - num_further]
+    return optional[: max(len(optional) - num_further, 0)]
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:

@@ -364,6 +364,14 @@ def test_newest_leased_and_pinned_versions_are_kept() -> None:
         assert found == dropped, (leased, pinned, keep)
 
 
+def test_a_series_drops_nothing_until_it_has_more_than_keep_versions() -> None:
+    for keep in range(1, 10):
+        for newest in range(1, 12):
+            numbers = range(1, newest + 1)
+            found = keeping.droppable(stored(*numbers, keep=keep), ())
+            assert found == [*numbers][: max(newest - keep, 0)], (keep, newest)
+
+
 SERVERS = [StoreServer(f"s{n}", "1", host=f"h{n // 2}") for n in range(4)]
 
 
