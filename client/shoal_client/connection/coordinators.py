@@ -40,8 +40,8 @@ OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
 """Errors that do not end the membership of a member that trains: there is no leader, the leader
 cannot continue the job, or this process' certificate has to be renewed."""
 
-# The module `random` belongs to the script: it may have seeded it alike in every member, and draws
-# by background threads would change the numbers that the script gets.
+# Not the module `random`: the script may have seeded `random` with the same number in every member,
+# and draws by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
@@ -76,8 +76,8 @@ class Method(Protocol[Reply_co]):
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. `call` is bounded by its `timeout_s`, retries included, and up to 3 s to find out
-    why TLS failed; `persist` has no limit."""
+    Thread-safe. `call` takes at most its `timeout_s`, retries included, and up to 3 s more to find
+    out why TLS failed (longer if the host's name has to be resolved); `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
