@@ -65,7 +65,18 @@ def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.
             )
         if not descriptors or not frame.at:
             return None
-        return mmap.mmap(descriptors[0], frame.at)
+        return _mapped(descriptors[0], frame.at)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except ValueError as error:
+        raise MalformedMessage(
+            "the server sent shared memory that is smaller than it says",
+            seen=str(error),
+            expected=f"{num_bytes} bytes",
+        ) from error
