@@ -15,7 +15,7 @@ HELLO_S = 3.0
 
 def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
     """Connect to the server at `address` that made the offer: to its Unix socket if that can be
-    reached, else to its TCP port. Raises OSError."""
+    reached, else to its TCP port. The connection has the time limit CONNECT_S. Raises OSError."""
     if offer.local_name:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.settimeout(CONNECT_S)
@@ -34,7 +34,8 @@ def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
 
 def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
     """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
-    memory; None if the server gave none.
+    memory, of the size that the server chose; None if the server gave none. The connection has the
+    time limit HELLO_S afterwards.
 
     Raises OSError (TimeoutError), MalformedMessage or ChecksumMismatch.
     """
@@ -64,7 +65,18 @@ def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.
             )
         if not descriptors or not frame.at:
             return None
-        return mmap.mmap(descriptors[0], frame.at)
+        return _mapped(descriptors[0], frame.at)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except ValueError as error:
+        raise MalformedMessage(
+            "the server sent shared memory that is smaller than it says",
+            seen=str(error),
+            expected=f"{num_bytes} bytes",
+        ) from error

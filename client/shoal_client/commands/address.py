@@ -47,7 +47,9 @@ class StatusAddress(TlsOptions):
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas. May ask a coordinator, and raises its errors."""
+        """URLs of the page, separated by commas; if only coordinators are given, just the leader's,
+        for which they are asked. Raises the errors of that call, and InvalidSpec if no address is
+        given and several of this user's clusters run on this machine."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 
@@ -59,7 +61,8 @@ def _usual_urls() -> str:
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:
-    """Base URL of the page of the coordinator that leads; empty without coordinators."""
+    """Base URL of the page of the coordinator that leads, which this asks for; empty without
+    coordinators. Raises the errors of the call."""
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)

@@ -40,8 +40,8 @@ OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
 """Errors that do not end the membership of a member that trains: there is no leader, the leader
 cannot continue the job, or this process' certificate has to be renewed."""
 
-# The module `random` belongs to the script: it may have seeded it alike in every member, and draws
-# by background threads would change the numbers that the script gets.
+# Not the module `random`: the script may have seeded `random` with the same number in every member,
+# and draws by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
@@ -65,6 +65,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 Reply_co = TypeVar("Reply_co", covariant=True)
+Started = TypeVar("Started")
 
 
 class Method(Protocol[Reply_co]):
@@ -76,14 +77,14 @@ class Method(Protocol[Reply_co]):
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. `call` is bounded by its `timeout_s`, retries included, and up to 3 s to find out
-    why TLS failed; `persist` has no limit."""
+    Thread-safe. `call` takes at most its `timeout_s`, retries included, and up to 3 s more to find
+    out why TLS failed (longer if the host's name has to be resolved); `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
             raise ValueError("no coordinator address was given; expected at least one host:port")
         self._addresses = list(addresses)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
         """Channels by address and certificate."""
@@ -102,7 +103,7 @@ class Coordinators:
         """The channel to the replica that calls go to. Raises Unavailable once this is closed."""
         with self._lock:
             if self._closed.is_set():
-                raise Unavailable("the connection to the coordinator was closed")
+                raise closed()
             key = self._current, material()
             channel = self._channels.get(key)
             if channel is None:
@@ -110,6 +111,14 @@ class Coordinators:
                 channel = open_channel(self._current, COORDINATOR_NAME, CHANNEL_OPTIONS)
                 self._channels[key] = channel
             return channel
+
+    def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
+        """Return `start(channel)`, which makes a stub or starts a stream on the channel to the
+        replica that calls go to; it must not block. The channel is not closed meanwhile: gRPC
+        crashes the process if a stub is made on a closed channel. Raises Unavailable once this is
+        closed."""
+        with self._lock:
+            return start(self.channel())
 
     def _close_outdated(self, address: str) -> None:
         """Close the channels to the address, except the newest: that one may still carry a
@@ -169,7 +178,7 @@ class Coordinators:
             address = self.current
             within_s = min(max(give_up_s - time.monotonic(), 0.001), attempt_s)
             try:
-                reply = method_of(self.channel())(request, timeout=within_s)
+                reply = self.on_channel(method_of)(request, timeout=within_s)
                 note_answer(address)
                 return reply
             except grpc.RpcError as rpc_error:
@@ -182,6 +191,11 @@ class Coordinators:
                 if is_late or self._closed.is_set() or gives_up():
                     raise error from None
                 self.choose_next_replica(address, error)
+            except ValueError:
+                # gRPC's error if `close` came between `on_channel` and the call.
+                if not self._closed.is_set():
+                    raise
+                raise closed() from None
             self._closed.wait(pause_s)
 
     def persist(
@@ -224,6 +238,11 @@ class Coordinators:
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
         close_channels(channels)
+
+
+def closed() -> Unavailable:
+    """Error of a call on closed connections."""
+    return Unavailable("the connection to the coordinator was closed")
 
 
 class Closable(Protocol):

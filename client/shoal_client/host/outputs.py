@@ -110,7 +110,9 @@ class HostOutputs:
     def _serve_stream(self, address: str, back_off: BackOff) -> ShoalError:
         """Answer the requests on a stream; return the error that ended the stream."""
         try:
-            stream = OutputsStub(self._coordinators.channel()).Serve(self._request)
+            stream = self._coordinators.on_channel(
+                lambda channel: OutputsStub(channel).Serve(self._request)
+            )
             with self._lock:
                 self._stream = stream
                 if self._closing.is_set():

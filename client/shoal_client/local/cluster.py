@@ -252,9 +252,10 @@ class LocalCluster:
         return name
 
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
-        """Let a server hand its shards over to the others and end, and wait for that.
+        """Ask a server to hand its shards over to the others and to end, and wait for its end.
 
-        Raises Unavailable if it takes longer; the server continues all the same.
+        From now on the server is not restarted. Raises Unavailable after `timeout_s`: the server
+        then still hands over, and ends later. Does nothing if there is no server of that name.
         """
         process, keeper = self.processes.get(name), self._keepers.get(name)
         if keeper is not None:

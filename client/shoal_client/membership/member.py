@@ -28,7 +28,7 @@ class Member:
     sends its own."""
 
     launcher_job: str = ""
-    """Job that this host's launcher runs workers for; empty: there is no launcher, or it is
+    """Job that this host's launcher runs workers for; empty: there is no launcher, or its job is
     unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
@@ -53,7 +53,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """Callbacks of a session to its owner, on the thread that holds the stream."""
+    """Callbacks of a session to its owner, on the thread that holds the stream of notices;
+    `on_break` on any thread of the session, the trainer's included."""
 
     validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
@@ -62,7 +63,9 @@ class MemberHooks:
     """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
     holds the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """Called with a generation that is over, and the reason."""
+    """Called with the generation and the reason when a generation breaks, and when the membership
+    ends with an error (then perhaps for the second time for one generation). A planned change is no
+    break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
@@ -99,8 +102,9 @@ class OwnJobs:
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
 
-        A member that finds its job finished was not needed: usually no failure. If the script has
-        several jobs, it is a failure, so that no job is skipped unnoticed.
+        `admitted`: True if the member had been admitted to the job. A member that finds its job
+        finished before that was not needed: usually no failure. If the script has several jobs, it
+        is a failure, so that no job is skipped unnoticed.
         """
         ending = MembershipEnding.of(error)
         several = self._is_anothers or self._key in _completed

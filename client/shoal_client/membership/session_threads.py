@@ -50,7 +50,9 @@ class HeldStream:
         try:
             with self._joining.within(), tracing.span("Attend"):
                 tracing.mark(request.token)
-                stream = MembershipStub(coordinators.channel()).Attend(request)
+                stream = coordinators.on_channel(
+                    lambda channel: MembershipStub(channel).Attend(request)
+                )
             with self._lock:
                 self._call = stream
                 if self._closing.is_set():

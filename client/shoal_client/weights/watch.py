@@ -103,8 +103,10 @@ class SeriesWatch:
     ) -> ShoalError | None:
         """Read views from one stream until it ends. Returns the error that ended it."""
         try:
-            stub = WeightSeriesStub(self._coordinators.channel())
-            stream = stub.Watch(WatchSeriesRequest(series=self._series))
+            request = WatchSeriesRequest(series=self._series)
+            stream = self._coordinators.on_channel(
+                lambda channel: WeightSeriesStub(channel).Watch(request)
+            )
             with self._changed:
                 self._call = stream
                 if self._is_closed:

@@ -47,7 +47,8 @@ EXAMPLE = {
 
 
 def _named(value: object, figures: type) -> Any:
-    """Keep the entries of a JSON object that name a figure; return other values as they are."""
+    """Return the entries of a JSON object whose names are fields of `figures`. A value that is not
+    an object is returned unchanged."""
     if not isinstance(value, dict):
         return value
     names = {each.name for each in fields(figures)}

@@ -77,8 +77,10 @@ async def test_calls_and_watches_work_over_mutual_tls(secured: Secured) -> None:
             assert (await anext(watch)).revision == revision
 
 
-async def test_plain_text_to_an_etcd_with_tls_fails_with_the_option(secured: Secured) -> None:
-    """The option is --etcd-ca."""
+async def test_the_error_of_plain_text_to_an_etcd_with_tls_names_the_option(
+    secured: Secured,
+) -> None:
+    """The error advises --etcd-ca."""
     plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
     async with EtcdClient(plain) as client:
         with pytest.raises(Unavailable, match="--etcd-ca"):
@@ -94,7 +96,7 @@ async def test_an_etcd_signed_by_another_authority_is_refused(secured: Secured) 
 
 
 async def test_a_client_without_a_certificate_is_refused(secured: Secured) -> None:
-    """The call fails as Unavailable within its time limit."""
+    """The call fails as Unavailable."""
     anonymous = replace(secured.config, cert_file=None, key_file=None)
     async with EtcdClient(anonymous) as client:
         with pytest.raises(Unavailable, match="no etcd answered"):
@@ -160,7 +162,8 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_pat
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
-    """Run an etcd in which shoal/secret may use the keys of Shoal and nothing else."""
+    """Run an etcd in which the user `shoal`, with the password `secret`, may use the keys of Shoal
+    and nothing else."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
             auth = stubs.AuthStub(channel)
@@ -291,7 +294,7 @@ def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> 
 
 
 async def test_the_error_names_a_missing_ca_file(tmp_path: Path) -> None:
-    """The first call fails with it."""
+    """The first call raises the error."""
     config = EtcdConfig(endpoints=("127.0.0.1:1",), ca_file=tmp_path / "none.pem")
     async with EtcdClient(config) as client:
         with pytest.raises(InvalidSpec, match=r"none\.pem"):
@@ -299,7 +302,7 @@ async def test_the_error_names_a_missing_ca_file(tmp_path: Path) -> None:
 
 
 def test_endpoints_are_separated_by_commas() -> None:
-    """Blanks around them are ignored."""
+    """Blanks around endpoints are ignored."""
     assert parse_endpoints(" a:1, [::1]:2,") == ("a:1", "[::1]:2")
     for bad in ("", ",", "a", "a:b", "https://a:1"):
         with pytest.raises(InvalidSpec):
@@ -310,8 +313,8 @@ def test_endpoints_are_separated_by_commas() -> None:
     "prefix", ["/shoal/v1", "/shoal/v1/jobs", "/team-a/shoal/v1", "/team-a/shoal/v1/members"]
 )
 def test_a_prefix_within_the_keys_of_a_cluster_is_refused(prefix: str) -> None:
-    """The other cluster, without a prefix or at /team-a, would read its keys as jobs and
-    members."""
+    """With such a prefix, this cluster's keys would lie among those of another cluster (without a
+    prefix, or at /team-a), which would read them as jobs and members."""
     with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
         EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
 

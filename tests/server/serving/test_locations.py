@@ -1,4 +1,5 @@
-"""Locations of snapshots that callers name: only those below an operator's roots are accepted."""
+"""Locations and manifests of snapshots: only locations below an operator's roots are accepted, and
+a damaged or forged manifest is an error."""
 
 from pathlib import Path
 
@@ -42,6 +43,8 @@ TEMPLATE = "reference::data:application/json;base64,eyJ2ZXJzaW9uIjoxLCJyZWZzIjp7
     ],
 )
 def test_other_kinds_of_urls_and_paths_are_refused(url: str) -> None:
+    """Only absolute paths, file:// and buckets (s3, gs, az ...) are accepted, without `..`, empty
+    names, queries or chained schemes."""
     with pytest.raises(InvalidSpec):
         Storage(url)
 
@@ -133,8 +136,8 @@ def _part(file: str) -> ManifestEntry:
     ],
 )
 def test_a_manifest_that_names_another_file_is_damaged(tmp_path: Path, file: str) -> None:
-    """A file outside the folders of parts is not read, and a manifest with its name is not
-    written."""
+    """A part's file outside the folders of parts is not read, and a manifest that names such a file
+    is not committed."""
     library = SnapshotLibrary(Storage(str(tmp_path / "root")), "job")
     with pytest.raises(SnapshotDamaged, match="names a file"):
         library.read_part(_part(file))
@@ -164,7 +167,8 @@ def test_a_damaged_manifest_is_an_error_until_a_newer_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "data", [b"[]", b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b'{"format":1,"snapshot":[]}']
 )
-def test_any_content_of_a_manifest_is_damage(tmp_path: Path, data: bytes) -> None:
+def test_a_manifest_with_invalid_content_is_damaged(tmp_path: Path, data: bytes) -> None:
+    """Invalid content of a manifest's file raises no other error than SnapshotDamaged."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     library.storage.write("job/manifests/000000003-x.json", data)
     assert library.list() == []
@@ -185,8 +189,10 @@ def test_any_content_of_a_manifest_is_damage(tmp_path: Path, data: bytes) -> Non
         {"cut_id": "../x"},
     ],
 )
-def test_an_invalid_manifest_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
-    """The checksum is correct."""
+def test_a_manifest_with_an_invalid_field_is_damaged(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Holds even if the manifest's checksum is correct."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")
     manifest = manifest_of("job", 3, [part])

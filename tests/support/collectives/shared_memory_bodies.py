@@ -42,11 +42,11 @@ def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
     return memory
 
 
-def run_meetings(num_meetings: int) -> int:
-    """Run rounds in which each rank reads, after a meeting, what all ranks wrote before it."""
+def run_barriers(num_barriers: int) -> int:
+    """Run rounds in which each rank reads, after a barrier, what all ranks wrote before it."""
     memory = shared()
     numbers = memory.data.cast("Q")
-    for number in range(num_meetings):
+    for number in range(num_barriers):
         at = number % 2 * memory.world_size
         numbers[at + memory.rank] = 1000 * number + memory.rank
         gathered_words = memory.gather_words(10 * number + memory.rank)
@@ -130,7 +130,7 @@ def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:
 def meet_until_a_rank_is_missing(
     report: Report, path: str, rank: int, world_size: int, how: str
 ) -> None:
-    """Let all ranks meet; at the fourth meeting one of them is missing, by fault `how`."""
+    """Let all ranks meet; at the fourth barrier one of them is missing, by fault `how`."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     failing = 0 if how == "kill rank 0" else 1
@@ -204,7 +204,7 @@ def descriptors_after(num_generations: int) -> list[int]:
             generation=number,
         )
         trained = LaidOutTraining(training, lay_out(min_group_bytes=150), world)
-        # Listed before the last meeting: after it another rank may have left already.
+        # Listed before the last barrier: after it another rank may have left already.
         links = [each for each in threading.enumerate() if each.name == "shoal-links"]
         assert len(links) == 1, "nothing is shared"
         trained.run()
@@ -215,8 +215,8 @@ def descriptors_after(num_generations: int) -> list[int]:
     return counts
 
 
-def meetings_of_steps(num_steps: int) -> tuple[int, list[int]]:
-    """Return the number of groups that the model is cut into, and of meetings in each step."""
+def barriers_of_steps(num_steps: int) -> tuple[int, list[int]]:
+    """Return the number of groups that the model is cut into, and of barriers in each step."""
     training, group = training_of(deep, sgd, num_steps=1), whole_world()
     world = World(
         rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), group=group
@@ -226,11 +226,11 @@ def meetings_of_steps(num_steps: int) -> tuple[int, list[int]]:
     assert isinstance(layout, ShardedLayout)
     memory = layout.shared_memory
     assert memory is not None
-    met = [memory.num_barriers]
+    counts = [memory.num_barriers]
     for _ in range(num_steps):
         trained.run()
-        met.append(memory.num_barriers)
-    return len(layout._gatherings), [after - before for before, after in pairwise(met)]
+        counts.append(memory.num_barriers)
+    return len(layout._gatherings), [after - before for before, after in pairwise(counts)]
 
 
 def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:

@@ -50,7 +50,7 @@ def own(dtype: torch.dtype, number: int, *shape: int) -> Tensor:
 
 
 def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool, int]:
-    """Return if each collective gives the same result as over Gloo, and the number of meetings."""
+    """Return if each collective gives the same result as over Gloo, and the number of barriers."""
     layer_group.SLOT_BYTES = place_bytes
     in_memory, over_gloo = opened(), TensorGroup(this_world().group, torch.device("cpu"))
     layers = in_memory.of_layer("one"), over_gloo.of_layer("one")
@@ -67,10 +67,10 @@ def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool
         in_memory.broadcast(taken[0])
         over_gloo.broadcast(taken[1])
         alike &= all(map(torch.equal, *taken))
-    num_met = in_memory.num_barriers
+    num_barriers = in_memory.num_barriers
     in_memory.release()
     over_gloo.release()
-    return alike, num_met
+    return alike, num_barriers
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -80,7 +80,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def trained(sequence: bool, transport: str = "auto") -> tuple[StateShard, int]:
-    """Return the final state of a rank, and the number of its meetings in memory."""
+    """Return the final state of a rank, and the number of its barriers in memory."""
     os.environ[TRANSPORT_VARIABLE] = transport
     layout = functools.partial(split, sequence=sequence)
     done = LaidOutTraining(TRAINING, layout, this_world())

@@ -38,7 +38,8 @@ def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
 def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
     tmp_path: Path, dead: int
 ) -> None:
-    """Holds for a dead peer that connects, and for one that accepts connections."""
+    """The rank that died is once the one that would connect, and once the one that would accept the
+    connection."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with Ranks() as ranks:
@@ -116,9 +117,10 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
 def test_a_trainer_and_its_process_end_though_an_operation_never_does(
     tmp_path: Path, body: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
-    """The operation is a collective, or a message such as one between pipeline stages, in a step of
-    each kind of layout or before it. Another thread waits for the operation, for a minute. Neither
-    the trainer nor the exit of the process waits for that thread."""
+    """The operation that never ends is a collective, or a message such as one between pipeline
+    stages: in a step of each kind of layout, or in the bring-up before it. Another thread waits for
+    the operation, for a minute. Neither the trainer nor the exit of the process waits for that
+    thread."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(body, path, r, *arguments) for r in range(2)]

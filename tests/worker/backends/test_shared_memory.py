@@ -22,9 +22,9 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_values_written_before_a_meeting_are_read_after_it(world_size: int) -> None:
-    """Many meetings, for world sizes that are powers of two and others."""
-    sizes = run_on_gloo(world_size, shared_memory_bodies.run_meetings, 500)
+def test_values_written_before_a_barrier_are_read_after_it(world_size: int) -> None:
+    """Many barriers, for world sizes that are powers of two and others."""
+    sizes = run_on_gloo(world_size, shared_memory_bodies.run_barriers, 500)
     assert len(sizes) == world_size
     assert min(sizes) >= 4096
 
@@ -38,7 +38,7 @@ def test_messages_reach_all_ranks_through_shared_memory(world_size: int) -> None
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_messages_that_all_ranks_have_sent_are_received_though_the_meeting_is_cut(
+def test_messages_that_all_ranks_have_sent_are_received_though_the_barrier_is_cut(
     world_size: int,
 ) -> None:
     """A rank that received the messages may have committed a step because of them and left: the

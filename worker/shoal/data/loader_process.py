@@ -72,7 +72,8 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """Return the report to send instead of a batch of `_Feed` that cannot be sent."""
+    """Return the report to send instead of a batch of `_BatchDataset` that cannot be sent; None if
+    there was no batch."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded

@@ -96,8 +96,9 @@ class ProposalDetails:
 class ElasticController:
     """Controller of one member: passes the generations of its membership on to its strategy.
 
-    The trainer's thread calls all methods, except `_on_break`, `_judge`, `_find_unreachable` and
-    `_find_checkpoints`, which run on the membership's thread.
+    The trainer's thread calls all methods, except `_judge`, `_find_unreachable` and
+    `_find_checkpoints`, which run on the membership's thread that holds the stream of notices, and
+    `_on_break`, which runs on any thread of the membership or on the trainer's.
     """
 
     def __init__(

@@ -65,21 +65,24 @@ class SessionSeries:
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
 
-        Returns once this member's part of the model is copied; first waits while two publications
-        are in progress, or one if one member publishes. The copy is sent, replicated and committed
-        in the background: see `Ticket.wait`. If a member is lost before its part is on the servers,
-        the ticket fails with PublicationAbandoned, and the next version has the number. Readers see
-        whole versions only.
+        Returns once this member's part of the model is copied. First waits for a generation, if
+        there is none, and while two publications are in progress; if a single member publishes
+        (world size 1, or an asynchronous strategy), while one is. The copy is sent, replicated and
+        committed in the background: see `PendingPublication.wait`. If a member is lost before its
+        part is on the servers, the publication fails with PublicationAbandoned, and the next
+        version gets the number that this one would have had. Readers see whole versions only.
 
         `model`: another module, or tensors by name, the same on all members, such as an average.
         Each member publishes its own slice of a DTensor. Under an asynchronous strategy the member
-        with rank 0 publishes its present values, and the call does nothing on the others. A series
-        with `tables` publishes the servers' values, from one cut that includes all pushes
-        acknowledged before the call; only buffers and untrained parameters come from the member
-        with rank 0.
+        with rank 0 publishes its present values; on the others the call only waits for a
+        generation, and `wait` of its result returns None at once. A series with `tables` publishes
+        the servers' values, from one cut that includes all pushes acknowledged before the call;
+        only buffers and untrained parameters come from the member with rank 0.
 
-        Raises InvalidSpec within a step, and for a model that cannot be published; Overloaded if
-        there is no memory for the copy. First waits for a generation, if there is none.
+        Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
+        series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for
+        the copy; and the error that ended the membership. If the generation ends while this waits
+        for earlier publications, the returned publication has failed with PublicationAbandoned.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
@@ -122,7 +125,8 @@ class SessionSeries:
         trace: TracebackType | None,
     ) -> None:
         """Close the series at the end of the session's block, as an `__exit__`. Waits up to 30 s
-        for each publication in progress, unless an error other than SystemExit ends the block."""
+        for each publication in progress, unless an error other than SystemExit ends the block. A
+        publication that is still in progress then is abandoned."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

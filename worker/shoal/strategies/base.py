@@ -5,7 +5,8 @@ thread, except for methods whose docstrings name another):
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
-      -> on a lost peer, synchronous only: abandon -> enter(next generation)
+      -> on a lost peer, synchronous only: cut (on another thread, at any time) -> abandon
+         -> enter(next generation)
       -> on a planned change, synchronous only: hand_over -> abandon -> enter(next generation)
       -> asynchronous only, training on meanwhile: enter(next generation)
     -> close

@@ -100,14 +100,15 @@ def publish(
 
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
-    Returns once the tensors are copied and sends them in the background: see `Ticket.wait`. First
-    waits for the previous publication of this series, and for calls of other threads about it. From
-    the coordinator's first answer this process holds the series, until `end_publishing`, its own
-    end or that of its lease. Meanwhile publications of others fail with SeriesHeld, and so does
-    this one if another process holds the series. The next publisher continues the numbers. `step`
-    is a number of the script's choice. The options are those of `session.series`; options of later
-    calls are ignored. Raises InvalidSpec for wrong arguments, and Overloaded without memory for the
-    copy; `Ticket.wait` raises all other errors."""
+    Returns once the tensors are copied and sends them in the background: see
+    `PendingPublication.wait`. First waits for the previous publication of this series, and for
+    calls of other threads about it. From the coordinator's first answer this process holds the
+    series, until `end_publishing`, its own end or that of its lease. Meanwhile publications of
+    others fail with SeriesHeld, and so does this one if another process holds the series. The next
+    publisher continues the numbers. `step` is a number of the script's choice. The options are
+    those of `session.series`; options of later calls are ignored. Raises InvalidSpec for wrong
+    arguments, and Overloaded without memory for the copy; `PendingPublication.wait` raises all
+    other errors."""
     step = as_index("step", step)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
@@ -116,9 +117,9 @@ def publish(
 
 def end_publishing(series: str) -> None:
     """Release a series; do nothing if this process does not hold it. Waits up to 30 s for a
-    publication in progress, and abandons it then. If another thread waits to publish, that has
-    another 30 s. Another process need not wait for the lease to end, unless no coordinator answers
-    within 1 s."""
+    publication in progress, and abandons it then. If another thread waits to publish, its
+    publication gets another 30 s. Another process need not wait for the lease to end, unless no
+    coordinator answers within 1 s."""
     for published in _held.named(series):
         published.close()
 

@@ -39,8 +39,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool
 
 
 async def end_term_when_gone(store: KeyValueStore, leader: Leader) -> None:
-    """End the leader's term as soon as its process is gone. Returns then, even if etcd could not
-    end it. Cancel this when the leader changes."""
+    """End the leader's term as soon as its process is gone, then return. Retries while etcd does
+    not answer; if etcd refuses, logs `term_not_ended` and returns. Cancel this when the leader
+    changes."""
     known = False
     pauses = BackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
     while True:

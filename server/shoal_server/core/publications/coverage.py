@@ -42,7 +42,8 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """Raised for parts that do not make up one whole model, with the tensor and the reason."""
+    """Raised for parts that do not make up one whole model. `what` names the tensor, or the rank of
+    the part; `seen` and `expected` are parts of an error message."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")

@@ -63,7 +63,8 @@ class SampleAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCounts:
-    """Samples of one epoch. `returned` counts a sample each time that it is returned."""
+    """Counts of samples in one epoch of the data. A sample counts in `returned` each time that its
+    lease is returned."""
 
     epoch: int
     completed: int

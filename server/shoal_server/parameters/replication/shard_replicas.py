@@ -298,8 +298,8 @@ class ShardReplicas:
 
     @property
     def sole_copies(self) -> Mapping[str, Sequence[int]]:
-        """Shards by job of which this server is the primary, and no backup and no disk has a
-        copy."""
+        """Ids, by job, of the shards whose primary is this server and of which no backup and no
+        server's journal has a copy."""
         shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)

@@ -14,8 +14,8 @@ other server holds back its part of that step until its shards are cut, so no pa
 the cut.
 
 Nothing here does I/O or reads a clock. A step may never end, as its member may die half-way. The
-caller decides how long to wait; after that, `incomplete_steps` returns the steps that are
-incomplete.
+caller decides how long to wait; after that, `incomplete_steps` gives up the steps that are
+incomplete, and returns them.
 """
 
 from collections import OrderedDict
@@ -134,8 +134,9 @@ class SnapshotBarrier:
             )
 
     def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
-        """Return the steps of the cut that are incomplete here and may still become complete:
-        their session is live, and no earlier cut gave them up or a part of them is admitted."""
+        """Return the steps of the cut that are incomplete here and may still become complete. The
+        session of such a step is live; if an earlier cut gave the step up, one of its parts is in
+        progress."""
         return [
             step
             for step, known in self._of_cut()
@@ -145,8 +146,8 @@ class SnapshotBarrier:
         ]
 
     def incomplete_steps(self, lacking: Lacking) -> list[StepId]:
-        """Return the steps of the cut that lack a part here. No later cut waits for them, except
-        while a part of them is admitted."""
+        """Give up the steps of the cut that lack a part here, and return them. No later cut waits
+        for such a step, except while a part of it is in progress."""
         torn = []
         for step, known in self._of_cut():
             if not self._is_whole(step, known, lacking):

@@ -133,7 +133,8 @@ def install(app: FastAPI, body_s: float) -> None:
 
 
 def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
-    """Combine pydantic's errors into one that names each field, with seen and expected values."""
+    """Combine pydantic's errors into one that names the first fields, at most 8, with seen and
+    expected values."""
     wrong = [e for e in errors[:8] if e["type"] != "json_invalid"]
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")

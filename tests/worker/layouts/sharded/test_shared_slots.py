@@ -16,7 +16,8 @@ from shoal_proto.errors import InvalidSpec
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_and_means_have_the_bits_that_gloo_gives_them(dtype: torch.dtype) -> None:
-    """Values come from a slot and from elsewhere, many times in the same slots."""
+    """The addends are in a slot in two of three rounds and in other memory in the rest; the 12
+    rounds reuse the same slots."""
     for found in run_on_gloo(3, shared_memory_bodies.sums, dtype, 12):
         assert found == [(True, True)] * 12
 
@@ -44,12 +45,12 @@ def test_values_that_a_rank_still_uses_are_not_overwritten(num_kept: int) -> Non
         assert all(sound)
 
 
-def test_gathering_ahead_in_backward_adds_no_meetings() -> None:
-    """Ranks meet once for each group in forward, once where backward begins, and once for each
-    sum."""
-    for num_groups, meetings in run_on_gloo(2, shared_memory_bodies.meetings_of_steps, 3):
+def test_gathering_ahead_in_backward_adds_no_barriers() -> None:
+    """A step has one barrier for each group of layers in forward, one where backward begins, and
+    one for each sum."""
+    for num_groups, barriers in run_on_gloo(2, shared_memory_bodies.barriers_of_steps, 3):
         assert num_groups > 2
-        assert meetings == [2 * num_groups + 1] * 3
+        assert barriers == [2 * num_groups + 1] * 3
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
-"""Memory that all ranks of a group on one machine share, and barriers in it ("meetings").
+"""Memory that all ranks of a group on one machine share, and barriers in it.
 
-A value that a rank wrote before a meeting can be read by all ranks after it. A meeting is a
+A value that a rank wrote before a barrier can be read by all ranks after it. Each barrier is a
 dissemination barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r
 after it and waits for the rank 2^r before it, so n ranks need log2(n) rounds.
 """
@@ -25,7 +25,7 @@ _STORES_IN_ORDER = platform.machine() == "x86_64"
 
 
 def head_bytes(world_size: int) -> int:
-    """Return the number of bytes that meetings need, rounded up to whole pages."""
+    """Return the number of bytes that barriers need, rounded up to whole pages."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -35,7 +35,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def initialise(head: mmap.mmap, world_size: int) -> None:
-    """Initialise the memory of the meetings: once, by one rank, before any other rank has it."""
+    """Initialise the memory of the barriers: once, by one rank, before any other rank has it."""
     for semaphore in _semaphores(head, _num_rounds(world_size) * world_size):
         semaphore.initialise()
 
@@ -46,14 +46,14 @@ class SharedMemory:
     def __init__(
         self, head: mmap.mmap, data: memoryview, rank: int, world_size: int, limit_s: float
     ) -> None:
-        """`head`: initialised memory for the meetings only. `data`: memory for the caller.
+        """`head`: initialised memory for the barriers only. `data`: memory for the caller.
         `limit_s`: time limit of each wait for other ranks."""
         self.rank, self.world_size = rank, world_size
         rounds = _num_rounds(world_size)
         self.data = data
         """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets of words: a rank may be at the next meeting while another reads this one's words.
+        # Two sets of words: a rank may be at the next barrier while another reads this one's words.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         semaphores = _semaphores(head, rounds * world_size)
@@ -61,7 +61,7 @@ class SharedMemory:
         self._limit_s = limit_s
         self._has_processor_each = world_size <= len(os.sched_getaffinity(0))
         """True if there is a processor for each rank."""
-        self._num_met = self._num_awaited = 0
+        self._num_barriers = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
         self._links: PeerSockets | None = None
@@ -70,13 +70,13 @@ class SharedMemory:
 
     @property
     def num_barriers(self) -> int:
-        """Number of meetings of this rank so far. Any thread."""
-        return self._num_met
+        """Number of barriers of this rank so far. Any thread."""
+        return self._num_barriers
 
     @property
     def num_moved(self) -> int:
-        """Number of meetings and of other waits so far. Any thread."""
-        return self._num_met + self._num_awaited
+        """Number of barriers and of other waits so far. Any thread."""
+        return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
         """Set the connections to peers. `on_left` is called after this rank's last write."""
@@ -89,24 +89,24 @@ class SharedMemory:
         return self.await_others()
 
     def arrive(self, word: int = 0) -> None:
-        """Begin a meeting, without waiting: the first part of `gather_words`."""
+        """Begin a barrier, without waiting: the first part of `gather_words`."""
         self._raise_if_over()
-        self._words[self._num_met % 2][self.rank] = word
+        self._words[self._num_barriers % 2][self.rank] = word
         if self._rounds:
             if self._has_processor_each:
                 self._processors.part()
             self._post(0)
 
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
-        """Complete the meeting that `arrive` began.
+        """Complete the barrier that `arrive` began.
 
-        `sign`: the word that every rank writes in this meeting; it differs from the sign two
-        meetings earlier. Once all ranks have arrived, a rank may continue and leave, which cuts the
-        meeting for ranks that have not woken up yet. Such a rank completes the meeting all the same
+        `sign`: the word that every rank writes in this barrier; it differs from the sign two
+        barriers earlier. Once all ranks have arrived, a rank may continue and leave, which cuts the
+        barrier for ranks that have not woken up yet. Such a rank completes the barrier all the same
         if it reads the sign from every rank and the processor keeps stores in order.
         """
-        words = self._words[self._num_met % 2]
-        self._num_met += 1
+        words = self._words[self._num_barriers % 2]
+        self._num_barriers += 1
         deadline_s = time.monotonic() + self._limit_s
         try:
             for number, semaphores in enumerate(self._rounds):
@@ -127,7 +127,7 @@ class SharedMemory:
     def wait_for(self, semaphore: Semaphore) -> None:
         """Wait until another rank has posted the semaphore. Raises as `gather_words`."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # Counted, as meetings are, for the watch that checks if this rank advances.
+        # Counted, as barriers are, for the watch that checks if this rank advances.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
@@ -175,7 +175,7 @@ class SharedMemory:
             raise GenerationBroken("ranks no longer share memory", seen=self._reason)
 
     def close(self) -> None:
-        """Leave in order, after this rank's last meeting. May be called twice."""
+        """Leave in order, after this rank's last barrier. May be called twice."""
         with self._lock:
             self._reason = self._reason or "this rank has left"
         if self._links is not None:

@@ -3,7 +3,7 @@
 Rank 0 creates the memory and sends its descriptors to the other ranks over a Unix socket. It has
 announced the socket's name and key in a collective of the group. Either all ranks share the memory
 or none does. Memory that all ranks kept from the previous generation is reused, see `regions`. But
-the memory for meetings is always new: a late `cut` of a past generation posts to the old one.
+the memory for barriers is always new: a late `cut` of a past generation posts to the old one.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ MAX_SILENT = 256
 _HOST_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _REGION = struct.Struct(f"=Q{ID_BYTES}s")
-"""The region's size and id, sent with the descriptors of the meetings' memory and of the region."""
+"""The region's size and id, sent with the descriptors of the barriers' memory and of the region."""
 _DONE, _AGREED = b"D", b"A"
 
 
@@ -60,7 +60,7 @@ def share_memory(
 
     Returns None, on all ranks alike, if they are not on one machine, if the machine has no such
     memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
-    time limit of each meeting. `kept`: its first region is reused, with its old contents, if all
+    time limit of each barrier. `kept`: its first region is reused, with its old contents, if all
     ranks have it, its size fits and no other process may write it; `close` adds the memory's region
     to `kept`. Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
     SHOAL_TRANSPORT.

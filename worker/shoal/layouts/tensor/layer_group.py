@@ -2,7 +2,7 @@
 
 Over Gloo each collective ends on a Gloo thread, which wakes the trainer through the interpreter.
 Ranks of one machine instead write their values into memory that all can read, and pass one barrier
-(`meet`); then each reads what it needs. A rank may begin the next collective while another still
+(`_meet`); then each reads what it needs. A rank may begin the next collective while another still
 reads the values of this one. It passes the next one's barrier only when all ranks have reached it,
 so two sets of buffers, used in turn, are enough.
 

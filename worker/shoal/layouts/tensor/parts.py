@@ -180,6 +180,7 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
+            # The sum of no elements: it is 0, and keeps the weight in the graph.
             zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
             return summed(zeros, self.cut)
         row = input - self.cut.start
@@ -209,9 +210,10 @@ class ColumnEmbedding(nn.Embedding):
 class CutDropout(nn.Dropout):
     """Dropout between a ColumnLinear and a RowLinear.
 
-    Draws the mask of the whole width and uses this rank's part. A keyed module draws by its key.
-    Otherwise, if the ranks' generators are in the same state, the masks equal those of
-    one process, and the generators stay in the same state.
+    Draws the mask of the whole width and uses this rank's part. In a module that
+    `randomness.dropout.key_dropout` has keyed, the mask is computed from the positions of the
+    samples. Otherwise, if the ranks' generators are in the same state, the masks equal those of one
+    process, and the generators stay in the same state.
     """
 
     cut: Cut

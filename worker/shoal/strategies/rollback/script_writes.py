@@ -187,7 +187,10 @@ class StateWrites:
 
     @contextmanager
     def state_at_step_start(self, copy_of: CopyOf) -> Iterator[None]:
-        """Return a context with the state from when the step began."""
+        """Return a context in which optimizers have the objects that were in their state when the
+        step began. `copy_of`: returns the saved copy of a tensor, which takes the tensor's place,
+        or None; a tensor without a copy has its present contents. At the end the present state is
+        put back."""
         present = [(each, dict(each.state)) for each, _ in self._begun]
         _set_state(self._begun, copy_of)
         try:

@@ -1,0 +1,57 @@
+"""Calls to the coordinators, and repetition of calls through outages."""
+
+import threading
+from collections.abc import Iterable
+
+import grpc
+import pytest
+
+from shoal_client.connection import coordinators as module
+from shoal_client.connection.coordinators import Closable, Coordinators, Method, close_channels
+from shoal_proto.errors import Unavailable
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+STEAL_S = 0.2
+"""Time in which another thread could close a channel that is not protected."""
+
+
+def test_a_call_whose_channel_is_closed_before_it_begins_is_unavailable() -> None:
+    """gRPC itself raises ValueError for a call on a closed channel."""
+    coordinators = Coordinators(["127.0.0.1:1"])
+
+    def get_cluster(channel: grpc.Channel) -> Method[pb.Cluster]:
+        method = MembershipStub(channel).GetCluster
+        coordinators.close()
+        return method
+
+    with pytest.raises(Unavailable, match="was closed"):
+        coordinators.call(get_cluster, pb.GetClusterRequest(), timeout_s=10.0)
+
+
+def test_a_channel_is_not_closed_while_a_stub_is_made_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC crashes the process if a stub is made on a closed channel. No stub is made after
+    `close`."""
+    coordinators, is_closed = Coordinators(["127.0.0.1:1"]), threading.Event()
+
+    def record_close(channels: Iterable[Closable]) -> None:
+        closed = list(channels)
+        close_channels(closed)
+        if closed:
+            is_closed.set()
+
+    monkeypatch.setattr(module, "close_channels", record_close)
+    closing = threading.Thread(target=coordinators.close)
+
+    def get_cluster(channel: grpc.Channel) -> Method[pb.Cluster]:
+        closing.start()
+        assert not is_closed.wait(STEAL_S)
+        return MembershipStub(channel).GetCluster
+
+    coordinators.on_channel(get_cluster)
+    closing.join()
+    assert is_closed.is_set()
+    with pytest.raises(Unavailable, match="was closed"):
+        coordinators.on_channel(get_cluster)
