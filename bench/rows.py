@@ -53,14 +53,15 @@ def spread(metric: str, values: Sequence[float], unit: str) -> list[Row]:
 
 
 def publish(name: str, rows: Sequence[Row], *, adds: bool = False) -> Path:
-    """Print the rows as a table and write bench/results/NAME.json. With `adds`, keep
-    rows of other metrics in the file."""
+    """Print the rows as a table and write bench/results/NAME.json. With `adds`, keep rows of other
+    metrics or peers in the file."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     found = [row.as_json() for row in rows]
     if adds and path.exists():
-        metrics = {row.metric for row in rows}
-        found = [e for e in json.loads(path.read_text()) if e["metric"] not in metrics] + found
+        new = {(row.metric, row.peer) for row in rows}
+        kept = json.loads(path.read_text())
+        found = [e for e in kept if (e["metric"], e.get("peer")) not in new] + found
     path.write_text(json.dumps(found, indent=2) + "\n")
     peers = any(row.peer for row in rows)
     table = Table(title=name)
