@@ -187,7 +187,11 @@ class _OpenSeries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
+        self._parents: list[_PublishedSeries] = []
+        """Series of the process from which this one was forked. They are kept, as deleting their
+        connections would use these."""
         atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forget)
 
     def of(self, addresses: tuple[str, ...], series: str) -> _PublishedSeries:
         with self._lock:
@@ -204,6 +208,13 @@ class _OpenSeries:
     def close(self) -> None:
         for published in self.named():
             published.close()
+
+    def _forget(self) -> None:
+        """Forget all series in a forked process: its parent holds them. At its end a release over
+        the parent's connections would break these."""
+        self._lock = threading.Lock()
+        self._parents += self._series.values()
+        self._series = {}
 
 
 _held = _OpenSeries()
