@@ -15,7 +15,7 @@ from support.weights.memory_series import MemoryContributor, MemorySeries
 from shoal.weights import script
 from shoal.weights import series as publishing
 from shoal.weights.series import PendingPublication, PublisherRank, held_state
-from shoal_proto.errors import PublicationAbandoned
+from shoal_proto.errors import InvalidSpec, PublicationAbandoned
 
 LIMIT_S = 10.0
 STATE = {"w": torch.ones(3)}
@@ -98,3 +98,9 @@ def test_a_forked_process_does_not_release_the_series_of_its_parent(
         os.close(writing)
     script.end_publishing("job/held")
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 2**53])
+def test_a_step_that_no_message_can_carry_is_refused(step: int) -> None:
+    with pytest.raises(InvalidSpec, match="step is out of range"):
+        script.publish("job/steps", STATE, coordinator="here:1", step=step)

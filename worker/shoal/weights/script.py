@@ -32,6 +32,8 @@ from shoal_proto.v1 import weights_pb2
 
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
 ADDRESS_VARIABLE = "SHOAL_ADDRESS"
+MAX_STEP = 2**53 - 1
+"""Limit of the coordinator, which would refuse each publication of a later step."""
 ALONE = PublisherRank(number=0, rank=0, world_size=1)
 
 
@@ -109,6 +111,8 @@ def publish(
     calls are ignored. Raises InvalidSpec for wrong arguments, and Overloaded without memory for the
     copy; `Ticket.wait` raises all other errors."""
     step = as_index("step", step)
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidSpec("step is out of range", seen=str(step), expected=f"0 to {MAX_STEP}")
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
     return _held.of(addresses, series).publish(state, options, step, metadata)
