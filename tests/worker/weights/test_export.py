@@ -130,3 +130,10 @@ def test_weights_without_tensors_are_refused(tmp_path: Path, format: Format) -> 
         export(Weights(weights.version, {}), tmp_path / "model", format=format)
     assert "without `into`" in refused.value.fix
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_the_file_format_reserves_is_refused(tmp_path: Path) -> None:
+    """The safetensors library could not open the file."""
+    with pytest.raises(InvalidSpec, match="the file format reserves"):
+        module.write_safetensors({"__metadata__": torch.ones(2)}, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []

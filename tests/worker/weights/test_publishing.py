@@ -312,6 +312,7 @@ def test_a_reader_with_half_precision_gets_converted_numbers(
     [
         ({"w": torch.zeros(3, 6)}, ShapeMismatch),
         ({"w": torch.zeros(6, 3, dtype=torch.int64)}, DtypeMismatch),
+        ({"w": torch.empty(6, 3, dtype=torch.float4_e2m1fn_x2)}, DtypeMismatch),
         ({"more": torch.zeros(1)}, InvalidSpec),
         ({"w": "text"}, InvalidSpec),
     ],

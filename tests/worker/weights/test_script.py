@@ -1,5 +1,7 @@
 """Publications of a process that is no member: one series does not wait for another."""
 
+import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from support.weights.memory_series import MemoryContributor, MemorySeries
 from shoal.weights import script
 from shoal.weights import series as publishing
 from shoal.weights.series import PendingPublication, PublisherRank, held_state
-from shoal_proto.errors import PublicationAbandoned
+from shoal_proto.errors import InvalidSpec, PublicationAbandoned
 
 LIMIT_S = 10.0
 STATE = {"w": torch.ones(3)}
@@ -68,3 +70,37 @@ def test_a_slow_publication_holds_up_neither_other_series_nor_the_end(
             series["job/slow"].holds.set()
         assert first.step == 0
         assert publish("job/slow").wait("committed", LIMIT_S) is not None
+
+
+def test_a_forked_process_does_not_release_the_series_of_its_parent(
+    series: dict[str, MemorySeries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that ends, or ends publishing, leaves its parent's connections alone."""
+    closed: list[MemoryContributor] = []
+
+    def close(contributor: MemoryContributor) -> None:
+        closed.append(contributor)
+
+    monkeypatch.setattr(MemoryContributor, "close", close)
+    script.publish("job/held", STATE, coordinator="here:1").wait("committed", LIMIT_S)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        script.end_publishing("job/held")
+        os.write(writing, str(len(closed)).encode())
+        signal.pause()
+    try:
+        assert os.read(reading, 100) == b"0"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+    script.end_publishing("job/held")
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 2**53])
+def test_a_step_that_no_message_can_carry_is_refused(step: int) -> None:
+    with pytest.raises(InvalidSpec, match="step is out of range"):
+        script.publish("job/steps", STATE, coordinator="here:1", step=step)

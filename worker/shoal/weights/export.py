@@ -57,9 +57,9 @@ def export(
 
     The directory appears as a whole or not at all, even if this process is killed; then a hidden
     folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
-    Raises InvalidSpec for an unknown format, for Weights without tensors, for a dtype that cannot
-    be written, and if the directory exists without this version; OSError if files cannot be
-    written."""
+    Raises InvalidSpec for an unknown format, for Weights without tensors, for a dtype or a name
+    that cannot be written, and if the directory exists without this version; OSError if files
+    cannot be written."""
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
     number = weights.version.number
@@ -160,10 +160,17 @@ def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write and sync a safetensors file. Raises InvalidSpec for a dtype that cannot be written."""
+    """Write and sync a safetensors file. Raises InvalidSpec for a dtype or a name that
+    cannot be written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
+        if name in header:
+            raise InvalidSpec(
+                "a tensor cannot be exported under a name that the file format reserves",
+                seen=name,
+                expected="another name",
+            )
         if tensor.dtype not in _DTYPES:
             raise InvalidSpec(
                 f"{name} cannot be exported",

@@ -20,6 +20,8 @@ from shoal_proto.v1 import weights_pb2
 
 Target = Mapping[str, Tensor] | nn.Module
 """Target of an installation: tensors by name, DTensors among them, or a module."""
+_PACKED = (torch.float4_e2m1fn_x2,)
+"""Floating point dtypes into which torch converts no values."""
 NAMED = 5
 """Limit of the names in an error's list."""
 
@@ -262,7 +264,8 @@ def _check_fits(tensor: StoredTensor, shard: TensorShard) -> None:
             expected=str(tensor.shape),
         )
     held = shard.tensor.dtype
-    if held != tensor.dtype and not (held.is_floating_point and tensor.dtype.is_floating_point):
+    converts = held.is_floating_point and tensor.dtype.is_floating_point and held not in _PACKED
+    if held != tensor.dtype and not converts:
         raise DtypeMismatch(
             f"{tensor.name} has another dtype than in the version",
             seen=str(held),

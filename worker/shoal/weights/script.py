@@ -32,6 +32,8 @@ from shoal_proto.v1 import weights_pb2
 
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
 ADDRESS_VARIABLE = "SHOAL_ADDRESS"
+MAX_STEP = 2**53 - 1
+"""Limit of the coordinator, which would refuse each publication of a later step."""
 ALONE = PublisherRank(number=0, rank=0, world_size=1)
 
 
@@ -110,6 +112,8 @@ def publish(
     arguments, and Overloaded without memory for the copy; `PendingPublication.wait` raises all
     other errors."""
     step = as_index("step", step)
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidSpec("step is out of range", seen=str(step), expected=f"0 to {MAX_STEP}")
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
     return _held.of(addresses, series).publish(state, options, step, metadata)
@@ -188,7 +192,11 @@ class _OpenSeries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
+        self._parents: list[_PublishedSeries] = []
+        """Series of the process from which this one was forked. They are kept, as deleting their
+        connections would use these."""
         atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forget)
 
     def of(self, addresses: tuple[str, ...], series: str) -> _PublishedSeries:
         with self._lock:
@@ -205,6 +213,13 @@ class _OpenSeries:
     def close(self) -> None:
         for published in self.named():
             published.close()
+
+    def _forget(self) -> None:
+        """Forget all series in a forked process: its parent holds them. At its end a release over
+        the parent's connections would break these."""
+        self._lock = threading.Lock()
+        self._parents += self._series.values()
+        self._series = {}
 
 
 _held = _OpenSeries()
