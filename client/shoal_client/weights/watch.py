@@ -86,7 +86,7 @@ class SeriesWatch:
         while not self._is_closed:
             address = self._coordinators.current
             error = self._read_stream(address, first_reply, back_off)
-            if error is None:
+            if error is None or self._is_closed:
                 continue
             if not isinstance(error, OUTLASTED):
                 with self._changed:

@@ -1,0 +1,53 @@
+"""The view of a series that a reader watches."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import grpc
+import structlog.testing
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.weights.watch import SeriesWatch
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_proto.v1.weights_pb2_grpc import (
+    WeightSeriesServicer,
+    add_WeightSeriesServicer_to_server,
+)
+
+LIMIT_S = 20.0
+
+
+class OneView(WeightSeriesServicer):
+    """A coordinator that sends one view, and keeps the stream open."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def Watch(
+        self, request: pb.WatchSeriesRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.SeriesView]:
+        context.add_callback(self.ended.set)
+        yield pb.SeriesView(series=request.series, head=3)
+        self.ended.wait(LIMIT_S)
+
+
+def test_a_reader_that_ends_logs_no_interruption() -> None:
+    """Closing cancels the stream, which is no failure of the coordinator."""
+    service, server = OneView(), grpc.server(ThreadPoolExecutor(2))
+    add_WeightSeriesServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with (
+            structlog.testing.capture_logs() as logs,
+            closing(Coordinators([f"127.0.0.1:{port}"])) as coordinators,
+        ):
+            watch = SeriesWatch(coordinators, "rl/policy")
+            assert watch.newest(0, LIMIT_S).head == 3
+            watch.close()
+        assert service.ended.wait(LIMIT_S)
+        assert logs == []
+    finally:
+        server.stop(None)
