@@ -236,6 +236,10 @@ TABLE = {
     ),
     ("docs/weights.md", "VLLM_SERVER_DEV_MODE=1"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from vllm.distributed"): "tests/worker/integrations/test_vllm.py",
+    ("docs/weights.md", "from shoal.integrations.trl import"): (
+        "tests/worker/integrations/test_vllm.py"
+        "::test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused"
+    ),
     ("docs/weights.md", "from shoal.integrations import trl"): (
         "tests/worker/integrations/test_vllm.py::test_trl_trains_with_rollouts_of_its_newest_version"
     ),

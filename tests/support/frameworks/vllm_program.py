@@ -166,7 +166,7 @@ def served_over_http(directory: Path) -> Iterator[str]:
     with (directory / "serve.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
-            url, ends_s = f"http://127.0.0.1:{port}", time.monotonic() + 400
+            url, ends_s = f"http://127.0.0.1:{port}", time.monotonic() + 900
             while True:
                 try:
                     if requests.get(f"{url}/health", timeout=5).status_code == 200:
@@ -215,8 +215,28 @@ def tokenizer() -> Any:
     )
 
 
+def sent_by_trl(url: str, series: str, model: Any) -> str:
+    """Send the weights as TRL's asynchronous trainers do; return the version that vLLM names."""
+    import requests  # noqa: PLC0415
+    from accelerate import PartialState  # noqa: PLC0415
+    from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: PLC0415
+
+    from shoal.integrations import trl  # noqa: PLC0415
+
+    PartialState(cpu=True)
+    client = trl.WeightTransferClient(VLLMClient(url), series=series)
+    client.init_weight_transfer()
+    client.pause()
+    client.send_weights(iter(model.state_dict().items()))
+    client.resume()
+    client.destroy()
+    answer: str = requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"]
+    return answer
+
+
 def served_versions(directory: str, series: str) -> None:
-    """Run vLLM's own trainer class and HTTP client, a refused update, and `follow`."""
+    """Run vLLM's own trainer class and HTTP client, a refused update, `follow`, and the client for
+    TRL's asynchronous trainers."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
     from vllm.distributed.weight_transfer.base import ModuleSource  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import (  # noqa: PLC0415
@@ -251,6 +271,9 @@ def served_versions(directory: str, series: str) -> None:
         shoal.publish(series, model).wait("committed", timeout=120)
         follow(client, series, until=lambda version: True)
         say(what="followed", same=completed(url, where) == expected(model))
+        model = tiny_model(3)
+        version = sent_by_trl(url, series, model)
+        say(what="sent", same=completed(url, where) == expected(model), version=version)
 
 
 def grpo(directory: str, series: str) -> None:

@@ -98,3 +98,48 @@ def test_an_actor_that_publishes_does_not_stop_its_event_loop(
 
     monkeypatch.setattr(adapter, "publish", publish)
     assert asyncio.run(both()) == [1, None]
+
+
+class Series:
+    """A subscription to versions of the given steps, with the numbers from 1."""
+
+    def __init__(self, *steps: int) -> None:
+        self.published = [SimpleNamespace(number=n, step=step) for n, step in enumerate(steps, 1)]
+        self.has_new = asyncio.Event()
+
+    def publish(self, step: int) -> None:
+        self.published.append(SimpleNamespace(number=len(self.published) + 1, step=step))
+        self.has_new.set()
+
+    def versions(self) -> list[Any]:
+        return self.published[-2:]
+
+    def newest(self) -> Any:
+        return self.published[-1] if self.published else None
+
+    async def wait_async(self, newer_than: int, timeout: float) -> Any:
+        if len(self.published) <= newer_than:
+            await self.has_new.wait()
+        return self.newest()
+
+
+@pytest.mark.parametrize("adapter", [("verl", VERL)], indirect=True, ids=["verl"])
+@pytest.mark.parametrize("step", [10, 20, None])
+def test_a_rollout_waits_for_the_weights_of_a_training_that_was_restarted(
+    adapter: Any, step: int | None
+) -> None:
+    """The run before has published the same step, or a later one. Its versions do not count."""
+    series = Series(10, 20)
+
+    async def received() -> Any:
+        engine = adapter.ShoalCheckpointEngine(series="rl/policy")
+        engine._subscription = series
+        _, rollouts = engine.build_topology(2, 1, [{}, {}, {}])
+        engine.init_process_group(**{name: values[0] for name, values in rollouts.items()})
+        found = asyncio.create_task(engine._version_of(step))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        series.publish(step or 10)
+        return await asyncio.wait_for(found, 5.0)
+
+    assert asyncio.run(received()).number == 3

@@ -20,7 +20,7 @@ NUM_VERSIONS, NUM_FAILURES = 20, 100
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON, reason="SHOAL_VLLM_PYTHON names no Python with vLLM"),
 ]
 
@@ -33,7 +33,7 @@ def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]
         env={**os.environ, "SHOAL_COORDINATOR": cluster.coordinator},
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
@@ -64,11 +64,13 @@ def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> No
 def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
     tmp_path: Path,
 ) -> None:
-    """Updates come by vLLM's own trainer factory and HTTP client, then by `follow`."""
+    """Updates come by vLLM's own trainer factory and HTTP client, then by `follow`, then by the
+    client for TRL's asynchronous trainers."""
     (tmp_path / "model").mkdir()
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         found = output_of(cluster, "served", tmp_path / "model", "rl/policy")
-    assert [each["what"] for each in found] == ["trainer", "refused", "kept", "followed"]
+    assert [each["what"] for each in found] == ["trainer", "refused", "kept", "followed", "sent"]
+    assert found[-1]["version"] == "3"
     assert all(each.get("same", True) for each in found), found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import requests
 import structlog
 from torch import Tensor
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient as _WeightTransfer
@@ -113,12 +114,18 @@ class VLLMClient(_VLLMClient):
 
 
 class WeightTransferClient(_WeightTransfer):
-    """Weight transfer client for TRL's asynchronous GRPO."""
+    """Weight transfer client for TRL's asynchronous trainers.
+
+        client = trl.experimental.async_grpo.vllm_client.VLLMClient("http://engine:8000")
+        AsyncGRPOTrainer(..., weight_transfer=WeightTransferClient(client, series="rl/policy"))
+
+    `weight_update_info` has no effect: a version describes its tensors itself.
+    """
 
     def __init__(
         self,
         vllm_client: Any,
-        weight_update_info: dict[str, Any],
+        weight_update_info: dict[str, Any] | None = None,
         weight_sync_timeout: int = 1800,
         *,
         series: str | None = None,
@@ -142,7 +149,13 @@ class WeightTransferClient(_WeightTransfer):
         limit = self.weight_sync_timeout
         self.vllm.start_weight_update(timeout=limit)
         self.vllm.update_weights({"version": self.version.number}, timeout=limit)
-        self.vllm.finish_weight_update(timeout=limit)
+        # TRL's method sends no version, so vLLM's outputs would go on with the label before.
+        response = requests.post(
+            f"{self.vllm.server_url}/finish_weight_update",
+            json={"weight_version": str(self.version.number)},
+            timeout=limit,
+        )
+        response.raise_for_status()
 
     def destroy(self) -> None:
         """Do nothing: the series is released when the process ends."""

@@ -7,7 +7,7 @@
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
 process. Each rollout gets a whole, verified version: the newest, or that of the step that verl
-asks for."""
+asks for. After a restart of the training these are versions of the new run."""
 
 import asyncio
 import os
@@ -55,6 +55,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         self.coordinator, self.keep, self.copies = coordinator, keep, copies
         self._subscription: Subscription | None = None
         self._weights: Weights | None = None
+        self._newer_than = 0
+        """Number of the newest version before the synchronisation in progress."""
 
     # --- what verl's process groups need, and versions do not ---
 
@@ -65,10 +67,15 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        return {}, {}
+        return {}, {"receives": [True] * rollout_world_size}
 
-    def init_process_group(self, **kwargs: Any) -> None:
-        """Do nothing: there is no group."""
+    def init_process_group(self, *, receives: bool = False, **kwargs: Any) -> None:
+        """Note, on rollouts, the newest version: verl calls this on all processes before an actor
+        sends, so what this synchronisation publishes has a later number. Steps alone do not tell:
+        a training that was restarted repeats steps. There is no group."""
+        if receives:
+            newest = self._subscribed().newest()
+            self._newer_than = 0 if newest is None else newest.number
 
     def finalize(self) -> None:
         """Do nothing: there are no buckets to free. The version received last stays in memory."""
@@ -104,7 +111,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of this step's version; without a step, of the newest version. Report
-        the version as installed once the engine has consumed the last tensor. Raises as
+        the version as installed once the engine has consumed the last tensor. Only versions that
+        were published after `init_process_group` count, if verl has called it. Raises as
         `_version_of` and `Subscription.fetch`."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
@@ -126,17 +134,19 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """Wait for the version of a step, or without a step for any, and return the newest such.
-        Raises VersionGone if a later step was published and this step's version is not kept, and
-        DeadlineExceeded if no further version appears within WAIT_S."""
+        """Wait for a version of the step, or without a step for any, that was published after the
+        synchronisation began; return the newest such. Raises VersionGone if a later step was
+        published and this step's version is not kept, and DeadlineExceeded if no further version
+        appears within WAIT_S."""
         subscription = self._subscribed()
-        last = 0
+        last = self._newer_than
         while True:
             version = await subscription.wait_async(last, WAIT_S)
             if step is None or version.step == step:
                 return version
             kept = await asyncio.to_thread(subscription.versions)
-            of_step = [each for each in kept if each.step == step]
+            new = [each for each in kept if each.number > self._newer_than]
+            of_step = [each for each in new if each.step == step]
             if of_step:
                 return of_step[-1]
             if version.step > step:
