@@ -21,7 +21,8 @@ class Member:
     """host:port of every coordinator."""
     spec: pb.JobSpec
     member_id: str
-    incarnation: str
+    incarnation: str = field(repr=False)
+    """UUID of the process; a secret."""
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
     """Slot by which this host's launcher sends heartbeats for the member. Without it the member
