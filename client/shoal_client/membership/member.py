@@ -88,7 +88,7 @@ _completed: set[tuple[str, str]] = set()
 """(job, member_id) of each job that this process has trained to its end."""
 
 
-class OwnJobs:
+class OwnJob:
     """A member's job among the jobs that its process joins one after another, such as the folds of
     a cross-validation."""
 
