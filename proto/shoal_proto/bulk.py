@@ -156,7 +156,8 @@ class FrameReader:
         self._filled_bytes = 0
 
     def space(self) -> memoryview:
-        """Return the memory for the next received bytes; never empty."""
+        """Return the memory for the next received bytes; never empty. May move unread bytes, so
+        that memory from earlier calls must not be written any more."""
         if self._frame is not None:
             return self._frame.body[self._filled_bytes :]
         if self._start == self._stop:
@@ -175,7 +176,7 @@ class FrameReader:
             self._stop += num_bytes
 
     def next(self) -> Frame | None:
-        """Return the next whole frame, or None until more is received.
+        """Read the next whole frame, and return it; None until more is received.
 
         Raises MalformedMessage, ChecksumMismatch, or an error of `allocate`: then read no later
         frame.

@@ -210,7 +210,8 @@ class Coordinators:
         after SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True
         or the connection is closed. Logs one line at the beginning of an outage, and one when the
         call is answered after it."""
-        back_off, began_s, away = BackOff(), time.monotonic(), False
+        back_off = BackOff()
+        away_since_s: float | None = None
         certificate = CertificateWait(wait_s())
         while True:
             try:
@@ -223,12 +224,13 @@ class Coordinators:
                     certificate.record_acceptance()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
-                if not away:
+                if away_since_s is None:
+                    # Not since the call began: a coordinator may have held it for long.
+                    away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
-                away = True
                 continue
-            if away:
-                away_s = round(time.monotonic() - began_s, 1)
+            if away_since_s is not None:
+                away_s = round(time.monotonic() - away_since_s, 1)
                 log.info("coordinator_reconnected", waits_for=waits_for, away_s=away_s)
             return reply
 

@@ -11,7 +11,8 @@ from shoal_proto.v1.identity_pb2 import Token
 class Identity:
     spec: pb.JobSpec
     member_id: str
-    incarnation: str
+    incarnation: str = field(repr=False)
+    """UUID of the process; a secret."""
     public_id: str
     """Public id of the incarnation, as in rosters."""
     info: pb.MemberInfo

@@ -21,7 +21,8 @@ class Member:
     """host:port of every coordinator."""
     spec: pb.JobSpec
     member_id: str
-    incarnation: str
+    incarnation: str = field(repr=False)
+    """UUID of the process; a secret."""
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
     """Slot by which this host's launcher sends heartbeats for the member. Without it the member
@@ -87,7 +88,7 @@ _completed: set[tuple[str, str]] = set()
 """(job, member_id) of each job that this process has trained to its end."""
 
 
-class OwnJobs:
+class OwnJob:
     """A member's job among the jobs that its process joins one after another, such as the folds of
     a cross-validation."""
 

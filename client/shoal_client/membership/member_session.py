@@ -23,7 +23,7 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack
 from shoal_client.membership.host_files import HostFiles
 from shoal_client.membership.leaving import drained
-from shoal_client.membership.member import Member, MemberHooks, OwnJobs
+from shoal_client.membership.member import Member, MemberHooks, OwnJob
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.rosters import LOCK_WAIT_S, Rosters
 from shoal_client.membership.session_threads import HeldStream, SessionThreads
@@ -57,7 +57,7 @@ class MemberSession:
     ) -> None:
         self._member = member
         self._slot = member.beat_slot
-        self._own_jobs = OwnJobs(member)
+        self._own_job = OwnJob(member)
         self._hooks = MemberHooks(
             validate=judge,
             find_unreachable=find_unreachable,
@@ -109,7 +109,7 @@ class MemberSession:
         if failure is not None or not admitted:
             self.close()
             if failure is not None:
-                raise self._own_jobs.explain(failure)
+                raise self._own_job.explain(failure)
             raise DeadlineExceeded(
                 f"no coordinator admitted this member within {timeout_s:g} s",
                 seen=core.waiting_for,
@@ -326,7 +326,7 @@ class MemberSession:
         anyway.
         """
         if completed:
-            self._own_jobs.completed()
+            self._own_job.completed()
         self._submit(
             ev.LeaveWanted(
                 completed=completed,
@@ -511,7 +511,7 @@ class MemberSession:
             case ev.UnclaimBeats():
                 self._slot.unclaim()
             case ev.ReportEnding():
-                ending = self._own_jobs.ending(effect.error, admitted=bool(self._core.admitted))
+                ending = self._own_job.ending(effect.error, admitted=bool(self._core.admitted))
                 self._slot.end(ending)
 
     # --- threads ---

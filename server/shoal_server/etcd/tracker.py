@@ -31,7 +31,8 @@ class WatchTracker:
         self.seeded = True
 
     def advance(self, events: Iterable[WatchEvent]) -> WatchBatch | None:
-        """The batch for events of whole revisions; None if all were delivered before."""
+        """Advance by events of whole revisions; return the batch of those that are new, or None if
+        all were delivered before."""
         fresh = tuple(event for event in events if event.mod_revision >= self.next)
         if not fresh:
             return None
@@ -41,7 +42,8 @@ class WatchTracker:
         return WatchBatch(revision, delivered)
 
     def reset(self, now: RangeResult) -> WatchBatch:
-        """The batch that leads from the state delivered so far to the current one."""
+        """Advance to the current state; return the batch that leads to it from the state delivered
+        so far."""
         present = {item.key for item in now.items}
         gone = [
             WatchEvent(EventKind.DELETE, key, b"", now.revision)

@@ -73,7 +73,8 @@ class HealthReport(HealthFigures):
 
     protocol: Annotated[int, Ge(0), Le(MAX_PROTOCOL)] = 0
     """The newest version of the protocol that the worker speaks. If it is later than the
-    coordinator's, unknown figures are ignored; else they are refused."""
+    coordinator's, unknown figures of the report and of `course` are ignored; else they are
+    refused. Unknown figures within `step_parts` and `course.run` are always ignored."""
     incarnation: Annotated[str, MinLen(1), MaxLen(64)]
     """UUID of the reporting process, which must be the member's current one. A secret: it is never
     shown."""

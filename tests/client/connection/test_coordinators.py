@@ -1,10 +1,11 @@
 """Calls to the coordinators, and repetition of calls through outages."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from shoal_client.connection import coordinators as module
 from shoal_client.connection.coordinators import Closable, Coordinators, Method, close_channels
@@ -55,3 +56,24 @@ def test_a_channel_is_not_closed_while_a_stub_is_made_on_it(
     assert is_closed.is_set()
     with pytest.raises(Unavailable, match="was closed"):
         coordinators.on_channel(get_cluster)
+
+
+def test_an_outage_is_counted_from_the_first_failure_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A coordinator may hold a call for long before it fails: that was no outage."""
+    now_s = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    outcomes: Iterator[str | None] = iter(["held for long", None])
+
+    def call() -> str:
+        nonlocal now_s
+        now_s += 60.0
+        if (reason := next(outcomes)) is not None:
+            raise Unavailable(reason)
+        now_s -= 58.0
+        return "answer"
+
+    with capture_logs() as lines:
+        assert Coordinators(["127.0.0.1:1"]).persist(call, waits_for="an answer") == "answer"
+    assert [line.get("away_s") for line in lines] == [None, 2.0]

@@ -305,14 +305,14 @@ async def test_the_error_for_a_report_without_incarnation_names_it(http: httpx.A
 
 
 async def test_a_body_above_64_kib_is_refused(http: httpx.AsyncClient) -> None:
-    """The answer is 413, with a content length and without one."""
+    """The answer is 413, with a content length and without one, and says what to do."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b" " * 10_000
 
     whole = await http.post(HEALTH, content=b" " * 1_000_000)
-    body_of_error(whole, 413, "RefusedError")
+    assert body_of_error(whole, 413, "RefusedError")["fix"] == "Send a smaller body."
     chunked = await http.post(HEALTH, content=pieces())
     body_of_error(chunked, 413, "RefusedError")
 

@@ -72,6 +72,8 @@ def test_a_collective_that_times_out_is_distinguished_from_an_error_of_the_user(
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.timed_out_collective, path, rank) for rank in range(2)]
+        # Then it stops: a failure of its own would look like the time limit to rank 0.
+        crew[1].expect("going")
         for _ in range(2):
             failed = crew[0].expect("failed")
             assert failed["recognised"], failed["text"]

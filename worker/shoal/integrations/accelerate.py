@@ -69,8 +69,8 @@ class SessionAccelerator(Accelerator):
     # --- what a script calls ---
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
-        """Return the given objects, distributed, in the same order. Raises InvalidSpec unless there
-        are one model, optimizer and DataLoader, and in a second call."""
+        """Distribute the given objects, and return them in the same order. Raises InvalidSpec
+        unless there are one model, optimizer and DataLoader, and in a second call."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -179,7 +179,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._num_given = 0
 
     def next_part(self) -> Batch | None:
-        """Return the next part of the open step; None if no step is open."""
+        """Take the next part of the open step, and return it; None if no step is open. Raises
+        InvalidSpec if no part is left: the script left out the training on an earlier batch."""
         if self._step is None:
             return None
         part = next(self._parts, None)

@@ -68,7 +68,7 @@ class JobBatches:
         return self._session.step_number >= self._order.num_steps
 
     def take(self) -> Batch | None:
-        """Return this member's part of the job's next step; None after the last."""
+        """Take this member's part of the job's next step, and return it; None after the last."""
         if self._batches is None:
             self._batches = self._session.batches(self._dataset, **self._options, **self._loading)
         return next(self._batches, None)

@@ -75,7 +75,7 @@ class LightningBatches:
                 return
 
     def take(self) -> Any:
-        """Return this member's part of the job's next step; None after the last."""
+        """Take this member's part of the job's next step, and return it; None after the last."""
         self._batch, self._ahead = self._ahead or self._job.take(), None
         self.is_over = self._batch is None
         return None if self._batch is None else self._content(self._batch)

@@ -131,7 +131,8 @@ class CountedSmoother(LabelSmoother):
         return loss
 
     def weight(self, num_parts: int) -> float | None:
-        """Return the weight of the last loss; None if it is a mean over samples.
+        """Return the weight of the last loss, and forget its labels; None if the loss is a mean
+        over samples.
 
         Raises InvalidSpec if it is a mean over the labels of each part, and some are ignored."""
         labels, self._labels = self._labels, None

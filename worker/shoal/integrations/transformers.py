@@ -236,8 +236,9 @@ class SessionTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return an empty dict for each part of the job's next step; `training_step` fills them.
-        Returns no dict for a step committed before this member began, and after the last step."""
+        """Begin the job's next step, and return an empty dict for each of its parts, which
+        `training_step` fills. Returns no dict for a step committed before this member began, and
+        after the last step, when it also ends the Trainer's loop."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1

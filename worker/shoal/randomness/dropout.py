@@ -143,7 +143,8 @@ class _Layer:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Return the number of this call on these samples, from 0."""
+        """Count this call on these samples, and return its number, from 0; in a backward pass, that
+        of the forward call which it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)

@@ -106,7 +106,8 @@ class LongLivedObjects:
             self._is_frozen = True
 
     def release(self) -> None:
-        """Return all objects to the collector. May be called twice."""
+        """Unfreeze all objects, so that the garbage collector examines them again. May be called
+        twice."""
         if self._is_frozen:
             gc.unfreeze()
         self._is_frozen = False

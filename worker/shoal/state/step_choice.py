@@ -164,6 +164,7 @@ def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
         "no step's state is whole on the remaining members",
         seen="; ".join(newest[:MAX_STEPS_NAMED]) or "members that hold nothing at all",
         expected="one step at which every element of every tensor is held by some member",
-        fix="Continue from a checkpoint. With more copies in host memory more members can be lost.",
+        fix="Continue from a checkpoint. To survive such a loss, keep more copies of the state in"
+        " host memory.",
         details=details,
     )

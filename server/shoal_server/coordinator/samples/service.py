@@ -182,7 +182,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self._write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Return the samples of an incarnation that was lost or left; it gets no more."""
+        """Give the samples of an incarnation that was lost or left back to the ledger. The
+        incarnation gets no more."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:

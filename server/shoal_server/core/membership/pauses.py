@@ -83,7 +83,8 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """Return by how many seconds to move the limits: the time for which they were held.
+        """Hold the limits from now on, or release them; return by how many seconds to move them:
+        the time for which they were held until now.
 
         `held`: True if the limits are held from now on.
         """

@@ -31,7 +31,8 @@ class ReadingPauses:
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:
-        """Return the length of the next pause, after all received data were read."""
+        """Return the length of the next pause, and forget the pushes that were read. Call it after
+        all received data were read."""
         may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
         self._num_read, self._may_wait = 0, False
         return PAUSE_S if may_pause else 0.0

@@ -14,7 +14,7 @@ other server holds back its part of that step until its shards are cut, so no pa
 the cut.
 
 Nothing here does I/O or reads a clock. A step may never end, as its member may die half-way. The
-caller decides how long to wait; after that, `incomplete_steps` gives up the steps that are
+caller decides how long to wait; after that, `give_up_incomplete_steps` gives up the steps that are
 incomplete, and returns them.
 """
 
@@ -145,7 +145,7 @@ class SnapshotBarrier:
             and is_live(step.session)
         ]
 
-    def incomplete_steps(self, lacking: Lacking) -> list[StepId]:
+    def give_up_incomplete_steps(self, lacking: Lacking) -> list[StepId]:
         """Give up the steps of the cut that lack a part here, and return them. No later cut waits
         for such a step, except while a part of it is in progress."""
         torn = []

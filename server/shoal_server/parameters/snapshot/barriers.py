@@ -129,7 +129,7 @@ class SnapshotBarriers:
             await self._drained(job, cut, wait_s)
             cut.barrier.check(cut_id, BarrierPhase.DRAINING)
             led = self._led(job)
-            torn = cut.barrier.incomplete_steps(_Lacking(led))
+            torn = cut.barrier.give_up_incomplete_steps(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
             self._check_led(job, cut)

@@ -58,6 +58,15 @@ _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
 )
 
 
+_ALL_PATHS = "GET /openapi.json lists all paths."
+_FIXES = {
+    404: _ALL_PATHS,
+    405: _ALL_PATHS,
+    408: "Send the whole body within that time.",
+    413: "Send a smaller body.",
+}
+
+
 class ErrorBody(BaseModel):
     """Error in its parts."""
 
@@ -121,7 +130,8 @@ def install(app: FastAPI, body_s: float) -> None:
             what = f"there is nothing at {request.url.path}"
         else:
             what = f"{request.method} {request.url.path}: {error.detail}"
-        refusal = RefusedError(what, fix="GET /openapi.json lists all paths.")
+        fix = _FIXES.get(error.status_code, "")
+        refusal = RefusedError(what, fix=fix)
         return answer(refusal, error.status_code, error.headers)
 
     @app.exception_handler(Exception)

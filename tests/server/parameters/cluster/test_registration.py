@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ async def test_a_port_in_use_is_refused(store: MemoryStore) -> None:
         {"lease_ttl_s": 0.0},
     ],
 )
-def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
+def test_bad_settings_are_refused(changes: dict[str, object]) -> None:
     """Bad settings are refused at construction."""
     good = config("ps-0")
     with pytest.raises(InvalidSpec):

@@ -60,7 +60,7 @@ def test_a_draining_barrier_admits_and_awaits_steps_that_have_begun_elsewhere() 
     assert barrier.waits_for(applied_are(A1), always) == [A2]
     passed(barrier, A2)
     assert barrier.waits_for(applied_are(A1, A2), always) == []
-    assert barrier.incomplete_steps(applied_are(A1, A2)) == []
+    assert barrier.give_up_incomplete_steps(applied_are(A1, A2)) == []
     assert barrier.open("cut") and barrier.may_enter(A3)
 
 
@@ -88,7 +88,11 @@ def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
     barrier.drain("cut", barrier.close("cut"))
     assert barrier.waits_for(applied_are(), always) == [A1]
     barrier.refuse(A1, 2)
-    assert barrier.waits_for(applied_are(), always) == [] == barrier.incomplete_steps(applied_are())
+    assert (
+        barrier.waits_for(applied_are(), always)
+        == []
+        == barrier.give_up_incomplete_steps(applied_are())
+    )
 
 
 def test_steps_of_lost_members_are_reported_and_not_waited_for() -> None:
@@ -96,7 +100,7 @@ def test_steps_of_lost_members_are_reported_and_not_waited_for() -> None:
     barrier.enter(A1, None)
     barrier.drain("cut", barrier.close("cut"))
     assert barrier.waits_for(applied_are(), lambda session: session != "a") == []
-    assert barrier.incomplete_steps(applied_are()) == [A1]
+    assert barrier.give_up_incomplete_steps(applied_are()) == [A1]
 
 
 def test_a_step_given_up_by_one_cut_is_awaited_again_only_once_it_continues() -> None:
@@ -104,11 +108,11 @@ def test_a_step_given_up_by_one_cut_is_awaited_again_only_once_it_continues() ->
     barrier.enter(A1, None)
     barrier.leave(A1, applied_are())
     barrier.drain("first", barrier.close("first"))
-    assert barrier.incomplete_steps(applied_are()) == [A1]
+    assert barrier.give_up_incomplete_steps(applied_are()) == [A1]
     barrier.open("first")
     barrier.drain("second", barrier.close("second"))
     assert barrier.waits_for(applied_are(), always) == []
-    assert barrier.incomplete_steps(applied_are()) == [A1]
+    assert barrier.give_up_incomplete_steps(applied_are()) == [A1]
     barrier.enter(A1, None)
     assert barrier.waits_for(applied_are(), always) == [A1]
 
@@ -176,7 +180,7 @@ class Server:
             self.lacking, always
         ):
             return False
-        assert self.barrier.incomplete_steps(self.lacking) == []
+        assert self.barrier.give_up_incomplete_steps(self.lacking) == []
         self.taken = {shard_id: frozenset(steps) for shard_id, steps in self.shards.items()}
         return self.barrier.open(cut_id)
 

@@ -136,7 +136,7 @@ class SimShardHost:
         try:
             await self._drained(request.wait_s)
             self._barrier.check(request.cut_id, BarrierPhase.DRAINING)
-            torn = self._barrier.incomplete_steps(self._lacking)
+            torn = self._barrier.give_up_incomplete_steps(self._lacking)
             if torn and not request.take_torn:
                 raise SnapshotFailed(f"{torn} did not end in time")
             if {each.shard_id: each.epoch for each in self.led.values()} != self._known:

@@ -47,7 +47,8 @@ class Hub:
             self.changed.notify_all()
 
     def meeting(self, name: str, ranks: Sequence[int], rank: int) -> "Meeting":
-        """Return the group of this name, the same object for each of its ranks. Does not wait."""
+        """Join the group of this name as `rank`, and return the group, the same object for each of
+        its ranks. Does not wait."""
         key = (name, tuple(ranks))
         with self.changed:
             forming = self._forming.setdefault(key, [])
@@ -184,8 +185,8 @@ class Meeting:
             self.hub.changed.notify_all()
 
     def next_receive(self, source: int, to: int, tag: int) -> int:
-        """Return the number of the next message on this route: receives complete in the order in
-        which they were posted."""
+        """Count a posted receive on this route, and return the number of its message: receives
+        complete in the order in which they were posted."""
         with self.hub.changed:
             number = self._expected[source, to, tag]
             self._expected[source, to, tag] += 1

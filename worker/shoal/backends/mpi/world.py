@@ -38,7 +38,8 @@ class Requests:
         self._landed = False
 
     def is_complete(self) -> bool:
-        """True if all requests are complete, with or without an error. Any thread."""
+        """Test all requests; True if they are complete, with or without an error (then see
+        `error`). Any thread."""
         with self._lock:
             if not self._landed:
                 try:

@@ -312,7 +312,8 @@ class _Derivation:
         return PlanEntry(module=name, style=style, paired=paired, why=why, parts=parts)
 
     def _count(self, entry: PlanEntry) -> PlanEntry:
-        """Return the entry without parameters that an earlier entry has."""
+        """Count the entry's parameters, and return the entry without those that were counted for an
+        earlier entry."""
         module = self._modules[entry.module]
         parts = {}
         for key, part in entry.parts.items():

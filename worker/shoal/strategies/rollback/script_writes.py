@@ -172,7 +172,8 @@ class StateWrites:
         return list(map(num_writes, self._tensors))
 
     def written(self) -> list[Tensor]:
-        """Return the tensors that were written to in place."""
+        """Return the tensors that were written to in place; they are saved at the beginning of each
+        later step."""
         now = self._counts()
         if now == self._num_writes:
             return []

@@ -51,7 +51,8 @@ class GenerationGroup:
         """The group from which a `_free_trainer` thread frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """Return a generation's group, not opened yet; cut already if the generation is over."""
+        """Make a generation's group, keep it as the present one, and return it: not opened yet; cut
+        already if the generation is over. The calling thread is the trainer's."""
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits

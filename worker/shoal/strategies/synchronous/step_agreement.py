@@ -273,7 +273,8 @@ class StepAgreement:
         return factor
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
-        """Return the factor of `settle` for ballots that differ, or have flags or weights."""
+        """Carry out `settle` for ballots that differ, or have flags or weights; return the
+        factor."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
