@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from client.weights.test_series import LIMIT_S, SERIES, Script, contents, sealed
+from client.weights.test_series import LIMIT_S, SERIES, Script, contents, segment_of
 from support.clusters.parameter_cluster import ParameterCluster
 from support.processes.served_process import awaited
 from support.weights import halting_relay
@@ -24,7 +24,7 @@ from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import AccessDenied, ChecksumMismatch, InvalidSpec, Unavailable
 from shoal_proto.segments.digests import chunk_digests
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.segment_of import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2 import StoreServer
@@ -50,7 +50,7 @@ def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SE
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_a_relay_passes_on_its_segments(relay: Relay, may_be_local: bool) -> None:
     """Relay and child on one host share the memory."""
-    segment = sealed(os.urandom(2 * CHUNK_BYTES + 3))
+    segment = segment_of(os.urandom(2 * CHUNK_BYTES + 3))
     with relay.version([segment.digest]):
         relay.add(segment)
     found = fetched(relay, segment.digest, may_be_local=may_be_local)
@@ -67,7 +67,7 @@ def arrive(staged: StagedSegment, data: bytes, index: int) -> None:
 def test_chunks_are_passed_on_as_soon_as_they_arrive(relay: Relay) -> None:
     data = os.urandom(2 * CHUNK_BYTES + 3)
     digests = chunk_digests(data)
-    digest = sealed(data).digest
+    digest = segment_of(data).digest
     has_chunk = threading.Semaphore(0)
     own = StagedSegment(digest, on_progress=has_chunk.release)
     with (
@@ -92,7 +92,7 @@ def test_chunks_are_passed_on_as_soon_as_they_arrive(relay: Relay) -> None:
 
 def test_a_segment_given_up_by_a_relay_is_not_awaited(relay: Relay) -> None:
     data = os.urandom(CHUNK_BYTES + 3)
-    digest = sealed(data).digest
+    digest = segment_of(data).digest
     with (
         closing(RelaySource(SERIES, relay.address, may_be_local=False)) as source,
         ThreadPoolExecutor(1) as pool,
@@ -112,7 +112,7 @@ def test_a_segment_given_up_by_a_relay_is_not_awaited(relay: Relay) -> None:
 def test_a_relay_holds_one_version(relay: Relay) -> None:
     """A relay drops the earlier version once a new one is fetched. If the fetch fails, the relay
     keeps the earlier one."""
-    old, shared, new = (sealed(os.urandom(100)) for _ in range(3))
+    old, shared, new = (segment_of(os.urandom(100)) for _ in range(3))
     with relay.version([]):
         relay.add(old)
         relay.add(shared)
@@ -149,7 +149,7 @@ def test_pings_do_not_close_a_connection_to_a_relay(relay: Relay) -> None:
 
 
 def test_another_series_is_refused(relay: Relay) -> None:
-    segment = sealed(b"bytes")
+    segment = segment_of(b"bytes")
     with relay.version([]):
         relay.add(segment)
     with pytest.raises(AccessDenied, match="its own series"):
@@ -159,7 +159,7 @@ def test_another_series_is_refused(relay: Relay) -> None:
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_bytes_from_a_relay_are_verified(relay: Relay, may_be_local: bool) -> None:
     """The relay's bytes do not match the digests that it gives."""
-    segment = sealed(b"what was published")
+    segment = segment_of(b"what was published")
     writer = SegmentWriter(segment.num_bytes)
     forged = writer.seal(segment.chunk_digests)
     assert forged.digest == segment.digest
@@ -287,7 +287,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a difference that fails to arrive is freed, and no other reader waits for the
     difference."""
-    old, new, difference = (sealed(os.urandom(CHUNK_BYTES)) for _ in range(3))
+    old, new, difference = (segment_of(os.urandom(CHUNK_BYTES)) for _ in range(3))
     recorded = [pb.Segment(digest=s.digest, num_bytes=s.num_bytes) for s in (old, new)]
     before, after = (pb.VersionRecord(number=i, segments=[s]) for i, s in enumerate(recorded, 1))
     view = pb.SeriesView(versions=[after], head=2, servers=[StoreServer(id="one", address="-")])
