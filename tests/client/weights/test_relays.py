@@ -24,7 +24,7 @@ from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import AccessDenied, ChecksumMismatch, InvalidSpec, Unavailable
 from shoal_proto.segments.digests import chunk_digests
-from shoal_proto.segments.segment_of import Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2 import StoreServer
