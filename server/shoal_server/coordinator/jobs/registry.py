@@ -261,9 +261,13 @@ class Registry:
         self._quarantine.check(name)
         return actor
 
-    async def step_down(self) -> None:
-        """Stop serving: another coordinator leads, or this one ends."""
+    def refuse_calls(self) -> None:
+        """Refuse all further calls with NotLeader, until `begin`."""
         self._leads = False
+
+    async def step_down(self) -> None:
+        """End all jobs' actors: another coordinator leads, or this one ends."""
+        self.refuse_calls()
         tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
         for task in tasks:
             task.cancel()
