@@ -219,8 +219,8 @@ class Coordinator:
 
     async def step_down(self) -> None:
         """Drop every job: another coordinator leads, or this one ends."""
-        # First: a call that comes now would be served by what is left of the term, and a watch would
-        # wait there for ever.
+        # First: what is left of the term would serve a call that comes now, and a watch would wait
+        # there for ever.
         self.registry.refuse_calls()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
