@@ -54,6 +54,7 @@ def _options(config: type) -> list[tuple[str, object]]:
     return found
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_every_option_with_its_default(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -94,6 +95,7 @@ def test_a_commands_objects_are_frozen_before_it_ends() -> None:
     assert int(count) > 10_000
 
 
+@pytest.mark.long
 def test_the_list_of_commands_imports_no_command() -> None:
     """Imports would make `shoal --help` slow."""
     program = (
@@ -105,6 +107,7 @@ def test_the_list_of_commands_imports_no_command() -> None:
     assert all(name in shown for name in COMMANDS)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -228,6 +231,7 @@ def test_variables_replace_missing_options(monkeypatch: pytest.MonkeyPatch) -> N
     assert [tuple(each.coordinators) for each in seen] == [("a:1", "b:2"), ("c:3",), ()]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +242,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert all(option in script for option in ("--coordinator", "--heartbeat-s", "--restart-on"))
 
 
+@pytest.mark.long
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real bash completes `shoal co<TAB>`."""
     main(["completion", "bash"])

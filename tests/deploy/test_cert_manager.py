@@ -64,6 +64,7 @@ def of_kind(resources: list[Resource], kind: str) -> dict[str, dict[str, Any]]:
     return {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == kind}
 
 
+@pytest.mark.long
 def test_resources_are_valid_by_kubernetes_schemas(
     resources: list[Resource], tmp_path: Path
 ) -> None:

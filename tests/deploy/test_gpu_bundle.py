@@ -261,6 +261,7 @@ def run_of(folder: Path, *arguments: str, **variables: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.long
 def test_pip_settings_of_an_image_do_not_apply_to_the_folders_wheels(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +341,7 @@ def test_cases_keep_the_machines_pythonpath(
     assert found["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}{tmp_path / 'cases'}"
 
 
+@pytest.mark.long
 def test_a_refusal_is_one_line_without_a_traceback(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
@@ -362,6 +364,7 @@ def test_a_library_is_not_preloaded_from_a_path_with_a_space(tmp_path: Path) -> 
         gpu_run.check_into(tmp_path / "a b", preloads=True)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", ["wheels.tar.xz", "cases.tar.xz", "bundle.json"])
 @pytest.mark.parametrize("fault", ["cut", "empty", "missing"])
 def test_an_incomplete_folder_is_reported(folder: Path, name: str, fault: str) -> None:

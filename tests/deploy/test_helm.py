@@ -69,6 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_is_the_kustomization(variant: str) -> None:
     """The chart's resources are those of the kustomization, field by field."""
@@ -100,6 +101,7 @@ def test_the_spot_overlay_can_be_expressed_in_values() -> None:
     assert ours["Deployment", "worker"] == theirs["Deployment", "worker"]
 
 
+@pytest.mark.long
 def test_a_changed_job_rolls_the_workers() -> None:
     def checksum(values: dict[str, Any]) -> str:
         worker = find(template(values), kinds={"Deployment"}, name="worker")
@@ -110,6 +112,7 @@ def test_a_changed_job_rolls_the_workers() -> None:
     assert checksum({"job.name": "a"}) != checksum({"job.name": "b"})
 
 
+@pytest.mark.long
 def test_the_chart_is_valid_with_other_values(tmp_path: Path) -> None:
     """Schemas of Kubernetes and of Helm are checked; the PodMonitor has none in Kubernetes."""
     helm("lint", "--strict", str(CHART))

@@ -96,6 +96,7 @@ def test_kubectl_renders_the_same(variant: Path) -> None:
     assert theirs == without_hashes(render(variant))
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 def test_resources_are_valid_by_kubernetes_schemas(variant: Path, tmp_path: Path) -> None:
     """Resources are valid by Kubernetes' own schemas: no unknown field, no warning."""
@@ -112,6 +113,7 @@ def test_resources_are_valid_by_kubernetes_schemas(variant: Path, tmp_path: Path
     assert all(line.startswith("INFO") and " passed " in line for line in lines), report
 
 
+@pytest.mark.long
 def test_schema_check_can_fail(tmp_path: Path) -> None:
     """The validator refuses a field that does not exist."""
     path = tmp_path / "bad.yaml"
@@ -123,6 +125,7 @@ def test_schema_check_can_fail(tmp_path: Path) -> None:
     assert result.returncode != 0
 
 
+@pytest.mark.sampled()
 def test_all_parts_are_present(resources: list[Resource]) -> None:
     """etcd, coordinators and parameter servers keep their names; workers need none."""
     kinds = {w["metadata"]["name"]: w["kind"] for w in workloads(resources)}
@@ -170,6 +173,7 @@ def test_selectors_take_their_own_pods(resources: list[Resource]) -> None:
             assert selected(resources, {"matchLabels": resource["spec"]["selector"]}) == {name}
 
 
+@pytest.mark.sampled()
 def test_budgets_leave_a_quorum(resources: list[Resource]) -> None:
     """A drain takes one etcd member, server or coordinator at a time, and never the last worker."""
     budgets = {
@@ -267,6 +271,7 @@ async def test_probed_paths_are_served(resources: list[Resource]) -> None:
     assert {path: (await answer(path)).status_code for path in asked} == dict.fromkeys(asked, 200)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) -> None:
     """The coordinator decides a worker's readiness, on a path of its API."""
@@ -311,6 +316,7 @@ def test_commands_parse(resources: list[Resource], given_out: Path) -> None:
     assert parsed["coordinator"].http == f"0.0.0.0:{port_of(container, 'http')}"
 
 
+@pytest.mark.sampled()
 def test_the_worker_is_started_by_shoal_run(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +364,7 @@ def etcd_arguments(resources: list[Resource]) -> dict[str, str]:
     return dict((item if "=" in item else f"{item}=true").split("=", 1) for item in given)
 
 
+@pytest.mark.sampled()
 def test_etcd_founders_are_the_replicas(resources: list[Resource]) -> None:
     """The initial cluster names every replica, at the peer address that it advertises."""
     etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
@@ -370,6 +377,7 @@ def test_etcd_founders_are_the_replicas(resources: list[Resource]) -> None:
     assert len(replicas) % 2 == 1, "an even number loses a quorum as soon as one less does"
 
 
+@pytest.mark.sampled()
 def test_endpoints_are_the_replicas(resources: list[Resource]) -> None:
     """Coordinators and parameter servers know each etcd member; workers know the coordinators."""
     etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
@@ -406,6 +414,7 @@ def admitted(resources: list[Resource]) -> dict[tuple[str, str], set[str]]:
     return found
 
 
+@pytest.mark.sampled()
 def test_each_port_admits_only_its_callers(resources: list[Resource]) -> None:
     """A policy that selects all pods admits no caller, so that only the ports of the other policies
     are open."""
@@ -431,6 +440,7 @@ def test_each_port_admits_only_its_callers(resources: list[Resource]) -> None:
         assert port == "*" or port_of(container, port)
 
 
+@pytest.mark.sampled()
 def test_each_role_has_an_image_that_the_compose_file_builds(resources: list[Resource]) -> None:
     compose = yaml.safe_load((KUBERNETES.parents[1] / "docker-compose.yml").read_text())
     built = {
@@ -454,6 +464,7 @@ def secrets_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [volume["secret"] for volume in pod.get("volumes", ()) if "secret" in volume]
 
 
+@pytest.mark.sampled()
 def test_every_part_uses_tls_with_its_own_files(resources: list[Resource]) -> None:
     """Parts never use --insecure or an address without TLS. Each mounts its own Secret, and waits
     until each file of it exists."""
@@ -481,6 +492,7 @@ def test_every_part_uses_tls_with_its_own_files(resources: list[Resource]) -> No
             assert {"name": "SHOAL_TLS", "value": OWN} in container["env"]
 
 
+@pytest.mark.sampled()
 def test_files_that_are_named_are_those_of_the_secret(resources: list[Resource]) -> None:
     for name, part in PARTS.items():
         workload = find(resources, kinds={"Deployment", "StatefulSet"}, name=name)
@@ -493,6 +505,7 @@ def test_files_that_are_named_are_those_of_the_secret(resources: list[Resource])
         assert given[option].startswith("https://")
 
 
+@pytest.mark.sampled()
 def test_the_maker_of_secrets_may_patch_only_these(resources: list[Resource]) -> None:
     """The maker reads only its own Secret. All exist, empty, so that it need not create any."""
     role = find(resources, kinds={"Role"}, name="credentials")["rules"]
@@ -515,6 +528,7 @@ def test_the_maker_of_secrets_may_patch_only_these(resources: list[Resource]) ->
     assert maker["spec"]["replicas"] == 1 and maker["spec"]["strategy"] == {"type": "Recreate"}
 
 
+@pytest.mark.sampled()
 def test_the_maker_of_secrets_names_every_etcd(resources: list[Resource]) -> None:
     maker = find(resources, kinds={"Deployment"}, name="credentials")
     [container] = maker["spec"]["template"]["spec"]["containers"]
@@ -539,6 +553,7 @@ def test_journals_and_etcd_outlive_their_pods(resources: list[Resource]) -> None
         assert kept.startswith(mounts[claim["metadata"]["name"]] + "/")
 
 
+@pytest.mark.sampled()
 def test_pods_have_no_privileges(resources: list[Resource]) -> None:
     """Pods run as non-root, gain no privilege or capability, and have a read-only root."""
     for workload in workloads(resources):
@@ -556,6 +571,7 @@ def test_pods_have_no_privileges(resources: list[Resource]) -> None:
             assert context["capabilities"]["drop"] == ["ALL"]
 
 
+@pytest.mark.sampled()
 def test_pods_declare_resources_and_time_to_stop(resources: list[Resource]) -> None:
     """Pods have requests for the scheduler, a memory limit for the node, and time to stop for the
     drain."""
@@ -572,6 +588,7 @@ def test_pods_declare_resources_and_time_to_stop(resources: list[Resource]) -> N
             assert "readinessProbe" in container
 
 
+@pytest.mark.sampled()
 def test_mounts_have_volumes(resources: list[Resource]) -> None:
     """Mounts name a volume of the pod or a claim of the set."""
     for workload in workloads(resources):
@@ -582,6 +599,7 @@ def test_mounts_have_volumes(resources: list[Resource]) -> None:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
 
 
+@pytest.mark.sampled()
 def test_job_settings_are_consistent(resources: list[Resource]) -> None:
     """The job's bounds admit the deployed number of workers."""
     job = config(resources, "job")

@@ -35,6 +35,7 @@ def test_the_demo_trains_and_loses_no_sample(shoal_command: Shoal, tmp_path: Pat
     assert rows["async-sgd"]["samples_repeated"] <= 3 * 96 + begun_since
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("moment", ["starting etcd", "status page", "async-sgd: SIGKILL to"])
 def test_ctrl_c_leaves_no_process(shoal_command: Shoal, moment: str) -> None:

@@ -59,6 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin"
 
 
+@pytest.mark.long
 def test_the_wheel_is_complete(wheel: Path) -> None:
     """The wheel contains protocol sources, the type marker of each package, and the page with the
     library that draws its charts and its licence; it contains no tests."""

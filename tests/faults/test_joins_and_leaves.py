@@ -11,6 +11,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 OTHER_FIELDS = {"strategy": "ddp", "schema": "s2"}
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("attempt", range(3))
 def test_two_joins_and_a_leave_may_come_in_any_order(cast: Cast, attempt: int) -> None:

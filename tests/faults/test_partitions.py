@@ -38,6 +38,7 @@ def test_a_short_partition_costs_no_member(cast: Cast, wire: Wire) -> None:
     cast.check_agreement()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("held", [True, False], ids=["a change forms", "a generation runs"])
 def test_a_member_cut_off_for_long_is_lost_and_joins_again(
@@ -66,6 +67,7 @@ def test_a_member_cut_off_for_long_is_lost_and_joins_again(
     cast.check_agreement()
 
 
+@pytest.mark.long
 def test_a_joiner_during_an_outage_of_etcd_is_admitted_afterwards(
     cast: Cast, replicas: Replicas, etcd: Etcd
 ) -> None:

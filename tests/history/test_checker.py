@@ -145,6 +145,7 @@ def judged(kind: str, events: list[Event]) -> Report:
     return check(SHARDS, OPTIMIZERS[kind], events)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_faultless_server_passes(kind: str, seed: int) -> None:
@@ -188,6 +189,7 @@ def mutated(events: list[Event], seed: int, change: Callable[[Answered], Event])
     return [*events[:chosen], change(event), *events[chosen + 1 :]]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
     events = history(SHARDS, OPTIMIZERS["sgd"], seed)
@@ -197,6 +199,7 @@ def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
     assert judged("sgd", wrong).faults
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_push_without_answer_may_have_been_applied(seed: int) -> None:
     """The push counts as unknown, and is found to be applied."""

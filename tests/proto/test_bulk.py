@@ -34,6 +34,7 @@ def read_all(stream: bytes, sizes: list[int]) -> list[tuple[FrameKind, int, int,
     return frames
 
 
+@pytest.mark.long
 @given(
     bodies=st.lists(BODIES, min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),

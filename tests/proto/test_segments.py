@@ -82,6 +82,7 @@ def test_a_sealed_segment_cannot_be_changed() -> None:
     assert segment.view() == b"weights"
 
 
+@pytest.mark.long
 def test_a_view_is_valid_after_its_segment_is_closed() -> None:
     segment = segment_of(b"weights")
     view = segment.view()
@@ -233,6 +234,7 @@ def place_of(segment: Segment) -> int:
     return os.fstat(segment.descriptor).st_ino
 
 
+@pytest.mark.long
 def test_memory_is_reused_once_no_reference_is_left() -> None:
     """References are a segment, a duplicate of it and a view, whichever is released last."""
     memory = ReusedMemory()

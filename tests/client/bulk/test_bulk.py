@@ -73,12 +73,14 @@ def trained(
         return {name: bytes(value) for name, value in values.items()}
 
 
+@pytest.mark.long
 def test_every_transport_has_the_same_results(servers: ParameterServers) -> None:
     by_grpc = trained(servers, "grpc")
     assert trained(servers, "auto") == by_grpc
     assert trained(servers, "tcp") == by_grpc
 
 
+@pytest.mark.long
 def test_a_gradient_and_its_base_are_sent_over_every_transport(servers: ParameterServers) -> None:
     """A push sends twice as many bytes as it receives."""
     policy = StalenessPolicy(kind="compensate", strength=0.5)
@@ -120,6 +122,7 @@ def test_shards_too_large_for_shared_memory_are_sent_over_the_socket(
         assert set(client.transports.values()) == {"unix-socket"}
 
 
+@pytest.mark.long
 def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterServers) -> None:
     with closing(connect(servers, "auto")) as client:
         shard_map = client.place(SCHEMA)
@@ -140,6 +143,7 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
             assert seen == values
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_more_shards_than_slots_may_be_refused(transport: str) -> None:

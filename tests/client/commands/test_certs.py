@@ -68,6 +68,7 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
     assert holder.valid == timedelta(hours=1)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

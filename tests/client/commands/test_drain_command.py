@@ -79,6 +79,7 @@ async def test_the_command_returns_once_the_member_has_left(
         assert shown.endswith(f"; generation {record.roster.generation} runs with 1 member")
 
 
+@pytest.mark.long
 async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> None:
     """The error is the coordinator's."""
     async with world() as at:
@@ -89,6 +90,7 @@ async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> 
             await at.shoal_drain("a", "--job", "k")
 
 
+@pytest.mark.long
 async def test_the_wait_for_a_member_that_does_not_leave_ends() -> None:
     """The error has the member's state."""
     async with world() as at:
@@ -139,6 +141,7 @@ def test_an_unknown_member_in_a_repeated_request_has_left() -> None:
         _drained(request, ChangingLeaders(UnknownMember("no member b")), at, give_up_s)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 async def test_the_error_without_a_coordinator_has_its_address() -> None:
     """The error is Unavailable."""
     async with world() as at:

@@ -62,6 +62,7 @@ def test_events_has_one_line_for_a_change_of_generations(
     assert second == line
 
 
+@pytest.mark.long
 def test_the_newest_events_can_be_shown_as_json(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_newest_events_can_be_shown_as_json(
     assert shown == ["snapshot 28", "snapshot 29"]
 
 
+@pytest.mark.long
 def test_new_events_are_followed(world: World, url: str) -> None:
     """Existing events are first, then each new one once."""
     world.board.event("digits", "snapshot_taken", "the first")
@@ -88,6 +90,7 @@ def test_new_events_are_followed(world: World, url: str) -> None:
     assert found == ["the first", "the second", "the third"]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("command", ["events", "top"])
 def test_an_unknown_job_is_refused(
@@ -97,6 +100,7 @@ def test_an_unknown_job_is_refused(
     assert "there is no job nojob" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_status_of_an_unknown_job_is_refused_with_the_known_ones(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +141,7 @@ def test_a_slow_member_is_found(world: World) -> None:
     assert top.slowest(members[1:]) == set()
 
 
+@pytest.mark.long
 def test_status_counts_ended_jobs_and_shows_them_with_all(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFix
             await at.shoal("retry", "j")
 
 
+@pytest.mark.long
 async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 75 if the job is not over in time, 1 once it is stopped, and 0 once it is
     finished."""
@@ -130,6 +131,7 @@ async def test_a_job_that_all_members_left_is_interrupted(
             assert command[0] == "top" or "no such file" in shown
 
 
+@pytest.mark.long
 async def test_the_error_for_an_unknown_job_has_its_name() -> None:
     async with world() as at:
         for command in ("wait", "stop", "retry"):

@@ -30,6 +30,7 @@ def test_the_newest_lines_of_a_member_come_from_its_launcher(
     assert capsys.readouterr().out.splitlines() == world.printed["w1"][-100:]
 
 
+@pytest.mark.long
 def test_the_lines_of_all_members_of_a_job_are_shown(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_lines_are_followed_until_the_launcher_ends(
     assert errors == "shoal logs: the launcher of w1 has ended\n"
 
 
+@pytest.mark.long
 def test_last_lines_of_an_ended_launcher_are_marked_as_such(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +73,7 @@ def test_last_lines_of_an_ended_launcher_are_marked_as_such(
     assert shown == "the loss is nan\n" and "has ended; it left these lines" in errors
 
 
+@pytest.mark.long
 def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     world: World,
     url: str,

@@ -59,12 +59,14 @@ def test_a_members_id_alone_is_enough(
     assert capsys.readouterr().out == "the loss is 1\n"
 
 
+@pytest.mark.long
 def test_a_member_that_several_jobs_have_needs_its_job(world: World, url: str) -> None:
     world.put(status_world.job("other"))
     with pytest.raises(InvalidSpec, match="several jobs have a member w1; saw digits, other"):
         parse(["why", "w1", "--http", url])()
 
 
+@pytest.mark.long
 def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -> None:
     """The error lists the known members and names `shoal status`. With `--job`, the error names
     only the command that lists the job's members."""
@@ -74,6 +76,7 @@ def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -
         parse(["why", "w9", "--job", "digits", "--http", url])()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_status_shows_process_ids(
@@ -89,6 +92,7 @@ def test_status_shows_process_ids(
     assert "4194000" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_kill_ends_a_member_by_id(
     world: World,
     url: str,
@@ -112,6 +116,7 @@ def test_kill_refuses_a_process_that_is_not_the_member(
     assert worker.poll() is None
 
 
+@pytest.mark.long
 def test_the_last_members_of_a_job_without_any_are_named(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +150,7 @@ def test_published_weights_are_asked_of_the_only_cluster(folder: Path) -> None:
     only.close()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]

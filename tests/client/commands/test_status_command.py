@@ -24,6 +24,7 @@ def shoal(*arguments: str) -> int:
     return parse(arguments)()
 
 
+@pytest.mark.long
 def test_status_shows_every_job_with_members_generations_and_servers(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_status_shows_the_rounds_of_members_with_clocks(
     assert f"waits for: {reason}" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_status_shows_which_weights_each_engine_serves(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_status_shows_which_weights_each_engine_serves(
     assert "svc/r" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_status_can_be_limited_to_one_job(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +91,7 @@ def test_status_can_be_limited_to_one_job(
     assert "digits" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_status_as_json_equals_the_api(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The output has all jobs with members and shards."""
     assert shoal("status", "--http", url, "--json") == 0
@@ -104,6 +108,7 @@ def test_status_as_json_equals_the_api(url: str, capsys: pytest.CaptureFixture[s
     }
 
 
+@pytest.mark.long
 def test_status_without_jobs_is_no_error(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +118,7 @@ def test_status_without_jobs_is_no_error(
     assert "has no jobs" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_why_shows_what_a_member_waits_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +145,7 @@ def test_an_unknown_name_is_the_coordinators_error(url: str) -> None:
         shoal("status", "--job", "nope", "--http", url)
 
 
+@pytest.mark.long
 def test_status_shows_command_and_commit(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +187,7 @@ def test_a_web_server_that_is_no_coordinator_is_recognised() -> None:
         thread.join()
 
 
+@pytest.mark.long
 def test_the_address_comes_from_the_environment(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +216,7 @@ def test_status_fits_into_eighty_columns(
         assert name in output
 
 
+@pytest.mark.long
 def test_why_of_a_job_shows_what_its_members_wait_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +237,7 @@ FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
 """A text that clears the screen, sets the window's title, begins a line and reverses later text."""
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("command", "columns"),
@@ -265,6 +275,7 @@ def test_text_of_members_has_no_control_characters(
     assert len(lines) == (command == "why-member")
 
 
+@pytest.mark.long
 def test_errors_have_no_control_characters(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error repeats an argument with control characters."""
     assert main(["status", "--http", url, "--job", FORGED]) == 2

@@ -94,6 +94,7 @@ def test_etcds_started_together_do_not_clash(supervisor: Supervisor, tmp_path: P
     assert [get(etcd.endpoint) for etcd in started] == [b"0", b"1", b"2", b"3"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_a_port_taken_at_the_last_moment_costs_one_attempt(
     supervisor: Supervisor, tmp_path: Path, num_members: int

@@ -157,6 +157,7 @@ async def test_a_restarted_script_whose_first_job_is_finished_fails(slot: BeatSl
         assert slot.ending is MembershipEnding.REFUSED
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_validator_that_raises_fails_its_member_at_once(slot: BeatSlot) -> None:
     """A validator may call a storage or a network, and raise any exception."""

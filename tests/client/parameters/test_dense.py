@@ -286,6 +286,7 @@ def test_closing_ends_a_call_in_progress(servers: ParameterServers) -> None:
     assert len(failures) == 1
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("missed", [False, True])
 def test_shards_of_an_earlier_run_are_not_those_of_the_next(
     servers: ParameterServers, missed: bool

@@ -152,6 +152,7 @@ def test_each_push_counts_once_over_broken_connections(
         assert proxy.breaks > 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(3))

@@ -125,6 +125,7 @@ WAYS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
 by_every_way = pytest.mark.parametrize("transport", WAYS)
 
 
+@pytest.mark.sampled()
 @by_every_way
 def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: str) -> None:
     """A row has its initial values until a push; others see the push; both servers hold a part."""
@@ -146,6 +147,7 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
     other.close()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @by_every_way
 def test_many_rows_are_sent_in_several_messages(servers: ParameterServers, transport: str) -> None:
@@ -165,6 +167,7 @@ def test_many_rows_are_sent_in_several_messages(servers: ParameterServers, trans
     member.close()
 
 
+@pytest.mark.sampled()
 @by_every_way
 def test_a_killed_server_loses_no_row(servers: ParameterServers, transport: str) -> None:
     """Rows pushed earlier exist after the failover, and further pushes each count once."""
@@ -224,6 +227,7 @@ def test_an_id_is_a_different_row_in_each_table(servers: ParameterServers) -> No
     member.close()
 
 
+@pytest.mark.sampled()
 @by_every_way
 def test_wrong_pushes_change_no_row(servers: ParameterServers, transport: str) -> None:
     """NaN, rows of other shards and wrong lengths each give an error that names the fault."""

@@ -111,6 +111,7 @@ def test_a_repaired_job_keeps_its_ending(ending: dict[str, Any]) -> None:
     assert lost == replace(record, stopping="", failed=False)
 
 
+@pytest.mark.long
 async def test_each_broken_record_is_shown_and_moved_aside() -> None:
     """Each broken record is in a job of its own; a good job trains meanwhile."""
     store = MemoryStore()

@@ -85,6 +85,7 @@ async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) ->
     assert await store.get(keys.LEADER) is None
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 async def test_a_leader_renews_its_lease(store: KeyValueStore) -> None:
     """The term lasts longer than one lease, and a rival waits."""
@@ -247,6 +248,7 @@ async def test_a_leaders_key_without_a_lease_prevents_no_candidate_from_leading(
             assert new.held
 
 
+@pytest.mark.long
 async def test_a_killed_leader_has_a_successor_once_its_lease_ends(tmp_path: Path) -> None:
     """The successor leads within 6 s of the kill; the lease is 2 s."""
     with running_etcd(tmp_path) as endpoint:

@@ -187,6 +187,7 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
     return EtcdConfig(endpoints=(endpoint,), user="shoal", password=password, silence_s=1)
 
 
+@pytest.mark.long
 async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, RunningEtcd]) -> None:
     """The user can use the keys of its role and no others. Calls and watches continue after a
     restart of etcd, which loses the token."""

@@ -118,6 +118,7 @@ def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:
     )
 
 
+@pytest.mark.long
 async def test_a_watch_delivers_each_event_once_over_restarts_of_etcd(single: Cluster) -> None:
     """etcd is killed and restarted three times during writes."""
     supervisor, (etcd,) = single
@@ -132,6 +133,7 @@ async def test_a_watch_delivers_each_event_once_over_restarts_of_etcd(single: Cl
             await flow.more(50)
 
 
+@pytest.mark.long
 async def test_calls_continue_when_one_of_three_endpoints_is_killed(three: Cluster) -> None:
     """The watch continues as well, over another endpoint."""
     _, members = three
@@ -190,6 +192,7 @@ async def test_calls_continue_after_a_partition(single: Cluster) -> None:
             await flow.more(50)
 
 
+@pytest.mark.long
 async def test_a_hung_connection_is_replaced(single: Cluster) -> None:
     """The only endpoint no longer answers on this connection, but on a new one."""
     _, (etcd,) = single

@@ -237,6 +237,7 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     assert pulled(second) == [1.5, 1.5]
 
 
+@pytest.mark.long
 def test_rows_have_initial_values_after_an_accepted_loss(opened: ExitStack) -> None:
     """Every call before that fails with the table and the shard. A push of rows that were looked up
     before the loss is not applied to the new shard."""

@@ -64,6 +64,7 @@ def trained(servers: ParameterServers, token: Token) -> ParameterClient:
     return client
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("names", [("ps-0",), ("ps-0", "ps-1")], ids=["one", "two"])
 def test_pushes_survive_the_end_of_all_servers(
     servers: ParameterServers, tmp_path: Path, names: tuple[str, ...]
@@ -102,6 +103,7 @@ def test_a_shard_stays_with_a_continuing_backup(servers: ParameterServers, tmp_p
     client.close()
 
 
+@pytest.mark.long
 def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_path: Path) -> None:
     """An operator may have put it back. The error has both versions; with the newest copy, training
     continues."""
@@ -131,6 +133,7 @@ def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_p
     client.close()
 
 
+@pytest.mark.long
 def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers: ParameterServers, tmp_path: Path
 ) -> None:

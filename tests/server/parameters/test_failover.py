@@ -95,6 +95,7 @@ def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> N
     client.close()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("gone", ["ps-0", "ps-1"])
 def test_a_backup_takes_over_with_values_momentum_and_sessions(
     servers: ParameterServers, gone: str
@@ -112,6 +113,7 @@ def test_a_backup_takes_over_with_values_momentum_and_sessions(
     client.close()
 
 
+@pytest.mark.long
 def test_servers_that_die_in_turn_lose_nothing(servers: ParameterServers) -> None:
     """An empty process replaces each dead server, and gets its copies before the next one dies."""
     client = trained(servers)
@@ -145,6 +147,7 @@ def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
     again.close()
 
 
+@pytest.mark.long
 def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
     """Pushes continue meanwhile."""
     client = trained(servers)
@@ -164,6 +167,7 @@ def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
     client.close()
 
 
+@pytest.mark.long
 def test_a_server_that_leaves_hands_over_its_shards(servers: ParameterServers) -> None:
     """A leaving server has no shards when it ends, so that the next push needs no retry."""
     client = trained(servers)

@@ -130,6 +130,7 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return taken
 
 
+@pytest.mark.long
 def test_a_copy_that_takes_long_is_waited_for(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

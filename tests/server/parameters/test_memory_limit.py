@@ -99,6 +99,7 @@ def test_the_memory_of_a_new_shard_is_computed_before_it_is_made() -> None:
                 assert bytes_to_make(spec, optimizer) == shard.memory_bytes
 
 
+@pytest.mark.long
 def test_a_table_at_the_limit_gets_no_new_rows(servers: ParameterServers) -> None:
     """A push whose new rows exceed the memory is refused, and accepted once another job is dropped.
     Existing rows are trained meanwhile, and all ids can be looked up."""

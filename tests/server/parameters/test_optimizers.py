@@ -114,6 +114,7 @@ def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) ->
     return values
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("kind", "settings"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_results_equal_fused_torch_bit_for_bit(

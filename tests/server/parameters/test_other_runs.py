@@ -92,6 +92,7 @@ def begin_anew(servers: ParameterServers, job: str) -> None:
     servers.run(wipe())
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("call", CALLS)
 def test_a_member_of_the_last_run_is_refused(servers: ParameterServers, call: str) -> None:
     """The refusal has the new run's id; the shards of both runs have the same numbers and epochs.

@@ -262,6 +262,7 @@ BAD_PUSHES = {
 }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", BAD_PUSHES)
 async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
     """A part that is truncated, too long, corrupted, out of order or not finite changes nothing."""
@@ -293,6 +294,7 @@ async def test_missing_and_misplaced_shards_have_different_errors(world: World) 
     assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("opening", "kind"),
     [
@@ -397,6 +399,7 @@ async def test_bad_creations_are_refused(world: World) -> None:
     assert list((await create(world, SMALL, LARGE)).created) == [LARGE]
 
 
+@pytest.mark.long
 async def test_the_bytes_of_unfinished_pushes_are_bounded(world: World) -> None:
     """A push beyond the bound is refused as Overloaded, and accepted later."""
     await create(world, SMALL, HUGE)
@@ -429,6 +432,7 @@ async def test_the_bytes_of_unfinished_pushes_are_bounded(world: World) -> None:
     assert outcomes[HUGE].version == 3
 
 
+@pytest.mark.long
 async def test_a_pull_has_the_values_of_one_version(world: World) -> None:
     """Each pull returns all values of one version while pushes continue."""
     await create(world, LARGE)

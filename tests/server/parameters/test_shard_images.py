@@ -59,6 +59,7 @@ def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> DensePush
     )
 
 
+@pytest.mark.sampled()
 @settings(max_examples=8, deadline=None)
 @given(moves=st.lists(MOVES, max_size=10))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -34,6 +34,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.long
 def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     library = SnapshotLibrary(Storage(bucket), "job")
     assert library.list() == [] and library.newest() is None
@@ -55,6 +56,7 @@ def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     assert set(library.storage.sizes("job/parts")) == kept
 
 
+@pytest.mark.long
 def test_a_manifest_that_the_bucket_writes_late_is_no_snapshot(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

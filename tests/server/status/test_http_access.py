@@ -82,6 +82,7 @@ def filled(path: str) -> str:
     return path.format(job="digits", member="w1", generation=1)
 
 
+@pytest.mark.long
 async def test_every_call_of_the_api_needs_its_role(world: World, tmp_path: Path) -> None:
     """Viewers may read, and operators may act; a caller without a token may do neither, except for
     the calls in `OPEN` and reports. The calls are those of the API's schema."""
@@ -118,6 +119,7 @@ async def test_every_call_of_the_api_needs_its_role(world: World, tmp_path: Path
         ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "value",
@@ -237,6 +239,7 @@ async def test_a_token_removed_from_the_file_is_refused(world: World, tmp_path: 
         assert (spoilt.status_code, spoilt.json()["kind"]) == (503, "AccessDenied")
 
 
+@pytest.mark.long
 async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
     world: World, tmp_path: Path
 ) -> None:
@@ -248,6 +251,7 @@ async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
         assert "409" in described["responses"]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("takes_tokens", [False, True])
 async def test_only_the_servers_own_user_needs_no_token(

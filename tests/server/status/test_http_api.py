@@ -44,6 +44,7 @@ async def test_healthz_is_200_while_the_coordinator_is_not_ready(
     assert (await http.get("/healthz")).status_code == 200
 
 
+@pytest.mark.long
 async def test_readyz_is_503_with_the_reason_until_the_coordinator_leads(
     world: World, http: httpx.AsyncClient
 ) -> None:
@@ -112,6 +113,7 @@ async def test_why_has_what_a_member_waits_for(world: World, http: httpx.AsyncCl
     assert 39 <= why["waiting_s"] <= 60
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("path", "kind", "expected"),
     [
@@ -253,6 +255,7 @@ async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient)
     body_of_error(response, 404, "UnknownMember")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("change", "seen", "expected"),
     [
@@ -288,6 +291,7 @@ async def test_unknown_figures_of_a_later_protocol_are_ignored(http: httpx.Async
     assert entry["health"]["loss"] == REPORT["loss"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000])
 async def test_an_invalid_body_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
     """The answer is 422, and the server serves on."""

@@ -41,12 +41,14 @@ def unbounded(schema: dict[str, Any]) -> bool:
     return bound is not None and not any(each in schema for each in bound)
 
 
+@pytest.mark.long
 def test_every_input_has_a_bound(shown: tuple[World, FastAPI]) -> None:
     found = dict(inputs(shown[1]))
     assert len(found) > 15
     assert [name for name, schema in found.items() if unbounded(schema)] == []
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 async def test_infinite_numbers_are_refused(
     value: str, world: World, http: httpx.AsyncClient, shown: tuple[World, FastAPI]

@@ -86,6 +86,7 @@ async def test_a_body_that_arrives_after_its_answer_gets_no_second_one(
         writer.close()
 
 
+@pytest.mark.long
 async def test_an_unfinished_body_is_refused(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
         reader, writer = await connect(server)
@@ -96,6 +97,7 @@ async def test_an_unfinished_body_is_refused(world: World) -> None:
         writer.close()
 
 
+@pytest.mark.long
 async def test_a_connection_beyond_the_limit_is_refused_as_overloaded(world: World) -> None:
     """Connections are limited in total and for each peer. Once a connection is closed, another is
     accepted."""
@@ -136,6 +138,7 @@ async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
         assert (bounds.streams.num_open, bounds.streams.num_refused) == (8, 12)
 
 
+@pytest.mark.long
 async def test_the_number_of_live_pages_of_a_peer_is_bounded(world: World) -> None:
     async with (
         serving(world, HttpLimits(live_pages_per_peer=1)) as (server, _),
@@ -191,6 +194,7 @@ async def test_invalid_http_is_not_logged(world: World, caplog: pytest.LogCaptur
     assert [record.message for record in caplog.records if record.name != "asyncio"] == []
 
 
+@pytest.mark.long
 async def test_any_host_is_accepted_if_configured(world: World) -> None:
     async with (
         serving(world, HttpLimits(), "*") as (server, _),

@@ -32,6 +32,7 @@ async def test_output_without_a_launcher_is_refused(http: httpx.AsyncClient) -> 
     assert (answer.status_code, answer.json()["kind"]) == (404, "UnknownMember")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("position", ["", "7", "ab-", "ab-x", "AB-7", "ab-7&x=1", "ab-" + "9" * 17])
 async def test_invalid_positions_are_refused(
     world: World, http: httpx.AsyncClient, position: str
@@ -41,6 +42,7 @@ async def test_invalid_positions_are_refused(
     assert (answer.status_code, answer.json()["kind"]) == (422, "MalformedMessage")
 
 
+@pytest.mark.long
 async def test_output_needs_a_token_if_the_server_has_tokens(world: World, tmp_path: Path) -> None:
     """Viewers and operators may read it, and count as known callers."""
     world.printed["w1"] = ["line"]
@@ -65,6 +67,7 @@ async def test_without_tokens_a_caller_is_unknown(world: World, http: httpx.Asyn
     assert world.askers == [CallerProof()]
 
 
+@pytest.mark.long
 async def test_the_own_user_is_known_without_tokens(world: World) -> None:
     """The user that runs the cluster reads the output of jobs with a secret too."""
     world.printed["w1"] = ["line"]

@@ -27,6 +27,7 @@ from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.serve import StatusServer
 
 
+@pytest.mark.long
 async def test_the_error_for_a_port_in_use_has_its_address(world: World) -> None:
     """The error is AddressInUse."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -54,6 +55,7 @@ async def test_the_port_is_free_again_after_the_server(world: World) -> None:
         assert second.port == port
 
 
+@pytest.mark.long
 async def test_signals_are_left_to_the_process(world: World) -> None:
     """The handlers of the loop's owner are called, and the server serves on."""
     caught = asyncio.Event()
@@ -82,6 +84,7 @@ async def test_an_open_page_does_not_delay_the_end_of_the_server(world: World) -
         await response.aclose()
 
 
+@pytest.mark.long
 async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
     """A stream beyond the limit is answered with 503. A closed stream no longer counts."""
     bounds = HttpBounds(HttpLimits(live_pages=1))

@@ -40,6 +40,7 @@ async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
             yield world, http
 
 
+@pytest.mark.long
 async def test_training_members_are_shown_with_rank_and_generation() -> None:
     """The API also has the generation record, events, and what a member waits for."""
     async with endpoint() as (world, http):
@@ -72,6 +73,7 @@ async def test_a_waiting_member_is_shown_with_what_it_waits_for() -> None:
     assert 0 <= why["waiting_s"] < 60, "the coordinator's clock is Unix time"
 
 
+@pytest.mark.long
 async def test_a_stopped_coordinator_is_not_ready() -> None:
     """The answer of /readyz is 503 with the reason once the coordinator has stepped down."""
     async with endpoint() as (world, http):

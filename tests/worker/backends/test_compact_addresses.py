@@ -28,6 +28,7 @@ def address(world_size: int, rank: int, first: int = 7) -> bytes:
     return HEAD + numbers.astype("<i8").tobytes()
 
 
+@pytest.mark.long
 @given(st.binary(max_size=200))
 def test_every_value_is_the_same_after_compacting_and_expanding(value: bytes) -> None:
     compacted = compact(value)
@@ -35,6 +36,7 @@ def test_every_value_is_the_same_after_compacting_and_expanding(value: bytes) ->
     assert len(compacted) <= len(value) + 1
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.binary(max_size=7), st.integers(1, 300))
 def test_runs_of_numbers_are_the_same_after_compacting_and_expanding(
     numbers: list[int], rest: bytes, times: int

@@ -51,6 +51,7 @@ def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
         assert crew[1 - dead].join() == 0
 
 
+@pytest.mark.long
 def test_fifty_generations_in_one_process_neither_freeze_it_nor_leak(tmp_path: Path) -> None:
     """Half of the generations end in the middle of a step. A freeze would last until Gloo's
     timeout, 60 s."""
@@ -106,6 +107,7 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
         assert [rank.join() for rank in crew] == [0] * 4
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [

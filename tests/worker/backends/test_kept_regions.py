@@ -10,6 +10,7 @@ from support.processes.worlds import run_on_gloo
 from shoal.backends.shared_memory.regions import KeptRegions, MemoryRegion
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("how", "again"), [("killed", True), ("left", True), ("halted", False)])
 def test_survivors_use_the_memory_again_unless_a_lost_rank_may_still_write(
     tmp_path: Path, how: str, again: bool
@@ -57,6 +58,7 @@ def test_regions_are_taken_in_the_order_in_which_they_were_kept() -> None:
         region.close()
 
 
+@pytest.mark.long
 def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:
     """Weights are those of one process."""
     for same, difference in run_on_gloo(2, kept_region_bodies.trained_in_generations, 3):

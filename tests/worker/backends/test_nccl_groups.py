@@ -182,6 +182,7 @@ def test_the_hosts_part_of_a_group_can_be_cut_and_shares_memory(tmp_path: Path) 
             assert rank.join() == 0
 
 
+@pytest.mark.long
 def test_generations_follow_each_other_without_a_leak(tmp_path: Path) -> None:
     """Half of the generations end by a cut."""
     with Ranks() as ranks:

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import pytest
 from support.collectives import stuck_bodies
 from support.processes.ranks import Ranks
 
@@ -25,6 +26,7 @@ def test_a_connection_counts_until_either_end_has_hung_up() -> None:
             assert count() == 0
 
 
+@pytest.mark.long
 def test_a_process_ends_though_a_collective_of_its_checkpoint_does_not(
     tmp_path: Path,
 ) -> None:

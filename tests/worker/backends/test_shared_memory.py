@@ -29,6 +29,7 @@ def test_values_written_before_a_barrier_are_read_after_it(world_size: int) -> N
     assert min(sizes) >= 4096
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_messages_reach_all_ranks_through_shared_memory(world_size: int) -> None:
     """Messages of a round that some rank did not receive are never received as those of the next
@@ -63,6 +64,7 @@ def test_all_ranks_avoid_shared_memory_for_messages_that_are_too_long() -> None:
     assert run_on_gloo(3, shared_memory_bodies.gathered, 5000) == [[True, True, False]] * 3
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])
 def test_ranks_that_wait_learn_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
     """The limit is an hour away. Rank 0 passes a loss on; the end of rank 0 is seen by all."""
@@ -112,6 +114,7 @@ def is_hung_up(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "greeting",
     [opening._GREETING.pack(1, bytes(32)), bytes(3), b""],

@@ -64,6 +64,7 @@ def paths_in(place: str) -> list[str]:
     return path.names()
 
 
+@pytest.mark.sampled()
 def test_three_ranks_write_a_checkpoint_that_one_process_reads(place: str) -> None:
     whole = trained("adamw")
 
@@ -100,6 +101,7 @@ def build_of(whole: StateShard) -> tuple[dict[str, Any], None]:
     return {name: tensor.clone().zero_() for name, tensor in expected_of(whole).items()}, None
 
 
+@pytest.mark.sampled()
 def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: str) -> None:
     with Checkpoints(place, every_steps=10, keep=2) as checkpoints:
         for step in (10, 20, 30):
@@ -112,6 +114,7 @@ def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: st
     assert len(paths_in(place)) == 2 * 2
 
 
+@pytest.mark.sampled()
 def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:
         checkpoints.offer(at(100))
@@ -160,6 +163,7 @@ class Dead(BaseException):
     """Raised in place of the process' death."""
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("keep", "new"), [(1, 2), (2, 1)], ids=["the next one", "the same step"])
 def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
@@ -264,6 +268,7 @@ def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     assert list(complete(located(place))) == [2]
 
 
+@pytest.mark.long
 def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +311,7 @@ def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
     assert differences(read(newest, whole_chunk), with_aliases(at(1, 2))) == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_whose_last_answer_is_lost_is_whole(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +359,7 @@ def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> 
     return taken
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 def test_a_job_continues_from_its_newest_checkpoint_in_a_bucket(
     cluster: LocalCluster, place: str

@@ -22,6 +22,7 @@ from shoal.checkpoint.storage import newest
 from shoal.state.shards import whole_chunk
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("old", "new"), [(10, 20), (10, 10)], ids=["next to another", "in the place of another"]
@@ -69,6 +70,7 @@ def in_memory(directory):
     return run_in_memory(world.write_in_group, 3, directory, 3)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("run", [on_gloo, in_memory])
 def test_ranks_of_one_group_write_together(tmp_path, run):
     complete = run(str(tmp_path))

@@ -25,6 +25,7 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
     """Keys, shapes, dtypes and paths are the same: a reader of one format reads the other."""

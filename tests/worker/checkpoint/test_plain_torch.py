@@ -38,6 +38,7 @@ def model_after(name, steps):
     return model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", plain_torch.OPTIMIZERS)
 def test_plain_torch_loads_the_model(written, name):

@@ -60,6 +60,7 @@ def damaged(by_rows_on_four, tmp_path):
     return shutil.copytree(by_rows_on_four, tmp_path / "damaged")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_checkpoint_of_one_world_size_is_read_by_another(whole, by_rows_on_four, dim, world_size):

@@ -34,6 +34,7 @@ def changed(state_shard, **shards):
     )
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("dim", [0, 1])
 def test_four_ranks_write_what_one_would(tmp_path, dim):
     whole = trained("adamw")

@@ -38,6 +38,7 @@ def test_digits_are_learned_as_well_and_for_fewer_bytes() -> None:
         assert ratio == pytest.approx(metrics["compression_ratio"])
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("run", "world_size"), [(in_threads, 2), (run_on_gloo, 3)])
 def test_ranks_agree_though_layers_are_in_no_loss_or_in_that_of_some_ranks(
     run: Callable[..., list[Any]], world_size: int

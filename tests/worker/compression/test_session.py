@@ -22,6 +22,7 @@ def run_of(cluster: LocalCluster, compression: str, member_id: str, fault: str =
     )
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("compression", ["one-bit", "powersgd"])
 def test_survivors_of_a_kill_end_with_the_same_weights(
     cluster: LocalCluster, compression: str
@@ -43,6 +44,7 @@ def test_survivors_of_a_kill_end_with_the_same_weights(
     assert sizes == {2, 3}
 
 
+@pytest.mark.long
 def test_members_with_different_compressions_are_refused(cluster: LocalCluster) -> None:
     with Ranks() as ranks:
         job = "compressed-apart"

@@ -169,6 +169,7 @@ def only_rows(samples: list[Any]) -> Any:
     return [each["image"] for each in samples]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("make", [as_dict, as_pair, as_list])
@@ -185,6 +186,7 @@ def test_a_list_of_a_collate_function_is_inputs_whatever_its_length(
     assert str(list(batch.inputs)) == str([make(index) for index in range(size, 2 * size)])
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("is_loaded_together", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 2, 3])

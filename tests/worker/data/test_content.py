@@ -107,6 +107,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_samples_have_another_digest_and_the_same_ones_the_same(kind: str) -> None:
     """Datasets that members make with the same seed have equal digests; other seeds give other
@@ -237,6 +238,7 @@ def test_the_number_of_values_that_a_digest_reads_is_bounded() -> None:
     assert len(list(content._dataset_items(large, 1 << 20, 0))) == looked_at
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
 def test_a_member_with_another_split_is_refused_and_the_others_train_on(

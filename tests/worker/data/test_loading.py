@@ -108,6 +108,7 @@ def taken(loader: Loader, world_sizes: list[int]) -> list[Any]:
     return steps
 
 
+@pytest.mark.long
 def test_random_numbers_of_a_sample_are_the_same_whichever_process_loads_it() -> None:
     """Holds on one member or three, in the trainer's process or others, for the first time or
     again."""
@@ -160,6 +161,7 @@ def test_a_share_that_collate_empties_is_reported_with_its_samples() -> None:
     assert "in sound" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("dataset", "error"),
@@ -179,12 +181,14 @@ def test_a_sample_that_cannot_be_loaded_is_named(
         assert "in __getitem__" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.long
 def test_a_loading_process_that_a_sample_kills_is_reported() -> None:
     ended = pytest.raises(LoadingFailed, match="a process that loads batches has ended")
     with loader_of(Killed(), 2) as loader, ended:
         taken(loader, [1] * 5)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
     """The trainer sees no error, and its batches are the same."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
@@ -246,6 +250,7 @@ def _one(loader: Loader, step: int) -> Any:
     ]
 
 
+@pytest.mark.long
 def test_processes_end_with_the_batches_and_with_each_epoch_if_they_are_not_kept() -> None:
     for kept in (True, False):
         with loader_of(Drawn(), 2, persistent_workers=kept) as loader:
@@ -269,6 +274,7 @@ def test_a_dataset_that_changes_its_length_is_refused() -> None:
         loader.synchronous(5, 0, 1)
 
 
+@pytest.mark.long
 def test_closing_does_not_wait_for_batches_loaded_ahead() -> None:
     """A loader that was closed, even twice, can be used again."""
     with loader_of(Drawn(), 2, prefetch_factor=8) as loader:
@@ -393,6 +399,7 @@ def test_the_timeout_of_a_batch_applies_to_processes_that_are_not_silent() -> No
         take_all(loader)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -415,6 +422,7 @@ def test_a_batch_that_cannot_be_sent_is_reported_at_once(
         take_all(loader)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "error",
     [

@@ -100,6 +100,7 @@ def test_each_sample_comes_once_an_epoch_over_all_changes_of_members(
         assert seen[0] != seen[1]
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(lengths_of_shards, st.integers(1, 12), st.integers(1, 40))
 def test_members_at_their_own_pace_get_each_sample_once_from_any_ranges(
@@ -117,6 +118,7 @@ def test_members_at_their_own_pace_get_each_sample_once_from_any_ranges(
     assert sorted(taken) == list(range(sum(lengths)))
 
 
+@pytest.mark.long
 def test_members_and_processes_read_streams_of_their_own() -> None:
     """Streams have 4 columns and 2 turns here: one of two members reads half of the samples. A
     member that loads every second batch reads a quarter, except for samples at the borders of
@@ -218,6 +220,7 @@ def test_shards_are_a_map_style_data_set_too() -> None:
         shards[6]
 
 
+@pytest.mark.long
 def test_processes_that_load_read_all_samples_and_draw_as_the_trainer_does() -> None:
     """The iterable data sets themselves would divide their samples among processes, and use random
     numbers."""

@@ -20,6 +20,7 @@ IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(IDS, st.integers(1, 100))
 def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> None:
@@ -41,6 +42,7 @@ def held(ids: list[int], version: int) -> CachedRows:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=30), min_size=1, max_size=8))
 def test_the_cache_returns_only_the_newest_row_of_an_id(puts: list[set[int]]) -> None:

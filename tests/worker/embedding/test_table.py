@@ -97,6 +97,7 @@ OPTIMIZERS: dict[str, tuple[RowOptimizer, Callable[..., torch.optim.Optimizer]]]
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) -> None:
@@ -128,6 +129,7 @@ def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) 
     strategy.close()
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_autograd(servers: ParameterServers) -> None:
     """Gradients are checked numerically, through lookups with duplicates and padding."""
     table = EmbeddingTable(
@@ -153,6 +155,7 @@ def test_gradients_are_those_of_autograd(servers: ParameterServers) -> None:
     strategy.close()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_are_those_of_torch(servers: ParameterServers, mode: str) -> None:
@@ -182,6 +185,7 @@ def weight_of_bag(strategy: AsyncSGD, bag: EmbeddingBagTable) -> torch.Tensor:
         return bag(torch.arange(NUM_IDS)[:, None]).clone()
 
 
+@pytest.mark.long
 def test_members_share_rows(servers: ParameterServers) -> None:
     """A member looks up what the other has pushed; the pushes of both count."""
     tables = [EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0)) for _ in range(2)]
@@ -208,6 +212,7 @@ def test_members_share_rows(servers: ParameterServers) -> None:
     two.close()
 
 
+@pytest.mark.long
 def test_fates_of_rows_are_in_the_metrics(servers: ParameterServers) -> None:
     """Rows that are not admitted yet, and rows for which a full table has no space, are counted as
     such."""
@@ -243,6 +248,7 @@ def lookups_of(strategy: AsyncSGD) -> list[int]:
     return asked
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("bound", [0, 2])
 def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: int) -> None:
     """Rows are looked up at most once in a step. Over steps they are cached as long as the bound
@@ -268,6 +274,7 @@ def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: in
     strategy.close()
 
 
+@pytest.mark.long
 def test_prefetched_rows_are_not_looked_up_again(servers: ParameterServers) -> None:
     """Rows that were prefetched are not looked up again, and the result is the same."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=1)
@@ -284,6 +291,7 @@ def test_prefetched_rows_are_not_looked_up_again(servers: ParameterServers) -> N
     strategy.close()
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: ParameterServers) -> None:
     """The error comes before anything of the step is sent."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0))
@@ -300,6 +308,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
     strategy.close()
 
 
+@pytest.mark.long
 def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     """Errors for ids out of range, ids of another dtype, and tables that conflict or are not
     connected."""

@@ -45,6 +45,7 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
         yield joined
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(

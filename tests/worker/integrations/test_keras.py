@@ -100,6 +100,7 @@ def test_each_sample_is_in_one_batch_of_one_rank_an_epoch(world_size):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_a_keras_module_under_sharded_strategies_equals_one_process(strategy):
     done = keras_ranks.training()

@@ -162,6 +162,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
     assert distance(ended["weights"]) <= TOLERANCE
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -225,6 +226,7 @@ def test_schedulers_that_look_at_a_metric_are_refused(session: shoal.Session) ->
         fit(session, Watching)
 
 
+@pytest.mark.long
 def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     session: shoal.Session, tmp_path: Path
 ) -> None:
@@ -246,6 +248,7 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+@pytest.mark.long
 def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
     """A metric stays local, like the values of `self.log`. torchmetrics would gather it over the
     members, and if one were lost meanwhile all of them would end with an error of torch's."""
@@ -263,6 +266,7 @@ def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
     assert found == [False]
 
 
+@pytest.mark.long
 def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     session: shoal.Session, tmp_path: Path
 ) -> None:
@@ -340,6 +344,7 @@ class Asking(Net):
         return super().configure_optimizers()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("of_trainer", "of_batches", "asked", "steps"),
     [
@@ -460,6 +465,7 @@ ROWS: list[tuple[Any, Any]] = [
 ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("rows", "form"), ROWS, ids=["one", "two", "three", "rows", "dicts"])
 def test_batches_are_those_of_a_dataloader(session: shoal.Session, rows: Any, form: Any) -> None:
     elastic = SessionStrategy(session)

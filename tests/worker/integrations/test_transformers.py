@@ -152,6 +152,7 @@ class OwnLoss(SessionTrainer):
         return model(**inputs).loss
 
 
+@pytest.mark.long
 def test_a_loss_of_unknown_weight_is_refused(session: shoal.Session) -> None:
     with pytest.raises(InvalidSpec, match="loss_is_scaled_for_ga"):
         OwnLoss(session, **inputs_of()).train()
@@ -180,6 +181,7 @@ def tagger_of(**changes: Any) -> dict[str, Any]:
     return {**inputs, "model": Tagger(), "train_dataset": data, "eval_dataset": None}
 
 
+@pytest.mark.long
 def test_a_smoothed_mean_over_labels_has_their_number_as_weight(
     session: shoal.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_smoothed_mean_over_labels_has_their_number_as_weight(
     assert weights == [sum(labels[:BATCH]), sum(labels[BATCH : 2 * BATCH])]
 
 
+@pytest.mark.long
 def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None:
     with pytest.raises(InvalidSpec, match="label_smoothing_factor"):
         SessionTrainer(session, **tagger_of()).train()
@@ -221,6 +224,7 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(
         SessionTrainer(session, **inputs_of(**changes))
 
 
+@pytest.mark.long
 def test_losses_of_steps_that_are_taken_again_are_counted_once(
     session: shoal.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,7 @@ def translating(directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_an_evaluation_generates_as_that_of_one_process(
     session: shoal.Session, tmp_path: Path
 ) -> None:

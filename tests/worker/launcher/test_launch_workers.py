@@ -221,6 +221,7 @@ assert os.environ["SHOAL_ADMISSION_S"] == "86400"
 WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
 
 
+@pytest.mark.long
 def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
     """The environment of a worker has the job, the bounds and an id of its own; its lines carry the
     id."""
@@ -239,6 +240,7 @@ def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
     assert f"OMP_NUM_THREADS={threads}" in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("workers", "expected"), [("1", {"pod"}), ("2", {"pod-0", "pod-1"})])
 def test_a_given_member_id_is_kept(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, expected: set[str]
@@ -254,6 +256,7 @@ def test_a_given_member_id_is_kept(
     } == expected
 
 
+@pytest.mark.long
 def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
     """`-m module args` runs the module, found from the working directory as with python -m."""
     (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])")
@@ -262,6 +265,7 @@ def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
     assert "__main__ ['-n', '7']" in output
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_started_again(shoal_run: Run, book: ExitBook, tmp_path: Path) -> None:
     """SIGKILL is reported as the exit code, the same member id is started again, and the job
     completes."""
@@ -289,6 +293,7 @@ print("done")
     assert (killed[0].job, killed[0].host) == ("j", socket.gethostname())
 
 
+@pytest.mark.long
 def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     """A worker that is killed each time runs 1 + max-restarts times; the code is 128 + signal."""
     script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -299,6 +304,7 @@ def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     assert len({report.pid for report in reports}) == 3
 
 
+@pytest.mark.long
 def test_the_output_of_a_restarted_worker_needs_no_further_open_file(shoal_run: Run) -> None:
     """Each process of the worker counts the files with its output that its launcher has open."""
     script = (
@@ -312,6 +318,7 @@ def test_the_output_of_a_restarted_worker_needs_no_further_open_file(shoal_run: 
     assert re.findall("open: ([0-9]+)", output) == ["0", "1", "1", "1"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("restart_on", "runs"), [("signal", 1), ("failure", 3)])
 def test_a_failed_worker_is_started_again_only_on_request(
     shoal_run: Run, restart_on: str, runs: int
@@ -326,6 +333,7 @@ def test_a_failed_worker_is_started_again_only_on_request(
     assert output.count("tried") == runs
 
 
+@pytest.mark.long
 def test_no_worker_is_started_again_for_a_job_whose_state_is_lost(
     shoal_run: Run, book: ExitBook
 ) -> None:
@@ -340,6 +348,7 @@ def test_no_worker_is_started_again_for_a_job_whose_state_is_lost(
     assert output.splitlines()[-1] == f"shoal run: {book.lost}"
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
 def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
@@ -355,6 +364,7 @@ def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
     assert "started again" not in output
 
 
+@pytest.mark.long
 def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
     """Other workers that complete do not hide a worker that failed by itself."""
     script = "import os, sys; sys.exit(4 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
@@ -371,6 +381,7 @@ def test_a_script_for_torchrun_gets_a_hint(shoal_run: Run) -> None:
     assert output.count("torchrun --rdzv-backend=shoal") == 1, output
 
 
+@pytest.mark.long
 def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
     """Workers are asked to end as by SIGTERM, wherever their scripts are."""
     process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")
@@ -381,6 +392,7 @@ def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
     assert "Traceback" not in output and "KeyboardInterrupt" not in output
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
     """SIGINT and SIGTERM end every worker, no worker is started again, and the code names the
@@ -395,6 +407,7 @@ def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.long
 def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
     """The coordinator gets a report of each of SIGSTOP, SIGCONT, SIGSTOP and SIGKILL, in this
     order."""
@@ -424,6 +437,7 @@ slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 """
 
 
+@pytest.mark.long
 def test_one_call_sends_the_heartbeats_of_all_running_workers(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +493,7 @@ def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> Non
     assert "1 of 1 workers completed" in output
 
 
+@pytest.mark.long
 def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     """A fenced worker is started again as often as any other."""
     book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
@@ -488,6 +503,7 @@ def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook)
     assert "life 3" not in output
 
 
+@pytest.mark.long
 def test_an_interrupt_before_the_restart_of_a_fenced_worker_ends_the_launcher(
     shoal_run: Run, book: ExitBook
 ) -> None:
@@ -501,6 +517,7 @@ def test_an_interrupt_before_the_restart_of_a_fenced_worker_ends_the_launcher(
     assert "life 2" not in output
 
 
+@pytest.mark.long
 def test_a_run_succeeds_if_the_job_was_completed_without_its_fenced_worker(
     shoal_run: Run, book: ExitBook
 ) -> None:
@@ -511,6 +528,7 @@ def test_a_run_succeeds_if_the_job_was_completed_without_its_fenced_worker(
     assert "life 3" not in output
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("error", "again"),
@@ -545,6 +563,7 @@ def test_a_worker_with_a_final_refusal_is_not_started_again(
     assert ("was not needed: the job was finished without it" in output) == (is_done and not again)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])
 def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None:
     """A worker with exit code 143 is not started again, and the run succeeds if the other completes
@@ -557,6 +576,7 @@ def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None
     assert "1 of 2 workers completed, drained: " in output
 
 
+@pytest.mark.long
 def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
     shoal_run: Run, book: ExitBook
 ) -> None:
@@ -581,6 +601,7 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
     assert "2 of 2 workers ended before the last batch (job j is not finished)" in output
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers_has_exit_code_143_unless_one_failed(
@@ -626,6 +647,7 @@ def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook
     assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
 
 
+@pytest.mark.long
 def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitBook) -> None:
     """The worker ignores SIGTERM while the job trains: it is killed after the grace time."""
     book.refused = {"first": Fenced("no member any more")}
@@ -638,6 +660,7 @@ def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitB
     assert "was killed by SIGKILL; started again (restart 1 of 3)" in output
 
 
+@pytest.mark.long
 def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: ExitBook) -> None:
     """A short stop has no effect."""
     book.members = ("w",)
@@ -657,6 +680,7 @@ def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: Ex
     assert "SIGKILL" not in output
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "stuck",

@@ -298,6 +298,7 @@ def test_nothing_on_a_host_outlives_the_command(run_hosts: Run, coordinator: str
     await_gone([pid for pair in pids.values() for pid in pair])
 
 
+@pytest.mark.long
 def test_a_lost_host_is_named_and_the_others_go_on(run_hosts: Run, coordinator: str) -> None:
     run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
     pids = pids_of(run, 2)

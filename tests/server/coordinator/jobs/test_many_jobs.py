@@ -157,11 +157,13 @@ async def all_are_back(world: Served) -> None:
     assert (job.last_generation, sorted(job.members)) == (1, ["a", "b"])
 
 
+@pytest.mark.long
 async def test_finished_jobs_do_not_delay_a_new_leader(store: EtcdClient, endpoint: str) -> None:
     old = [op for i in range(NUM_JOBS) for op in old_job(f"old-{i}", finished=True)]
     await takes_over(store, endpoint, old)
 
 
+@pytest.mark.long
 async def test_a_new_leader_serves_before_it_has_read_all_interrupted_jobs(
     store: EtcdClient, endpoint: str
 ) -> None:

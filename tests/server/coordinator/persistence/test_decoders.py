@@ -110,6 +110,7 @@ def test_any_bytes_are_read_or_refused_with_a_named_error(value: bytes) -> None:
     assert parse_leader(value, Revision(7)).create_revision == 7
 
 
+@pytest.mark.long
 @few
 @given(value=json_values)
 def test_any_json_is_read_or_refused_with_a_named_error(value: object) -> None:
@@ -117,6 +118,7 @@ def test_any_json_is_read_or_refused_with_a_named_error(value: object) -> None:
         is_read(key, json.dumps(value).encode())
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", GOOD)
 @few
 @given(data=st.data())

@@ -1,5 +1,6 @@
 """Decided generations in etcd: written, read back, and deleted beyond a bound."""
 
+import pytest
 from support.clusters.coordinator_world import jobs_in
 
 from shoal_proto.incarnation import new_incarnation
@@ -90,6 +91,7 @@ async def test_a_leader_that_takes_over_reads_the_record_that_was_decided() -> N
     assert (await loaded(store))[0] == [record(1), lost]
 
 
+@pytest.mark.long
 async def test_fewer_generations_are_kept_if_they_have_many_members() -> None:
     """The newest two committed ones are kept, however many attempts have failed since."""
     store, generations = MemoryStore(), StoredGenerations()

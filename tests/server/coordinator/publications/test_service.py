@@ -583,6 +583,7 @@ async def _truth(value: bool) -> bool:
     return value
 
 
+@pytest.mark.long
 async def test_the_segments_of_a_server_that_is_gone_are_copied_to_another(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

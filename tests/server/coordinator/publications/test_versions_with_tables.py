@@ -241,6 +241,7 @@ def push(training: Training, ids: list[int], seed: int) -> None:
     training.member.push(ids, np.random.default_rng(seed))
 
 
+@pytest.mark.long
 def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     opened: ExitStack,
 ) -> None:

@@ -81,6 +81,7 @@ async def newest(store: MemoryStore) -> SampleLedger | None:
     return await stored_in(store).read()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_a_reader_finds_the_last_whole_write(seed: int) -> None:
     """Writes fail, answers are lost, and successors take over, after which writes are refused."""

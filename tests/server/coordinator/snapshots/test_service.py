@@ -184,6 +184,7 @@ def test_a_snapshot_does_not_get_the_number_of_a_damaged_one(
     assert snapshots.take().manifest.number == 3
 
 
+@pytest.mark.long
 def test_a_job_restored_on_more_servers_continues_bit_for_bit(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_job_restored_on_more_servers_continues_bit_for_bit(
     assert after.values == before.values and len(elements(after.values)) > 0
 
 
+@pytest.mark.long
 def test_a_restore_is_refused_with_members_and_replaces_values_without(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_restore_is_refused_with_members_and_replaces_values_without(
     assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
 
 
+@pytest.mark.long
 def test_a_restore_into_a_finished_job_is_refused(opened: ExitStack, tmp_path: Path) -> None:
     """A finished job would drop the restored state at once."""
     servers, snapshots = start(opened, tmp_path)
@@ -293,6 +296,7 @@ def test_another_cut_is_tried_if_a_primary_is_not_registered(
     assert snapshots.take().manifest.number == 1
 
 
+@pytest.mark.long
 def test_a_push_that_a_lost_member_made_in_part_is_reported(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -577,6 +581,7 @@ def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     assert "of an earlier run" in tried.reason
 
 
+@pytest.mark.long
 def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -619,6 +624,7 @@ def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_pa
     assert "--snapshot-url" in tried.reason
 
 
+@pytest.mark.long
 def test_snapshots_of_a_job_do_not_wait_for_the_storage_of_another(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,6 +655,7 @@ def test_snapshots_of_a_job_do_not_wait_for_the_storage_of_another(
     member.stop()
 
 
+@pytest.mark.long
 def test_snapshots_are_taken_and_removed_by_the_policy(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m").start()

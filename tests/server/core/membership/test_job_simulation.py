@@ -41,18 +41,21 @@ def test_a_change_outlives_its_leader_without_a_loss_or_delay(seed: int) -> None
     simulate_failover(seed)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_OUTAGES))
 def test_a_change_outlives_a_long_time_without_a_leader(seed: int) -> None:
     """Members that no leader could notify are not late: all train on under the next leader."""
     simulate_outage(seed)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_CRASH_LOOPS))
 def test_training_continues_while_leaders_die_one_after_the_other(seed: int) -> None:
     """Leaders die before they know the members, and declare none lost."""
     simulate_crash_loop(seed)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_PAUSES))
 def test_a_pause_is_waited_for_under_any_leader(seed: int) -> None:
     """The pause is longer than any limit by which members wait for each other."""

@@ -122,6 +122,7 @@ def test_a_joiner_that_rejects_the_roster_is_refused_alone() -> None:
     assert w.roster() == ["a", "d"]
 
 
+@pytest.mark.long
 def test_any_number_of_attempts_may_fail_in_a_row() -> None:
     """The wait between attempts is still short after 1,100 failures."""
     w = below_minimum()

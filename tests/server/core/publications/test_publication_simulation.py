@@ -19,6 +19,7 @@ def test_every_version_stays_whole_and_available_under_faults(seed: int) -> None
     simulate_publications(seed)
 
 
+@pytest.mark.long
 def test_a_seed_repeats_the_same_run() -> None:
     """A failure can be studied by running its seed again."""
     runs = [simulate_publications(3) for _ in range(2)]

@@ -13,6 +13,7 @@ from support.sim.replication.world import ReplicationWorld
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_acknowledged_update_is_lost_under_faults(seed: int) -> None:
     """Every shard with a remaining copy has a primary and its backups once the faults stop."""

@@ -372,6 +372,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(size=st.integers(1, 9), epochs=st.integers(1, 3), operations=OPERATIONS)
 def test_the_ledger_does_what_the_slow_twin_does(
@@ -426,6 +427,7 @@ def _starts(twin: Twin, who: str) -> list[tuple[int, int]]:
     return [(e, i) for e, i in mine if (e, i - 1) not in mine]
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(
     size=st.integers(1, 30),
@@ -464,6 +466,7 @@ def test_the_repr_of_spans_evaluates_to_equal_spans() -> None:
 RANGES = st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 20))
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(edits=st.lists(RANGES, max_size=30), probe=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 def test_spans_are_a_set_of_numbers(

@@ -62,6 +62,7 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
     )
 
 
+@pytest.mark.long
 @given(
     num_servers=st.integers(1, 6),
     num_leaving=st.integers(0, 3),

@@ -119,6 +119,7 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
     return shard, copy
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer", table_specs.OPTIMIZERS)
 def test_a_copy_of_a_table_is_the_same_at_other_positions_of_rows(optimizer: str) -> None:

@@ -61,6 +61,7 @@ def test_a_cut_segment_before_others_is_damaged(length: int) -> None:
         scan(DATA[:length], "early", is_last=False)
 
 
+@pytest.mark.long
 def test_any_flipped_bit_is_damage_or_the_torn_end_of_the_last_group() -> None:
     """Each bit is flipped in turn."""
     for bit in range(8 * len(DATA)):

@@ -50,6 +50,7 @@ def filled(value: float) -> dict[str, memoryview]:
     return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_backup_has_every_push(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backup leads the shards with the same values and momentum once the primary is gone."""

@@ -127,6 +127,7 @@ def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
     return made.finish()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -187,6 +188,7 @@ def test_a_built_shard_replays_later_pushes(world: Table | Dense) -> None:
     assert bits(loaded(copy)) == bits(loaded(world.shard))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world", [Table("adam", 5), Dense("adam", 5)])
 def test_an_image_file_equals_the_shard_at_its_version(world: Table | Dense) -> None:
     """The shard gets a push between any two of the file's pieces."""

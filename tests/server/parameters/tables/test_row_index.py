@@ -1,6 +1,7 @@
 """The index finds the position of each id's row after any insertions and removals."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def test_adjacent_ids_are_spread_evenly_over_shards() -> None:
 STEPS = st.lists(st.tuples(st.sets(MIXED_IDS, max_size=40), st.booleans()), max_size=12)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_the_index_equals_a_dict(steps: list[tuple[set[int], bool]]) -> None:

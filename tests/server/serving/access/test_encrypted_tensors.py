@@ -36,6 +36,7 @@ def buffer(value: float) -> dict[str, memoryview]:
     return {"w": memoryview(np.full(SIZE, value, dtype=np.float32)).cast("B")}
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["tcp", "auto", "grpc"])
 def test_pushes_and_pulls_work_over_each_transport(

@@ -53,6 +53,7 @@ def segment_of(data: bytes) -> Segment:
     return writer.seal()
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("may_be_local", [True, False], ids=["descriptor", "tls"])
 def test_a_reader_fetches_its_series(

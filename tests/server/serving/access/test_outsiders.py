@@ -201,6 +201,7 @@ def test_each_call_is_refused_to_each_role_without_permission(
     assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
+@pytest.mark.long
 def test_each_call_is_refused_to_a_worker_of_another_job(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
@@ -282,6 +283,7 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     assert standing(world) == standing_before and member.failure is None
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("role", list(CertificateRole))
 def test_only_operators_and_viewers_can_read_output(
     world: TlsWorld, member: ScriptedMember, role: CertificateRole

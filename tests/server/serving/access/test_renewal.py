@@ -54,6 +54,7 @@ def test_each_port_uses_the_renewed_certificate(world: TlsWorld, member: Scripte
     assert member.generation == generation and member.failure is None
 
 
+@pytest.mark.long
 def test_a_running_command_uses_the_renewed_certificate(
     world: TlsWorld, member: ScriptedMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,12 +151,14 @@ def test_a_hook_of_ddp_communicates_on_its_own_rank(
     assert_same(shoal.run_in_memory(data_parallel, 3, hook), tolerance)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_fully_shard_trains_as_one_process_does(world_size: int, *, reshard: bool) -> None:
     assert_same(shoal.run_in_memory(lambda: sharded(reshard=reshard), world_size))
 
 
+@pytest.mark.long
 def test_tensor_parallel_over_a_part_of_a_mesh_trains_as_one_process_does() -> None:
     assert_same(shoal.run_in_memory(tensor_parallel, 4))
 

@@ -32,6 +32,7 @@ def test_ddp_under_mpiexec_trains_as_one_process_does(reports: list[Any]) -> Non
             )
 
 
+@pytest.mark.long
 def test_a_message_of_another_size_is_refused(reports: list[Any]) -> None:
     """MPI accepts a shorter message without an error and leaves the rest of the buffer
     unchanged."""

@@ -85,6 +85,7 @@ def test_eight_ranks_equal_one_process_after_fifty_steps():
     check_equal(done, shoal.run_in_memory(train_rank, 8, done, lay_out))
 
 
+@pytest.mark.long
 def test_equals_one_process_over_gloo():
     done = training(num_steps=2)
     check_equal(done, run_on_gloo(4, train_rank, done, functools.partial(on_mesh, sizes=(2, 1, 2))))
@@ -97,6 +98,7 @@ def test_copies_with_shares_of_different_sizes_equal_one_process():
     check_equal(done, shoal.run_in_memory(train_rank, 4, done, lay_out))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 4, 1)])
 def test_with_one_stage_an_ordinary_loop_works(sizes):
     done = training(interleaved=False)
@@ -148,6 +150,7 @@ def test_a_gradient_that_some_copies_lack_counts_as_zero_there_and_none_stays_no
     assert shoal.run_in_memory(body, 2) == [[[1.0], [0.5], None]] * 2
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
 def test_exactly_one_rank_answers_for_each_element(sizes):
     def body() -> list[tuple[str, object]]:
@@ -204,6 +207,7 @@ def test_evaluation_gives_every_rank_the_outputs_of_the_whole_model():
         torch.testing.assert_close(outputs, model(inputs))
 
 
+@pytest.mark.long
 def test_a_pair_that_is_split_may_stand_in_two_stages():
     """Stages then exchange each rank's part of the values."""
     done = Training(

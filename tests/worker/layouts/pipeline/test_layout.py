@@ -137,6 +137,7 @@ def with_weights(make, world: World, **options) -> PipelineLayout:
     return LaidOutTraining(done, functools.partial(in_stages, **options), world).layout
 
 
+@pytest.mark.long
 def test_batches_of_changing_size_give_the_gradients_of_the_whole_batch():
     inputs, targets = models.tokens()
 

@@ -15,6 +15,7 @@ SIZES = (8, 8, 8, 8, 6, 6, 8, 24, 24, 8)
 """Batch sizes. 24 needs more memory than was reserved."""
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
     """Gradients are equal to the last bit, in batches of changing size; nothing is sent over the

@@ -81,6 +81,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("make", "data", "counts"), ROWS)
 def test_stages_in_a_row_compute_what_the_model_computes(make, data, counts, training):
@@ -94,6 +95,7 @@ def test_stages_in_a_row_compute_what_the_model_computes(make, data, counts, tra
         assert torch.equal(run_in_a_row(stages, inputs), expected), num_stages
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("make", [models.perceptron, models.Counted, models.tied_transformer])
 def test_stages_hold_the_whole_model_under_its_own_names_and_nothing_twice(make):
     model = make()

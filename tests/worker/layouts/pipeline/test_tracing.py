@@ -46,6 +46,7 @@ class Scales(nn.Module):
         return outputs
 
 
+@pytest.mark.long
 def test_the_time_to_trace_a_model_grows_only_with_its_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_thousand_small_layers_are_at_most_fifty_groups(width: int) -> None:
     assert covers(model, grouping)
 
 
+@pytest.mark.long
 def test_small_layers_in_many_containers_are_at_most_fifty_groups() -> None:
     with torch.device("meta"):
         model = nn.Sequential(

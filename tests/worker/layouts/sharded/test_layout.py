@@ -54,6 +54,7 @@ def difference(training: Training, world_size: int, way: LayOut) -> float:
     return largest_difference(ours, {name: theirs[name] for name in ours})
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @KINDS
 @pytest.mark.parametrize(("world_size", "optimizer"), [(3, sgd), (4, adamw)])
@@ -64,6 +65,7 @@ def test_equal_to_one_process(world_size: int, optimizer: Any, kind: Any) -> Non
     assert difference(training, world_size, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 
 
+@pytest.mark.sampled()
 @KINDS
 def test_equal_to_one_process_on_gloo(kind: Any) -> None:
     training = training_of(deep, sgd)
@@ -101,6 +103,7 @@ def test_weights_are_not_freed_while_backward_needs_them(
         difference(training, 2, way)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_stays_near_full_precision(dtype: torch.dtype) -> None:
@@ -178,6 +181,7 @@ def test_each_rank_holds_only_its_part_of_the_gradients(kind: Any) -> None:
         assert elements == memory == whole // 2
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @KINDS
 def test_gradients_of_uneven_sizes_are_scattered_without_padding(kind: Any) -> None:
@@ -210,6 +214,7 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.sampled()
 @KINDS
 def test_the_optimizer_steps_with_the_reduced_gradients(kind: Any) -> None:
     """Regression: the optimizer stepped with the rank's own gradients."""

@@ -91,6 +91,7 @@ def taken(made: Any, model: nn.Module) -> int:
     return step_taken
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "world_size"), [("zero2", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_ranks_that_compute_with_the_same_layers_are_not_refused(
     strategy: str, world_size: int

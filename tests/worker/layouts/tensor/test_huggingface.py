@@ -54,6 +54,7 @@ def test_heads_and_feed_forward_layers_are_pairs() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:

@@ -21,6 +21,7 @@ def test_values_that_are_too_large_for_a_slot_go_over_gloo() -> None:
         assert num_barriers == 3 * 4
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "by positions"])
 def test_training_in_memory_equals_one_process(sequence: bool) -> None:
     found = run_on_gloo(2, bodies.trained, sequence)

@@ -89,18 +89,21 @@ def test_equals_one_process(model, world_size, optimizer):
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_add_up_over_backward_passes(world_size):
     done = training(models.gpt, models.momentum, accumulate=3)
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_split_that_the_user_chose_equals_one_process(world_size):
     done = training(models.mlp, models.adamw)
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split_otherwise))
 
 
+@pytest.mark.long
 def test_equals_one_process_over_gloo():
     done = training(models.tied_gpt, models.adamw)
     check_equal(done, run_on_gloo(2, train_rank, done, split))

@@ -138,6 +138,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 # Five positions over 4 ranks are 2, 2, 1 and none.
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("world", [("tensor", 2), ("tensor", 4), ("fsdp-tensor", 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -291,6 +292,7 @@ def test_values_without_positions_are_refused() -> None:
     run_in_memory(body, 2)
 
 
+@pytest.mark.long
 def test_the_plan_counts_reduce_scatters_in_place_of_sums() -> None:
     """The plan without `sequence` has sums over ranks and no reduce-scatters."""
     model = tensor_models.gpt()
