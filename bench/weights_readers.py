@@ -61,7 +61,8 @@ def read_shoal(
                 series.fetch(version, into=target)
             except VersionGone:
                 continue  # a newer version was published before this reader had a lease
-            assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
+            if not by_difference:  # there the weights differ from each other
+                assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
             report("done", version.number, time.monotonic())
 
 
