@@ -224,14 +224,16 @@ Turn = Callable[[int], tuple[float, float]]
 reader was done."""
 
 
-def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: bool = True) -> Turn:
+def shoal_turn(
+    model: dict[str, torch.Tensor], readers: Readers, *, changes: bool = True, keep: int = 1
+) -> Turn:
     import shoal  # noqa: PLC0415
 
     def turn(number: int) -> tuple[float, float]:
         if changes:
             change(model, number)
         began_s = time.monotonic()
-        ticket = shoal.publish(SERIES, model, step=number, keep=1)
+        ticket = shoal.publish(SERIES, model, step=number, keep=keep)
         kept_s = time.monotonic() - began_s
         version = ticket.wait("committed", timeout=WAIT_S)
         assert version is not None
@@ -616,7 +618,8 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         )
         under = ("nsenter", f"--net={host.path}")
         reader = Readers(stack, "shoal-differences", 1, mb, under=under).ready()
-        turn = shoal_turn(model, reader, changes=False)
+        # A server computes the difference to the version before, so it has to keep that.
+        turn = shoal_turn(model, reader, changes=False, keep=2)
         for number in limit.rounds(wanted.rounds):
             for kind, times in took.items():
                 for each in model.values():
