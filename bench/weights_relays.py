@@ -6,15 +6,19 @@ and the bytes that servers sent. Each relay sends to each of the two readers tha
 half the rate of a link, as if it had a network of its own.
 """
 
+import os
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from shoal_client.weights import relay
 from shoal_client.weights.reader import SeriesReader
 
 LINK_BYTES_PER_S = 40e6
 CHILDREN = 2
+printing = threading.Lock()
 
 
 class PacedWire(relay._Wire):
@@ -34,7 +38,9 @@ def follow(reader: SeriesReader) -> None:
         done_s = time.monotonic()
         reader.report(record.number, record.digest)
         from_servers = reader.fetched_bytes - reader.relayed_bytes
-        print("report done", record.number, done_s, from_servers - before, flush=True)
+        line = f"report done {record.number} {done_s} {from_servers - before}\n"
+        with printing:
+            print(line, end="", flush=True)
         before = from_servers
 
 
@@ -49,8 +55,11 @@ def main() -> None:
         each.view()
     print("report ready", flush=True)
     with ThreadPoolExecutor(len(readers)) as pool:
-        for call in [pool.submit(follow, each) for each in readers]:
-            call.result()
+        calls = [pool.submit(follow, each) for each in readers]
+        for call in wait(calls, return_when=FIRST_EXCEPTION).done:
+            traceback.print_exception(call.exception())
+        # The others never end: the bench sees that this process has.
+        os._exit(1)
 
 
 if __name__ == "__main__":

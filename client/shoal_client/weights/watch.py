@@ -83,6 +83,7 @@ class SeriesWatch:
 
     def _follow(self) -> None:
         back_off, first_reply = BackOff(), FirstReplyTimeout(FIRST_ANSWER_S)
+        logged: tuple[str, SeriesView | None] | None = None
         while not self._is_closed:
             address = self._coordinators.current
             error = self._read_stream(address, first_reply, back_off)
@@ -94,7 +95,10 @@ class SeriesWatch:
                     self._changed.notify_all()
                 return
             self._coordinators.choose_next_replica(address, error)
-            log.info("series_watch_interrupted", series=self._series, reason=str(error))
+            found = str(error), self._view
+            if found != logged:  # else the same outage goes on
+                log.info("series_watch_interrupted", series=self._series, reason=found[0])
+                logged = found
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, back_off.pause_s(chance()))
 

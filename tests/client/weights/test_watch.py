@@ -1,15 +1,18 @@
 """The view of a series that a reader watches."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import grpc
+import pytest
 import structlog.testing
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.weights.watch import SeriesWatch
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import (
     WeightSeriesServicer,
@@ -51,3 +54,28 @@ def test_a_reader_that_ends_logs_no_interruption() -> None:
         assert logs == []
     finally:
         server.stop(None)
+
+
+def test_an_outage_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader retries about once a second, for hours: each retry would be a line of its log."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            structlog.testing.capture_logs() as logs,
+            closing(Coordinators([address])) as coordinators,
+        ):
+            failures: list[str] = []
+            has_retried = threading.Event()
+
+            def noted(failed: str, error: ShoalError) -> None:
+                failures.append(str(error))
+                if len(failures) == 5:
+                    has_retried.set()
+
+            monkeypatch.setattr(coordinators, "choose_next_replica", noted)
+            watch = SeriesWatch(coordinators, "rl/policy")
+            assert has_retried.wait(LIMIT_S)
+            watch.close()
+    lines = [each["reason"] for each in logs if each["event"] == "series_watch_interrupted"]
+    assert len(lines) == len(set(failures)) < len(failures)
