@@ -13,6 +13,8 @@ import time
 import traceback
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+import structlog
+
 from shoal_client.weights import relay
 from shoal_client.weights.reader import SeriesReader
 
@@ -45,6 +47,9 @@ def follow(reader: SeriesReader) -> None:
 
 
 def main() -> None:
+    # Reports have standard output for themselves: a log line of another thread could merge with
+    # one of them.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     coordinator, series, name, count = sys.argv[1:]
     relay._Wire = PacedWire  # type: ignore[misc]
     readers = [
