@@ -13,8 +13,9 @@ HTTP_PACKAGES = {"httpx", "requests", "urllib3", "aiohttp", "http.client", "urll
 ERRORS = {"HTTPError", "InvalidURL", "TransportError"}
 TYPES = {"Client", "Response"}
 """Names of httpx that open no connection: errors, and types in annotations."""
-TO_STRANGERS = {"credentials.py"}
-"""Clients of services outside Shoal: here Kubernetes, where a proxy is honoured."""
+TO_STRANGERS = {"credentials.py", "shoal.integrations.trl"}
+"""Clients of services outside Shoal, where a proxy is honoured: Kubernetes, and vLLM, which is called
+as TRL itself calls it."""
 
 
 def sources(words: set[str]) -> Iterator[tuple[str, ast.Module]]:
