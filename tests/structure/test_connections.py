@@ -14,8 +14,8 @@ ERRORS = {"HTTPError", "InvalidURL", "TransportError"}
 TYPES = {"Client", "Response"}
 """Names of httpx that open no connection: errors, and types in annotations."""
 TO_STRANGERS = {"credentials.py", "shoal.integrations.trl"}
-"""Clients of services outside Shoal, where a proxy is honoured: Kubernetes, and vLLM, which is called
-as TRL itself calls it."""
+"""Clients of services outside Shoal, where a proxy is honoured: Kubernetes, and vLLM, which is
+called as TRL itself calls it."""
 
 
 def sources(words: set[str]) -> Iterator[tuple[str, ast.Module]]:
