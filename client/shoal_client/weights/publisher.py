@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
-from shoal_client.weights.cut_parts import check_names, cut_parts
+from shoal_client.weights.cut_parts import check_layout, cut_parts
 from shoal_client.weights.stores import WeightStores
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
@@ -110,13 +110,13 @@ class SeriesPublisher:
         the parameter's first name.
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
-        PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name,
-        Overloaded or NoServers if no server has had space for it for OVERLOADED_S, and other
-        RetryErrors or ChecksumMismatch once `timeout_s` has passed or this is closed: the version
-        may or may not be committed then."""
+        PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name or a
+        layout of more than 5 MB, Overloaded or NoServers if no server has had space for it for
+        OVERLOADED_S, and other RetryErrors or ChecksumMismatch once `timeout_s` has passed or this
+        is closed: the version may or may not be committed then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
-        check_names(layout)
+        check_layout(layout)
         part = pb.ContributePartRequest(
             series=self._series,
             publication=publication,

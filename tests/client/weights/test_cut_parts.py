@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from shoal_client.weights.cut_parts import boxes, check_names, cut_parts
+from shoal_client.weights.cut_parts import boxes, check_layout, cut_parts
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import weights_pb2 as pb
 
@@ -50,4 +50,14 @@ def test_a_tied_parameter_has_the_same_bytes_under_each_name() -> None:
 def test_a_publishers_tensor_may_not_have_a_name_of_rows() -> None:
     layout = pb.Layout(tensors=[pb.TensorSpec(name="shoal.tables/users/00000/ids")])
     with pytest.raises(InvalidSpec, match="reserved for embedding tables"):
-        check_names(layout)
+        check_layout(layout)
+
+
+def test_a_layout_that_no_message_can_carry_is_refused() -> None:
+    """gRPC's own error names no tensor, and comes after the bytes are on the servers."""
+    names = [f"{number:06d}" + 994 * "x" for number in range(6000)]
+    layout = pb.Layout(tensors=[pb.TensorSpec(name=name) for name in names])
+    with pytest.raises(InvalidSpec, match="6000 tensors"):
+        check_layout(layout)
+    del layout.tensors[3000:]
+    check_layout(layout)

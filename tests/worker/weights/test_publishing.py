@@ -247,6 +247,11 @@ def test_large_metadata_are_refused(publications: Publications) -> None:
         publications.publish(held(1.0, 1), ALONE, {"text": "x" * 5000})
 
 
+def test_metadata_that_no_message_can_carry_are_refused(publications: Publications) -> None:
+    with pytest.raises(InvalidSpec, match="metadata are no text"):
+        publications.publish(held(1.0, 1), ALONE, {"text": "\udcff"})
+
+
 def test_a_state_dict_of_a_module_is_published_under_all_its_names(
     series: MemorySeries, publications: Publications
 ) -> None:
@@ -265,8 +270,9 @@ def test_a_state_dict_of_a_module_is_published_under_all_its_names(
         ("w", torch.empty(6, 3, device="meta"), "meta device"),
         ("w", torch.zeros(6, 3).to_sparse(), "sparse"),
         (7, torch.zeros(3), "name"),
+        ("w\ud800", torch.zeros(3), "name"),
     ],
-    ids=["meta", "sparse", "number"],
+    ids=["meta", "sparse", "number", "surrogate"],
 )
 def test_tensors_without_bytes_or_name_are_refused(
     series: MemorySeries,

@@ -458,8 +458,19 @@ def _ended(error: ShoalError) -> PublicationAbandoned:
     )
 
 
+def _is_unicode(text: str) -> bool:
+    """False for a text with lone surrogates, which no message can carry."""
+    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+
+
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
     texts = {str(key): str(value) for key, value in (metadata or {}).items()}
+    if wrong := [text for pair in texts.items() for text in pair if not _is_unicode(text)]:
+        raise InvalidSpec(
+            "a version's metadata are no text",
+            seen=repr(wrong[0]),
+            expected="texts without surrogates",
+        )
     num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in texts.items())
     if num_bytes > MAX_METADATA_BYTES:
         raise InvalidSpec(
@@ -482,9 +493,11 @@ def held_state(
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in named_tensors.items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not _is_unicode(name):
             raise InvalidSpec(
-                "the name of a published tensor is no text", seen=repr(name), expected="a str"
+                "the name of a published tensor is no text",
+                seen=repr(name),
+                expected="a str without surrogates",
             )
         if not isinstance(tensor, Tensor):
             raise InvalidSpec(
