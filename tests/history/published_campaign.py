@@ -232,20 +232,15 @@ class PublishedCampaign:
         return str(last["error"]) if is_own else ""
 
     def _begin_anew(self) -> None:
+        """Start the job over, or leave that to the next call: while the coordinator is cut off from
+        etcd, the job cannot be removed, and a wait for that would prolong the cut."""
         for name in TRAINERS:
             self._kill(name)
-
-        def removed() -> bool:
-            if not self.cluster.coordinator.runs:
-                self.cluster.kill_coordinator()
-            command = (sys.executable, "-m", "shoal_client", "rm", JOB)
-            full_command = (*command, "--coordinator", self.coordinator)
-            done = subprocess.run(full_command, capture_output=True, text=True, check=False)
-            return done.returncode == 0
-
-        self._awaited(removed, "the job is removed", tends=False)
-        for name in TRAINERS:
-            self._start(name)
+        command = (sys.executable, "-m", "shoal_client", "rm", JOB, "--coordinator")
+        done = subprocess.run((*command, self.coordinator), capture_output=True, check=False)
+        if done.returncode == 0:
+            for name in TRAINERS:
+                self._start(name)
 
     # --- observations ---
 
@@ -309,13 +304,12 @@ class PublishedCampaign:
         segments = view.versions[-1].segments
         return all(len(present.intersection(each.holders)) >= 2 for each in segments)
 
-    def _awaited(self, look: Callable[[], Found | None], what: str, *, tends: bool = True) -> Found:
+    def _awaited(self, look: Callable[[], Found | None], what: str) -> Found:
         give_up_s = time.monotonic() + PATIENCE_S
         while not (found := look()):
             if time.monotonic() > give_up_s:
                 raise Stuck(f"not within {PATIENCE_S:g} s: {what}; {self._told()}")
-            if tends:
-                self.tend()
+            self.tend()
             time.sleep(POLL_S)
         return found
 
