@@ -12,7 +12,7 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage
 from shoal_proto.v1 import weights_pb2 as pb
 
 TABLES = "shoal.tables/"
-MAX_LAYOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+MAX_PART_LAYOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """Maximum size of a rank's layout: the message that has it also has metadata and the segment."""
 IDS, BIRTHS, VALUES = "ids", "births", "values"
 
@@ -54,11 +54,11 @@ def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPar
 def check_layout(layout: pb.Layout) -> None:
     """Raise InvalidSpec if a tensor of the publisher has a name that is reserved for tables, or if
     the layout is too large for a message."""
-    if (num_bytes := layout.ByteSize()) > MAX_LAYOUT_BYTES:
+    if (num_bytes := layout.ByteSize()) > MAX_PART_LAYOUT_BYTES:
         raise InvalidSpec(
             "the names, shapes and slices of a rank's tensors are too large for a publication",
             seen=f"{num_bytes} bytes for {len(layout.tensors)} tensors",
-            expected=f"at most {MAX_LAYOUT_BYTES}",
+            expected=f"at most {MAX_PART_LAYOUT_BYTES}",
             fix="Publish fewer tensors with shorter names: join small tensors into larger ones.",
         )
     for each in layout.tensors:

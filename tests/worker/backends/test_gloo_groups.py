@@ -95,8 +95,8 @@ def test_a_wait_that_is_aborted_counts_as_a_failure_of_the_group() -> None:
 
 
 def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: Path) -> None:
-    """One wait for each address would make the store's calls of a generation grow with the square
-    of its ranks."""
+    """A wait for each address would make the store's calls of a generation grow with the square of
+    its ranks."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.counted_bring_up, path, r, 4) for r in range(4)]

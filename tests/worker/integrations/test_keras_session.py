@@ -185,8 +185,8 @@ def test_a_batch_normalization_that_torch_does_not_sync_is_refused_by_name() -> 
 
 @pytest.mark.parametrize("place", ["alone", "in a layer", "in a model"])
 def test_a_batch_normalization_of_keras_in_a_torch_module_is_refused_by_name(place: str) -> None:
-    """With the torch backend, layers and models of Keras are torch modules. torch does not list the
-    layers of a Keras model."""
+    """Layers and models of Keras are torch modules under its torch backend, but torch does not list
+    the layers of a Keras model."""
     seen = keras.layers.BatchNormalization(name="seen")
     inputs = keras.Input((4,))
     modules = {

@@ -254,9 +254,8 @@ class PreparedWriters:
 
     def _prepare(self, num_bytes: int) -> None:
         # Training, and readers on this host that install the version just sent, go first.
-        thread = threading.get_native_id()
-        own = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(own + PREPARING_NICENESS, 19))
+        # On Linux this changes the calling thread alone.
+        os.nice(PREPARING_NICENESS)
         try:
             writer = SegmentWriter.prepare(num_bytes)
         except ShoalError as error:
@@ -460,7 +459,7 @@ def _ended(error: ShoalError) -> PublicationAbandoned:
 
 def _is_unicode(text: str) -> bool:
     """False for a text with lone surrogates, which no message can carry."""
-    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+    return text == text.encode(errors="ignore").decode()
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
