@@ -25,7 +25,6 @@ from shoal.data.order import range_of_rank
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
 from shoal.layouts.tensor.parts import local
-from shoal.model.frameworks import keras_batchnorm_layers
 from shoal.torch_private.modules import child_table, parameter_table
 from shoal_proto.errors import InvalidSpec, UnknownStrategy
 
@@ -90,10 +89,6 @@ class KerasModule(nn.Module):
             assert whole is not None, "only trained weights are split"
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             parameter_table(owner)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
-
-    def batchnorm_layers(self) -> list[str]:
-        """See `shoal.layouts.synced_batchnorm.ForeignModule`."""
-        return keras_batchnorm_layers(self.keras_model)
 
     def forget_weights(self) -> None:
         """Free the memory of the Keras model's own trainable weights, until `give_back`."""

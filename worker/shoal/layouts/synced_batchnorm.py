@@ -6,8 +6,7 @@ mean, which are combined as in Chan et al. 1979. In backward members exchange th
 gradients depend on, weighted by each member's share, as its loss is.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,6 @@ from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.tensors import in_backward
 from shoal_proto.errors import InvalidSpec
-
-
-@runtime_checkable
-class ForeignModule(Protocol):
-    """A module that computes with layers of another framework, which cannot be synced."""
-
-    def batchnorm_layers(self) -> Sequence[str]:
-        """Names of its layers that normalise with the statistics of a batch."""
 
 
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
@@ -61,10 +52,7 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 def _refuse_foreign(model: nn.Module) -> None:
     for module in model.modules():
         # With the torch backend, Keras layers are torch modules and may lie in any other.
-        names: Sequence[str] = keras_batchnorm_layers(module)
-        if isinstance(module, ForeignModule):
-            names = module.batchnorm_layers()
-        if names:
+        if names := keras_batchnorm_layers(module):
             raise InvalidSpec(
                 "BatchNorm layers that are not torch's do not normalise over members",
                 seen=f"sync_batchnorm=True, and {', '.join(names[:5])}",

@@ -47,13 +47,15 @@ def adapter_of(model: Any) -> FrameworkAdapter:
 
 def keras_batchnorm_layers(module: Any) -> list[str]:
     """Return the names of the layers that normalise with the statistics of a batch, in a Keras
-    layer or model, itself included; empty for any other module."""
+    layer or model, itself included, or in the model of a `KerasModule`; empty for any other
+    module."""
     keras = sys.modules.get("keras")
-    if keras is None or not isinstance(module, keras.layers.Layer):
+    layers = getattr(module, "keras_model", module)
+    if keras is None or not isinstance(layers, keras.layers.Layer):
         return []
     return [
         layer.name
-        for layer in module._flatten_layers()
+        for layer in layers._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]
 
