@@ -27,8 +27,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "async-sgd")
 NUM_WORKERS = 3
 MOST_STEPS = 200
-"""After each start, the notice is sent once all workers have taken a random number of steps
-together, from 1 to this one."""
+"""Upper limit of the steps, drawn at random, that all workers take together before a notice."""
 DRAINED = 128 + signal.SIGTERM
 ENDS_WITHIN_S = 120.0
 

@@ -28,9 +28,9 @@ fewer rounds, and is stopped after twice that time. At the end the bench lists w
   weights changed, over the full version and over the exclusive or with zstandard at level 1;
   `_encode`, `_decode`: GB of the full version per second of CPU time. See
   bench/weight_differences.py.
-- `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` until
-  installed over a link of 100 MB/s, in a network namespace, of a version with 0.9 % of its weights
-  changed, over that of a version with all weights changed.
+- `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` of a version
+  with 0.9 % of its weights changed, until a reader behind a link of 100 MB/s (in a network
+  namespace) has installed it; over the same time of a version with all weights changed.
 - `relays`. `weights_relays_64_server_copies`: copies of a version that all servers together send to
   64 readers that relay (without torch, each at 40 MB/s). `weights_relays_64_over_4`: time from
   `publish()` until the last of 64 readers has the version, over that with 4; the depth of the tree
@@ -151,8 +151,8 @@ class Wanted:
 
 
 class Readers:
-    """Reading processes of bench/weights_readers.py; `go` starts a round for those that cannot
-    detect it themselves."""
+    """Reading processes of bench/weights_readers.py. Shoal's readers notice a new version; `go`
+    starts a round for the others."""
 
     def __init__(
         self,
@@ -245,8 +245,8 @@ def shoal_turn(
 
 
 def wait_idle(model: dict[str, torch.Tensor]) -> None:
-    """Give this process time to allocate memory for the next version, as while a trainer
-    computes."""
+    """Give this process time to allocate memory for the next version; a trainer computes
+    meanwhile."""
     time.sleep(max(0.5, model["w0"].nbytes * len(model) / 1e9))
 
 
@@ -618,7 +618,7 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         )
         under = ("nsenter", f"--net={host.path}")
         reader = Readers(stack, "shoal-differences", 1, mb, under=under).ready()
-        # A server computes the difference to the version before, so it has to keep that.
+        # A server computes the difference to the version before, so it has to keep that version.
         turn = shoal_turn(model, reader, changes=False, keep=2)
         for number in limit.rounds(wanted.rounds):
             for kind, times in took.items():
