@@ -3,7 +3,7 @@
     .venv/bin/python bench/async_trace.py --trace FILE --speed 60 --record
     .venv/bin/python bench/async_trace.py --mtbf 10 --seconds 100 --seed 1 --record
 
-The changes are those of bench/trace.py, with the same options; no parameter server is lost. Each
+Machines change as in bench/trace.py, with the same options; no parameter server is lost. Each
 sample adds 1 to a weight of its own, so the final weights show how often each sample was trained
 on. Each worker logs the samples of every acknowledged push.
 

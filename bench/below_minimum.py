@@ -8,8 +8,8 @@ One worker is killed, and its launcher ends. The other worker waits, and the coo
 reason; after the given time a third launcher is started. `below_minimum_wait_STRATEGY`: time that
 the survivor's process has waited. `below_minimum_resume_STRATEGY`: time from the start of
 the third launcher, Python's and torch's imports included, to the first step of both workers.
-`below_minimum_exactness_STRATEGY`: largest absolute difference of the final weights from those of
-one process.
+`below_minimum_exactness_STRATEGY`: largest absolute difference between the final weights and the
+weights of one process.
 """
 
 import argparse

@@ -207,7 +207,8 @@ class StruckProgram:
 def difference(
     cluster: LocalCluster, directory: Path, name: str, dtype: str, num_kills: int
 ) -> float:
-    """The largest difference of a weight from that of the plain program. Raises Unfinished."""
+    """Train a program with kills. Return the largest difference of a weight from the plain
+    program's. Raises Unfinished."""
     directory.mkdir()
     expected = plain_weights(directory, PROGRAMS / "plain" / f"{name}.py", dtype)
     struck = StruckProgram(cluster, directory, name, dtype)

@@ -16,9 +16,9 @@ Variants with `-amp` scale their losses (GradScaler, fp16); `-clip` clips gradie
 normalises over all members; `-forward` uses `session.forward_backward`.
 
 Without a GPU this is a dry run, on two members that are threads. For one of them, `looks_STRATEGY`
-counts operations that would wait for a GPU (reading a number, comparing tensors), including those
-in torch's optimizer and collectives, and `copies_STRATEGY` those that make a tensor of another
-dtype or on another device.
+counts operations that would wait for a GPU (reading a number, comparing tensors), including
+operations in torch's optimizer and collectives. `copies_STRATEGY` counts operations that make a
+tensor of another dtype or on another device.
 """
 
 import sys
@@ -43,7 +43,8 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 WARM_STEPS, STEPS = 20, 20
 HAS_GPU = torch.cuda.is_available()
 NUM_MEMBERS = 1 if HAS_GPU else 2
-"""Number of members: a GPU has one, since by default NCCL does not allow two members on one GPU."""
+"""Number of members. They are threads, which cannot have a GPU each, and by default NCCL allows one
+member on a GPU."""
 VARIANTS = (
     *("ddp", "ddp-forward", "ddp-clip", "ddp-batchnorm", "ddp-amp"),
     *("zero1", "zero1-clip", "zero2", "fsdp", "fsdp-clip", "fsdp-batchnorm", "fsdp-amp"),

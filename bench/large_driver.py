@@ -87,9 +87,9 @@ class LargeDriver(Driver):
         return {"started_s": started_s}
 
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
-        """Set the addresses that Gloo's ranks set, and read those of all ranks. Returns the bytes
-        set and answered, and the time at which the last rank had them. `form`: "compact", read once
-        per host; "packed", read by each rank; "plain", not packed."""
+        """Set the addresses that Gloo's ranks set, and read the addresses of all ranks. Returns the
+        bytes set and answered, and the time at which the last rank had all addresses. `form`:
+        "compact", read once per host; "packed", read by each rank; "plain", not packed."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()

@@ -5,7 +5,7 @@
 
 Two hosts (network namespaces joined by links of 200 Mb/s in both directions), the coordinator on
 the first. A member there trains alone. A member on the other host joins, is killed once both train,
-and is replaced by a new one. Each that joins gets the whole state over the link, which its
+and is replaced by a new one. Each new member gets the whole state over the link, which its
 heartbeats share; 2 GB take 80 s at the link's rate, more than any limit of a member's silence.
 "ddp" at default settings. Needs root, `ip` and `tc`.
 

@@ -280,7 +280,7 @@ def main() -> None:
     possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
     systems = asked.systems.split(",") if asked.systems else list(possible)
     if unknown := set(systems) - set(possible):
-        parser.error(f"no system of {asked.protocol}: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown systems for {asked.protocol}: {', '.join(sorted(unknown))}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")

@@ -3,8 +3,8 @@
     make bench NAME=page
     .venv/bin/python bench/page.py 5      # first paints
 
-A real coordinator on a real etcd. The members attend, agree, send heartbeats over gRPC and report
-their health, like those of bench/membership.py. Everything shares the cores of this machine.
+A real coordinator on a real etcd. Simulated members as in bench/membership.py attend, agree, send
+heartbeats over gRPC and report their health. Everything shares the cores of this machine.
 
 `page_first_paint_s`: CPU time of the page's main thread, as Chromium counts it, from opening the
 page until all of it is shown. `page_update_s`: CPU time of one update; the page has one a second.

@@ -4,7 +4,7 @@
     .venv/bin/python bench/parameters.py torch-rpc raw-socket    # these peers only
 
 `pull_push_100mb` (GB/s, over all workers) counts the bytes of both directions: 100 MB of gradients
-are sent, SGD is applied, 100 MB of values come back. One worker process takes part, then two.
+are sent, SGD is applied, 100 MB of values are returned. One worker process takes part, then two.
 Shoal and its peers take turns of about a second, so that other work on the machine affects all
 alike; `..._over_PEER` is the median of the rounds' ratios. The peer `ray-actor` is measured
 if `ray` is installed. Shoal's worker shares memory with the server, like workers on one machine;

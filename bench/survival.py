@@ -142,7 +142,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def steps_of(steps: Steps) -> list[Step]:
-    """Steps of the job: in each generation, those of the worker that committed the most there."""
+    """Steps of the job: in each generation, the steps of the worker that committed the most."""
     formations: dict[int, dict[int, list[Step]]] = {}
     for pid, own in steps.by_pid.items():
         for step in own:
@@ -152,8 +152,8 @@ def steps_of(steps: Steps) -> list[Step]:
 
 
 def pauses_of(steps: Sequence[Step], began_s: float) -> dict[str, Any]:
-    """Return the steps per second in each bin, the number of workers with the seconds since when it
-    has been that number, and the longest pause of each event."""
+    """Return the steps per second in each bin, the number of workers with the time of each change,
+    and the longest pause of each event, in seconds."""
     bins = [0] * int(END_S / BIN_S)
     for step in steps:
         if 0 <= (at := int((step.at_s - began_s) / BIN_S)) < len(bins) and step.at_s >= began_s:

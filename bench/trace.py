@@ -122,7 +122,7 @@ def main() -> None:
     asked = parser.parse_args()
     systems = asked.systems.split(",")
     if unknown := set(systems) - set(SYSTEMS):
-        parser.error(f"no systems: {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+        parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")

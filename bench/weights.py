@@ -8,21 +8,21 @@ A model of bf16 tensors of 8 MiB each is published by one process and installed 
 into tensors of its own. `--parts` selects parts; each ends after `--minutes`, if necessary with
 fewer rounds, and is stopped after twice that time. At the end the bench lists what it left out.
 
-- `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over that of a copy of
-  the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
-  `publish()` with 8 readers over that with one. `weights_fetch_over_shm_floor`: time from the call
-  of `publish()` until the last reader has installed the model, over that of plain copies: one
-  process copies the model into shared memory and sends a line, and as many readers copy it out.
+- `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over the time of a copy
+  of the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
+  `publish()` with 8 readers, over the time with one. `weights_fetch_over_shm_floor`: time from the
+  call of `publish()` until the last reader has installed the model, over the time of plain copies:
+  one process copies the model into shared memory and sends a line, and as many readers copy it out.
   `weights_fetch_over_PEER`: the same over the time with `safetensors` (a file on tmpfs, renamed and
   loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
   and `torchstore`; `--peers ray` selects one. `weights_cpu_seconds`: CPU time of all processes of a
   system in a round.
 - `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
-  are verified, over those of a bare socket. The fetch begins once the publisher on the same
-  processors has done its work for the version. Both receive into memory that was used for earlier
-  versions; `_first`: both receive into memory that was never touched.
+  are verified, over bytes per second of a bare socket. The fetch begins once the publisher on the
+  same processors has done its work for the version. Both receive into memory that was used for
+  earlier versions; `_first`: both receive into memory that was never touched.
 - `late`. `weights_late_over_usual`: time of a fetch by a reader that starts after the trainer was
-  killed, over that by a reader that starts while it runs.
+  killed, over the time of a fetch by a reader that starts while the trainer runs.
 - `step`. `weights_step_delay`: time of ten steps with a publication, over ten steps without one.
 - `differences`. `weights_difference_over_full` and `_over_xor`: bytes of a difference at 0.9 % of
   weights changed, over the full version and over the exclusive or with zstandard at level 1;
@@ -151,8 +151,8 @@ class Wanted:
 
 
 class Readers:
-    """Reading processes of bench/weights_readers.py. Shoal's readers notice a new version; `go`
-    starts a round for the others."""
+    """Reading processes of bench/weights_readers.py. `go` starts a round for readers that do not
+    detect a new version themselves."""
 
     def __init__(
         self,

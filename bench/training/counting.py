@@ -88,7 +88,8 @@ def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
-    """Take a step; return the memory of gradients before each rank drops those of other ranks."""
+    """Take a step; return the memory of gradients before `optimizer.step()`, which drops gradients
+    that belong to other ranks."""
     inputs, targets = samples()
     own = slice(*range_of_rank(0, GLOBAL_BATCH, *shoal.data_share(model)))
     shoal.forward_backward(model, inputs[own], targets[own], mse_loss)

@@ -21,8 +21,8 @@ class Step:
     agent: int
     """Process id of the worker's parent."""
     formation: int
-    """Number of the set of workers that took the step together: Shoal's generation, or what stands
-    for one in a peer."""
+    """Number of the set of workers that took the step together: Shoal's generation, torchft's
+    quorum or number of participants, a number that torchrun's rank 0 chose; 0 for one process."""
     world_size: int
     step: int = 0
     """Number of the step; 0 from workers that do not record it."""
