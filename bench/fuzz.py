@@ -9,7 +9,7 @@ drawn from the descriptor of a valid message, and then changed. Inputs go to eve
 bulk transport and to HTTP, and into records in etcd and files on disk. `fuzz_inputs`: number of
 inputs. `fuzz_unhandled`: answers INTERNAL or UNKNOWN, tracebacks in logs, dead processes, and
 exceptions other than a refusal. `fuzz_depositions`: leaders that lost their term.
-`fuzz_rss_growth`: growth of a process' memory since its first rounds.
+`fuzz_rss_growth`: largest growth of a process' memory since its first rounds.
 """
 
 import argparse
