@@ -75,7 +75,7 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # `close` ran while this thread connected: the call must fail like any in progress.
+            # `close` ran while this thread connected: the call must fail like a call in progress.
             connection.close()
         return connection
 

@@ -34,8 +34,8 @@ LOOKS_S = 0.0003
 The kernel wakes a sleeping thread on the server's processor, so that thread and server share one
 processor although another one is idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Number of bytes copied into slots from which on a call polls. A smaller call is answered soon in
-any case."""
+"""Minimum number of bytes copied into slots by a call that polls. A smaller call is answered soon
+in any case."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 

@@ -56,8 +56,8 @@ class CertificateFolder:
     ) -> None:
         """Make the authority, for ten years, and a certificate for each role. `valid`: duration of
         these certificates. `hosts`: names and addresses of the coordinator. Raises InvalidSpec if
-        there is an authority already, if the folder cannot be made, or if other users have access
-        to it.
+        there is an authority already, if `valid` is not less than ten years, if the folder cannot
+        be made, or if other users have access to it.
         """
         if self.has_authority:
             raise InvalidSpec(
