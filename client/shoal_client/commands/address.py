@@ -25,7 +25,7 @@ HttpUrl = Annotated[
         metavar="URL,...",
         help="Base URL of the coordinator's status page; with several coordinators, one for each."
         " By default the coordinator is asked for it if --coordinator is given; otherwise it is"
-        " http://127.0.0.1:7780, or your only cluster on this machine.",
+        " http://127.0.0.1:7780, or the page of your only cluster on this machine.",
     ),
 ]
 """The option --http."""
@@ -47,9 +47,9 @@ class StatusAddress(TlsOptions):
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas; if only coordinators are given, just the leader's,
-        for which they are asked. Raises the errors of that call, and InvalidSpec if no address is
-        given and several of this user's clusters run on this machine."""
+        """URLs of the page, separated by commas. If only coordinators are given, they are asked for
+        the leader's URL. Raises the errors of that call, and InvalidSpec if no address is given and
+        several of this user's clusters run on this machine."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 
@@ -61,8 +61,8 @@ def _usual_urls() -> str:
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:
-    """Base URL of the page of the coordinator that leads, which this asks for; empty without
-    coordinators. Raises the errors of the call."""
+    """Ask the coordinators for the base URL of the leader's page; empty without coordinators.
+    Raises the errors of the call."""
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)

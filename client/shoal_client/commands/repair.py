@@ -24,7 +24,7 @@ BROKEN = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """Shows why a job is quarantined: which record in etcd cannot be read, what it holds, and what
+    """Shows why a job is quarantined: which record in etcd cannot be read, its contents, and what
     can be done. With --apply, moves such records to keys under /shoal/v1/quarantine/ and lets the
     job continue from the rest; nothing is destroyed, and the coordinator is not restarted. Exits
     with 1 while the job is quarantined."""
@@ -34,7 +34,7 @@ class RepairConfig:
     apply: bool = False
     """Apply the repair. Without it, nothing changes."""
     min_members: Annotated[int, Parameter(name="--min")] = 0
-    """The job's --min, if the record of it cannot be read."""
+    """The job's --min, needed if its record cannot be read."""
     max_members: Annotated[int, Parameter(name="--max")] = 0
     """The job's --max, likewise."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0

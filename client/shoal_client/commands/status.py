@@ -36,7 +36,7 @@ ANSWER_WITHIN_S = 5.0
 MAX_SHOWN_SHARDS = 8
 MAX_SHOWN_MEMBERS = 10
 WIDE = 100
-"""Minimum width of a terminal in columns for showing members' hosts, and each table undivided."""
+"""Width of a terminal, in columns, from which members' hosts are shown and no table is split."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
 """Option of a request: the server's certificate must have a coordinator's name, not the address."""
@@ -276,7 +276,7 @@ def status(config: StatusConfig) -> int:
     for series in scripts:
         _print_weights(console, series)
     if num_over := len(every) - len(known):
-        console.print(f"\n{num_over} more that are over: --all shows them, `shoal jobs` lists them")
+        console.print(f"\n{num_over} more have ended: --all shows them, `shoal jobs` lists them")
     return 0
 
 
@@ -416,7 +416,7 @@ def _print_weights(console: Console, series: Json) -> None:
     if series["lost"]:
         versions = ", ".join(map(str, series["lost"]))
         console.print(
-            f"lost: versions {versions}: no server has them", style="red", highlight=False
+            f"lost versions: {versions} (no server has them)", style="red", highlight=False
         )
 
 

@@ -43,7 +43,7 @@ cannot continue the job, or this process' certificate has to be renewed."""
 # Not the module `random`: the script may have seeded `random` with the same number in every member,
 # and draws by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
-"""A number from 0 to 1, for the pauses between attempts."""
+"""Draws a number from 0 to 1, for the pauses between attempts."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -154,9 +154,10 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error, or
-        CertificateRefused. A RetryError is raised only if no time is left for another attempt, if
-        `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
-        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
+        CertificateRefused. A RetryError is raised only in these cases: no time is left for another
+        attempt; `gives_up()` returns True after an attempt; `close` was called; or the error is a
+        DeadlineExceeded and less than `attempt_s` was left for the attempt: a server may answer
+        with this error before the time is over."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
@@ -225,7 +226,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not since the call began: a coordinator may have held it for long.
+                    # Not the time of the call: a coordinator may have kept it waiting for long.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue

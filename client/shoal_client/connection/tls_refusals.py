@@ -150,6 +150,6 @@ def _needs_tls(address: str) -> CertificateRefused:
         f"{address} speaks TLS, and this process has no certificate",
         seen="a TLS handshake",
         expected="--tls DIRECTORY, or --tls-ca, --tls-cert and --tls-key",
-        fix="Set SHOAL_TLS to the folder of certificates that `shoal up` names (its user's commands"
-        " on its machine find it by themselves), or to one of `shoal certs`.",
+        fix="Set SHOAL_TLS to the folder of certificates that `shoal up` prints, or to one made by"
+        " `shoal certs`. The user who runs `shoal up` need not set it on that machine.",
     )

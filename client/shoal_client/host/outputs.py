@@ -129,7 +129,7 @@ class HostOutputs:
             return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
         except ShoalError as error:
             return error  # the connection was closed
-        return Unavailable("the coordinator ended the stream of questions")
+        return Unavailable("the coordinator ended the stream of output requests")
 
     def _answer(self, wanted: pb.OutputWanted) -> None:
         tail = self._tails.get(wanted.member_id)

@@ -202,7 +202,8 @@ class HostReporter:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Wait until all reports so far are sent or dropped; False if that takes longer."""
+        """Wait until all reports so far are sent or dropped; False if that takes longer than
+        `timeout_s`."""
         sent = threading.Event()
         self._reports.put(sent)
         return sent.wait(timeout_s)

@@ -28,12 +28,12 @@ class ClusterOptions:
     heartbeat_s: Annotated[float | None, _LIMIT] = None
     """Time between heartbeats."""
     join_s: Annotated[float | None, _LIMIT] = None
-    """The longest that a newcomer waits for a generation."""
+    """Maximum time that a newcomer waits for a generation."""
     collective_s: Annotated[float | None, _LIMIT] = None
-    """The longest wait in a collective before it counts as hung."""
+    """Maximum wait in a collective before it counts as hung."""
     wait_for_members_s: Annotated[float | None, _LIMIT] = None
-    """The longest that a job which has trained waits for members while fewer than --min are there.
-    By default there is no limit."""
+    """Maximum time that a job that has trained waits for members while it has fewer than --min. By
+    default there is no limit."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
