@@ -179,9 +179,7 @@ def _follow(
                 del positions[member]
                 continue
             if page["has_gap"]:
-                _say(
-                    f"lines of {member} are missing here: it printed too fast, or its launcher is new"
-                )
+                _say(f"lines of {member} are missing: it printed too fast, or its launcher is new")
             _show(page["lines"], member if prefixed else "")
             positions[member] = page["after"]
 

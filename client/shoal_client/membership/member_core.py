@@ -504,7 +504,7 @@ class MemberCore:
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
             # The others have stopped too, and no coordinator reports their next generation.
-            return drained(self.identity, "the others' next generation did not report that it runs")
+            return drained(self.identity, "no report that the others' next generation runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
         )

@@ -89,9 +89,9 @@ class MemberSession:
     def join(self, timeout_s: float | None = None) -> None:
         """Become a member.
 
-        Raises DeadlineExceeded if no coordinator admits it within `timeout_s` (by default the
-        member's `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such
-        as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
+        Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
+        its `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such as
+        JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
         AccessDenied.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s

@@ -28,8 +28,8 @@ class HeldStream:
     cancel them."""
 
     def __init__(self, closing: threading.Event, joining: tracing.OngoingSpan) -> None:
-        """`closing`: set before the last `cancel`; no stream is held from then on. `joining`: the
-        span of joining, to which attending belongs while it lasts."""
+        """`closing`: set before the last `cancel`; a stream opened after that is cancelled.
+        `joining`: the span of joining, the parent of the spans of attending until it ends."""
         self.address = ""
         """Address of the current or last coordinator."""
         self._closing = closing

@@ -17,7 +17,8 @@ class WaitClock:
         self.give_up_at_s = math.inf
         """Time at which the trainer's own calls and waits end in any case."""
         self.away_since_s = math.inf
-        """Time since which no coordinator holds the stream; infinite before the first."""
+        """Time since which no coordinator holds the stream; infinite while one does, and before the
+        first stream."""
         self._turned_s = -math.inf
         self._paused: Sequence[str] = ()
         """Members that are paused."""
@@ -53,7 +54,8 @@ class WaitClock:
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for a notice ends; infinite without coordinator and on standby."""
+        """Time at which a wait for a notice ends; infinite on standby, and while no coordinator
+        holds the stream."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))

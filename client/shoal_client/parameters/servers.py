@@ -79,8 +79,8 @@ class ShardServers(Generic[Stub]):
         self._ahead: dict[str, Future[None]] = {}
         """Connections that are being opened ahead of a first call, by address."""
         self._has_connected = False
-        """True once a server has answered without an error: from then on, calls wait for the
-        renewal of a refused certificate."""
+        """True once a server has answered without an error: later calls wait for the renewal of a
+        refused certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -99,8 +99,8 @@ class ShardServers(Generic[Stub]):
         renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
         without values (until `ready_by_s` of the monotonic clock, if that is earlier) and for lost
         shards (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and
-        the map is updated. Raises the error that ended the attempts, or the last error before it if
-        that is a DeadlineExceeded; InvalidSpec in a forked process."""
+        the map is updated. Raises the error that ended the attempts; if this is a DeadlineExceeded,
+        the last other error, if there was one. Raises InvalidSpec in a forked process."""
         self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
         back_off = BackOff()

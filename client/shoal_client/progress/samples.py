@@ -103,10 +103,12 @@ class SampleClient:
         more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
         ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
-        last RetryError when the time is over. After one of the last three, other than Overloaded,
-        the next call first repeats the request, with its own `timeout_s`: if the answer has a
-        range, it returns that range, and the call after it reports its `completed`. With
-        `num_samples=0` it gives that range back, and returns none."""
+        last RetryError when the time is over.
+
+        After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
+        may have been carried out. So the next call repeats it first, within its own `timeout_s`. If
+        the answer has a range, that call returns the range; its own `completed` ranges are reported
+        by the call after it. With `num_samples=0` it gives the range back, and returns none."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
