@@ -43,7 +43,7 @@ def digest_of(secret: str) -> str:
 
 
 def matches_digest(secret: str, digest: str) -> bool:
-    """True if the digest is that of the secret."""
+    """True if the secret has this digest; False for an empty digest."""
     return bool(digest) and hmac.compare_digest(digest_of(secret), digest)
 
 
