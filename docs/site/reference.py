@@ -116,8 +116,8 @@ def configuration() -> str:
             "Options of commands are in [commands](commands.md), options of strategies in the"
             " [API](api.md).\n",
             "## A worker\n",
-            "Arguments of `shoal.join`, and the variables that stand in for them."
-            " `shoal run` sets these for its workers.\n",
+            "Arguments of `shoal.join`, and the environment variables that are read for arguments"
+            " that are not given. `shoal run` sets the variables for its workers.\n",
             *table(("argument", "variable", "default", "what it is"), rows),
             "\n## Other variables\n",
             *table(("variable", "what it is"), [(f"`{k}`", v) for k, v in OTHER_VARIABLES.items()]),

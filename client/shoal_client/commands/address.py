@@ -54,8 +54,8 @@ class StatusAddress(TlsOptions):
 
 
 def _usual_urls() -> str:
-    """URLs of the page: those of this user's only cluster on this machine, or the usual one if a
-    cluster has it or none runs. Raises InvalidSpec if there are several clusters."""
+    """URLs of the page of this user's only cluster on this machine; the usual URL if a cluster has
+    it, or if none runs. Raises InvalidSpec if there are several clusters."""
     found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
     return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 

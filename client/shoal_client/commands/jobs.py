@@ -159,7 +159,8 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end. Raises UnknownJob, Unavailable if no coordinator answers at first."""
+    """Wait for the job's end. Raises UnknownJob, JobQuarantined, or Unavailable if no coordinator
+    answers at first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s

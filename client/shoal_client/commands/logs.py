@@ -129,7 +129,7 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    """Members of the job, or if it has none now, those of the newest generation."""
+    """Members of the job; if it has none now, the members of its newest generation."""
     detail = client.job(job)
     found = [str(each["member"]["member_id"]) for each in detail["members"]]
     if not found and detail["generations"]:

@@ -34,7 +34,8 @@ class RepairConfig:
     apply: bool = False
     """Apply the repair. Without it, nothing changes."""
     min_members: Annotated[int, Parameter(name="--min")] = 0
-    """The job's --min, needed if its record cannot be read."""
+    """The job's --min. Needed if the record that contains it cannot be read, and the job has
+    members."""
     max_members: Annotated[int, Parameter(name="--max")] = 0
     """The job's --max, likewise."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
@@ -90,7 +91,7 @@ def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
             else f"  {'--apply' if record.mendable else 'remedy'}:   {record.remedy}",
         ]
     if reply.quarantined and reply.goes_on:
-        lines.append(f"job {job} goes on ({reply.phase or 'nothing of it is left'})")
+        lines.append(f"job {job} goes on ({reply.phase or 'it has no records left'})")
     elif reply.quarantined and not reply.records:
         lines.append("All its records can be read: --apply lets it continue from them.")
     return lines

@@ -507,7 +507,7 @@ def _print_servers(console: Console, view: Json) -> None:
         console.print(table, highlight=False)
     for server in view["servers"]:
         for peer in server["full_peers"]:
-            text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
+            text = f"{peer['server_id']} accepts no further copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
     for loss in view["lost_in_words"]:
         console.print(f"lost: {escape(loss)}", style="red", highlight=False)

@@ -51,7 +51,7 @@ OVER = frozenset({"lost", "stopped", "failed"})
 worker that joins a finished job is refused."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""Maximum number of reports that wait for a coordinator to come back."""
+"""Maximum number of reports that wait until a coordinator answers."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
@@ -81,7 +81,7 @@ def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]
             f"no coordinator leads at {', '.join(coordinators)}",
             seen=seen,
             expected="one of them to lead, which needs etcd",
-            fix="`/readyz` of its status page says what keeps it from leading.",
+            fix="`/readyz` of a coordinator's status page says why it does not lead.",
         )
     return Unavailable(
         f"no coordinator answers at {', '.join(coordinators)}",

@@ -189,7 +189,7 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
-        """Record that a thread of this process runs, so that the GIL is not held for long."""
+        """Record that a thread of this process runs: no other thread keeps the GIL."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:

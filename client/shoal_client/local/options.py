@@ -12,7 +12,7 @@ _LIMIT = Parameter(
     metavar="SECONDS",
     group=Group(
         "Time limits of the cluster that is started",
-        help="By default those of `shoal coordinator`: see `shoal config`.",
+        help="By default the limits of `shoal coordinator`, which `shoal config` shows.",
     ),
 )
 LIMITS = ("heartbeat_s", "join_s", "collective_s", "wait_for_members_s")

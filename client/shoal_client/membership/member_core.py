@@ -402,7 +402,8 @@ class MemberCore:
         """Handle a notice to leave. `now`: no other member needs this one any more. `unreplaced`:
         no generation follows without this member."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
-        # The notice comes twice: when the coordinator accepts, and when the others go on.
+        # The notice is sent twice: when the coordinator accepts the drain, and when the others go
+        # on.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [

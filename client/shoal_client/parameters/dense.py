@@ -211,7 +211,7 @@ class ParameterClient:
         """Apply gradients, each exactly once, and write the resulting values into `into`.
 
         The optimizer does not change parameters without a gradient. `lr`: a learning rate for each
-        parameter group; empty: those of `create`. `bases`: the values on which the gradients were
+        parameter group; empty: as in `create`. `bases`: the values on which the gradients were
         computed, for servers that compensate for delay; they must not share memory with `into`.
         `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
         of `joint_step` for this push and a push of rows, which may be made at the same time.

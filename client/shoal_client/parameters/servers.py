@@ -66,8 +66,8 @@ class ShardServers(Generic[Stub]):
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time for which a call waits, from its beginning, for servers that are gone with their
-        shards, both before and after the shards are declared lost."""
+        """Time for which a call waits, from its beginning, for servers that ended and their shards
+        to come back, both before and after the shards are declared lost."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first.
 
         Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
-        one may be at fault. Other limits apply to waits for space on a full disk (no limit), for a
+        one may be outdated. Other limits apply to waits for space on a full disk (no limit), for a
         renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
         without values (until `ready_by_s` of the monotonic clock, if that is earlier) and for lost
         shards (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and
@@ -393,10 +393,10 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=error.seen,
         expected="that server to answer, or a backup of it to lead",
-        fix=f"If it has ended, start it again, with its journal if it had one: {_them(shards)}"
-        " may count as led by it for 15 minutes, in which nothing is restored by itself. `shoal"
-        " status` shows the servers, and what is lost; `shoal restore JOB` and `shoal accept-loss"
-        " JOB` are for what does not come back.",
+        fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
+        f" it may still count as the leader of {_them(shards)}, and nothing is restored"
+        " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"
+        " and `shoal accept-loss JOB` are for shards that stay lost.",
     )
 
 

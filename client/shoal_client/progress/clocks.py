@@ -39,7 +39,7 @@ class Clock:
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
         """`wait_s`: limit on a wait for other members while a coordinator answers; the coordinator
-        removes members that hold up others for too long. `ended`: returns the error that ended the
+        removes members that make others wait too long. `ended`: returns the error that ended the
         membership, if any; it ends every wait."""
         self._coordinators = coordinators
         self._token = token

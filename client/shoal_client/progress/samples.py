@@ -64,7 +64,7 @@ class SampleClient:
     ) -> None:
         """`token` returns the member's current token, at each call.
 
-        Both numbers must be the same for every member of the job."""
+        `dataset_size` and `num_epochs` must be the same for every member of the job."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -195,8 +195,8 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges and ask for no more, as before leaving. Raises what `lease`
-        raises."""
+        """Report completed ranges without a request for more, for example before leaving. Raises
+        what `lease` raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 
