@@ -7,7 +7,7 @@
 It needs only Python and pip, and writes only below `--into`.
 """
 
-# Lets an older Python get as far as the message that it is too old.
+# With this import, an older Python reaches the message that it is too old.
 from __future__ import annotations
 
 import argparse

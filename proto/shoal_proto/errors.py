@@ -164,7 +164,7 @@ class UnsupportedOptimizer(RefusedError):
 class ProposalConflict(RefusedError):
     """Members, or a member and its job, differ in a field that must be the same.
 
-    `details` maps each field that differs to the values, each with the members that have it.
+    `details` has the values of each field that differs, each value with the members that have it.
     """
 
 

@@ -205,7 +205,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
         _show(newest, path.stem if len(found) > 1 else "")
     if config.follow:
         if len(found) > 1:
-            raise InvalidSpec("files are followed one at a time", expected="a MEMBER")
+            raise InvalidSpec("files of several members cannot be followed", expected="one MEMBER")
         for data in _followed(found[0]):
             _show(plain_lines(data), "")
     return 0

@@ -37,9 +37,9 @@ class RepairConfig:
     """The job's --min. Needed if the record that contains it cannot be read, and the job has
     members."""
     max_members: Annotated[int, Parameter(name="--max")] = 0
-    """The job's --max, likewise."""
+    """The job's --max; needed like --min."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
-    """The job's --desired, likewise."""
+    """The job's --desired; needed like --min."""
     coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 

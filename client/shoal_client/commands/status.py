@@ -257,7 +257,7 @@ def grpc_address_of(urls: str) -> Sequence[str]:
 
 
 def status(config: StatusConfig) -> int:
-    """Print the jobs that have not ended, every job, or one."""
+    """Print the jobs that have not ended; with `every` all jobs, with `job` only that job."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()

@@ -90,7 +90,7 @@ class UpConfig:
 
 
 def up(config: UpConfig) -> int:
-    """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it cannot stay up (1)."""
+    """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, 1 if a part of it does not stay up."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     orders = StopOrders()
 

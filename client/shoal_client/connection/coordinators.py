@@ -207,10 +207,10 @@ class Coordinators:
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
         """Repeat a call until it is answered, through outages of hours. `call` limits the time of
-        each attempt itself. Raises errors other than those in OUTLASTED at once, CertificateRefused
-        after SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True
-        or the connection is closed. Logs one line at the beginning of an outage, and one when the
-        call is answered after it."""
+        each attempt itself. An error that is not in OUTLASTED is raised at once, CertificateRefused
+        after SHOAL_CERTIFICATE_WAIT_S, and any error once `gives_up()` returns True or `close` was
+        called. Logs one line at the beginning of an outage, and one when the call is answered after
+        it."""
         back_off = BackOff()
         away_since_s: float | None = None
         certificate = CertificateWait(wait_s())

@@ -78,7 +78,8 @@ def demo(config: DemoConfig) -> int:
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
-    """Train, end all processes and print the figures; return True if all of it is good."""
+    """Train, end all processes and print the figures; return True if both trainings are good and
+    no process is left."""
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]

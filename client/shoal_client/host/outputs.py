@@ -43,7 +43,8 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: the output of each member in `request`. `coordinators` has to outlive this."""
+        """`tails`: the output of each member in `request`. `coordinators` must stay open until the
+        end of the `with` block."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)

@@ -182,7 +182,8 @@ class HostReporter:
 
     @property
     def is_job_running(self) -> bool:
-        """True if the job was neither finished nor over in the newest answer; False before one."""
+        """True if the job was neither finished nor over in the newest answer; False before the
+        first."""
         return self._phase not in ("", FINISHED) and not self.final_phase
 
     @property

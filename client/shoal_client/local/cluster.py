@@ -265,7 +265,7 @@ class LocalCluster:
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:
-                raise self._failure(name, f"still there after {timeout_s:g} s", "end")
+                raise self._failure(name, f"still running after {timeout_s:g} s", "end")
         self._servers.pop(name, None)
 
     def log_tail(self, name: str) -> str:
@@ -384,7 +384,7 @@ class LocalCluster:
             *("--listen", self._listen_address(listen), "--http", http),
             *("--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
-            # At the end of the cluster etcd is stopped too, so a coordinator cannot drain.
+            # The cluster ends as a whole: a coordinator need not wait for members that drain.
             "--drain-s=0",
             *self._advertise_arguments,
             *(() if self._config.parameters else ("--no-parameters",)),

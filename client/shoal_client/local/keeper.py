@@ -49,7 +49,7 @@ class Keeper:
     """One part, and the thread that waits for its end.
 
     `start(failures)` starts the part again and returns once it serves, or raises the error. `say`
-    gets lines for people. `give_up` is called once, with the part's name and the reason, if the
+    gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
     part does not stay up. All of them run on the keeper's thread.
 
     A part that ends with EX_TEMPFAIL needs a service outside the cluster, such as an etcd that is

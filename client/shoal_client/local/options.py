@@ -23,7 +23,7 @@ class ClusterOptions:
     num_parameter_servers: Annotated[int, Parameter(name="--ps", metavar="N")] = 2
     """Number of parameter servers in the cluster that is started."""
     insecure: bool = False
-    """Start that cluster without TLS: every user of this machine can then read its parameters and
+    """Start the cluster without TLS: every user of this machine can then read its parameters and
     end its jobs. By default certificates are made for it, and your other commands find them."""
     heartbeat_s: Annotated[float | None, _LIMIT] = None
     """Time between heartbeats."""

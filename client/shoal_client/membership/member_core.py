@@ -372,9 +372,9 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership continues after the error: no coordinator answers, or it cannot
-        continue this job for now. The trainer trains on meanwhile. After a refused certificate an
-        admitted member waits for a renewed one, for a limited time."""
+        """True if the membership continues after the error: no coordinator answers, or the leader
+        cannot continue this job for now. The trainer trains on meanwhile. After a refused
+        certificate an admitted member waits for a renewed one, for a limited time."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0

@@ -20,7 +20,8 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""Time to wait for a coordinator's first notice before another is asked; doubled each time."""
+"""Time to wait for a coordinator's first notice before another is asked; doubled each time, up to 8
+times as long."""
 
 
 class HeldStream:

@@ -191,8 +191,8 @@ class ParameterClient:
         self._until_done(attempt, ready_by_s)
 
     def joint_step(self, rows_in: Collection[int]) -> JointStep:
-        """Begin a step that includes the next push here, to every shard, and a push of rows to
-        `rows_in`. Pass the step to both pushes. See `TableClient.shard_ids`."""
+        """Begin a step that includes the next push of this client, to every shard, and a push of
+        rows to `rows_in`. Pass the step to both pushes. See `TableClient.shard_ids`."""
         self._sequence += 1
         own = (shard.shard_id for shard in self._job.cached_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))

@@ -334,7 +334,7 @@ def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
 
 
 def _comes_back(error: ShoalError, lost_by_s: float) -> bool:
-    """True if a shard is lost and its return is still waited for."""
+    """True if a shard is lost, and calls still wait for it to come back."""
     return isinstance(error, StateLost) and time.monotonic() < lost_by_s
 
 

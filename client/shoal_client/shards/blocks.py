@@ -113,7 +113,7 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
             )
         if buffer.nbytes != sizes[name] or buffer.format != "B" or buffer.ndim != 1:
             raise ShapeMismatch(
-                f"the buffer of parameter {name} has another length",
+                f"the buffer of parameter {name} has another size or format",
                 seen=f"{buffer.nbytes} bytes (format {buffer.format!r}, {buffer.ndim}-d)",
                 expected=f"{sizes[name]} bytes (format 'B', 1-d)",
                 fix="Compare shape and dtype with the job's.",

@@ -240,8 +240,8 @@ class SeriesReader:
     def report(
         self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
     ) -> None:
-        """Report in the background which version this reader serves. `digest`: of the installed
-        bytes. Raises Regressed if the version is older than the last one."""
+        """Report in the background which version this reader serves. `digest`: digest of the
+        installed bytes. Raises Regressed if the version is older than the last one."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
     @property
