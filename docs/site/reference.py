@@ -43,7 +43,7 @@ OTHER_VARIABLES = {
     "SHOAL_LOG_LEVEL": "the lowest level that coordinators and parameter servers log: `debug`,"
     " `info` (default), `warning` or `error`",
     "SHOAL_TRANSPORT": "`tcp`: tensors are not sent through shared memory, even on one machine;"
-    " `grpc`: tensors are sent over gRPC only",
+    " `grpc`: neither through shared memory nor over bulk connections to parameter servers",
     "SHOAL_SERIES": "the series of published weights that `shoal.integrations.trl` and `.verl` use",
     "SHOAL_CERTIFICATE_WAIT_S": "seconds for which a member that was admitted before waits for"
     " an accepted certificate (600)",

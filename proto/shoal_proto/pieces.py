@@ -47,8 +47,8 @@ class AnyPiece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadPiece:
-    """The fields of a Piece. `data` is a view of the message that it was read from, if aligned
-    there; else a copy."""
+    """The fields of a Piece. `data` is a view of the memory that the piece was read from, if
+    aligned there; else a copy."""
 
     shard_id: int
     offset_bytes: int
