@@ -57,6 +57,7 @@ class BulkOffers:
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> PermittedUse | None:
-        """Use a key, and return its purpose; None if it is unknown, expired or already used."""
+        """Invalidate a key, and return its permitted use; None if the key is unknown, expired or
+        already used."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

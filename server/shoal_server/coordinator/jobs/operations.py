@@ -44,7 +44,8 @@ class JobOperations:
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
         """Allow members to join a job that failed, was stopped or is lost. Does nothing to a job
-        without members that is not over, except with `from_scratch`: it then starts anew."""
+        without members that is not over, unless `from_scratch` is set: that starts the job
+        anew."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
