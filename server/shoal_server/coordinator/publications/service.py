@@ -70,7 +70,7 @@ PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[Publi
 
 
 class WeightSeriesService(WeightSeriesServicer):
-    """All series of a coordinator, on its event loop; serves calls during `coordinator_leading`."""
+    """All series of a coordinator, on its event loop. Calls are served within `leading`."""
 
     def __init__(
         self,

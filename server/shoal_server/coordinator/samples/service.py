@@ -132,8 +132,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     """Leases samples to members during its `async with` block.
 
     `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
-    ... The ledgers of the 256 jobs used last are kept open; more of them while all others have
-    changes that are not written.
+    ... The ledgers of the 256 jobs used last are kept open. More stay open if all of them have
+    changes that are not in etcd yet.
     """
 
     def __init__(
