@@ -90,7 +90,7 @@ class Clocks:
         self._standing = PositionIndex()
         """All members that have a position."""
         self._stepping = PositionIndex()
-        """Members among them that are in a step."""
+        """Those members of `_standing` that are in a step."""
         self._waits_since_s: dict[str, float] = {}
         """Time at which each waiting member was first refused its next step or push, the earliest
         first."""
@@ -240,9 +240,9 @@ class Clocks:
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """The lowest position. A member goes on once this has reached the member's `threshold`.
+        """The lowest position. A member goes on once the horizon has reached its `threshold`.
 
-        No member's wait ends while it stays the same. None: no member may go on.
+        No member's wait ends while the horizon stays the same. None: no member may go on.
         """
         if self._unreported:
             return None

@@ -1,11 +1,11 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records by those of a new run, with higher epochs, and
-the sample ledger by that of the cut. So even if this coordinator dies, the job has records, and
-each shard is held by a server or known to be lost. Every server then drops its shards of the job,
-and loads the shards whose primary it is; backups are created as usual. If a server leaves or ends
-before it has loaded, others load its shards (`loading`). If a server that stays cannot load, all
-shards that had values are recorded as lost, and the records of a job that had no shards are
+One transaction replaces the job's assignment records by records of a new run, with higher epochs,
+and the sample ledger by the cut's ledger. So even if this coordinator dies, the job has records,
+and each shard is held by a server or known to be lost. Every server then drops its shards of the
+job, and loads the shards whose primary it is; backups are created as usual. If a server leaves or
+ends before it has loaded, others load its shards (`loading`). If a server that stays cannot load,
+all shards that had values are recorded as lost, and the records of a job that had no shards are
 deleted: no job has half of a snapshot.
 """
 
