@@ -84,8 +84,8 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes. Members must have the same `fields`, and those of the
-    `optional_fields` that they state; the other attributes may differ."""
+    """Training that a member proposes. Members must have the same `fields`, and the same value of
+    each optional field that they state; the other attributes may differ."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True
@@ -198,10 +198,10 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Choose the member whose state all start from: of those that hold trained state the one with
-    the highest step, of equals the one with the lowest rank. If none holds any, the same rule
-    chooses among all, and all take that member's initial values. A job that has trained before then
-    continues from a checkpoint, or not at all.
+    """Choose the member whose state all members start from. Among members that hold trained state,
+    the highest step decides, then the lowest rank. If no member holds trained state, the same rule
+    chooses among all, and all members receive the chosen member's initial values; but a job that
+    has trained before continues from a checkpoint, or not at all.
     """
     return min(
         candidates,
@@ -219,13 +219,13 @@ def build_roster(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `previous`: the roster from which members keep their ranks; `running`: the one that trains, if
-    the change is planned; `trained`: True if the job may have committed steps, and so must not
+    `previous`: the roster from which members keep their ranks; `running`: the roster that trains,
+    if the change is planned; `trained`: True if the job may have committed steps, and so must not
     start from initial values.
 
-    Members that train in `running` will stop at one common step, which is not known yet and later
-    than any they reported. A newcomer's state (from a checkpoint) is of another step, so the
-    newcomer receives theirs.
+    Members that train in `running` will stop at one common step, which is not known yet and is
+    later than any step that they reported. A newcomer's state (from a checkpoint) is of another
+    step, so the newcomer receives their state.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]

@@ -1,4 +1,4 @@
-"""One job's membership: the agreement of its members on each generation. The heart of Shoal.
+"""One job's membership: its members agree on each generation. These are Shoal's main decisions.
 
 `Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
 happen; a `WriteGeneration` is durable before any later effect is carried out.

@@ -57,13 +57,13 @@ class Deadlines:
     """Time of the next check for members that have waited for longer than the join limit."""
 
     def stop(self) -> None:
-        """Stop all limits except that of the first proposal."""
+        """Stop all limits except `first_proposal_s`."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """Move the limits, except that of the first proposal, by the time in which no member could
-        be notified."""
+        """Move the limits, except `first_proposal_s`, by the time in which no member could be
+        notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -95,13 +95,13 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class AttemptCounts:
-    """Failures and changes since a generation last came to run."""
+    """Failures and changes since a generation last began to run."""
 
     failures: int = 0
     """Number of attempts that were aborted."""
     num_excluded: int = 0
-    """Number of members that were ready and had to be left out; the job does not wait for others
-    in their place."""
+    """Number of members that were ready and had to be left out; the job does not wait for members
+    to replace them."""
     failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed; it stays when a generation runs."""
     changes: PendingChanges = field(default_factory=PendingChanges)
@@ -197,8 +197,9 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move limits by the time in which no member could be notified: those of the phase, breaks,
-        disconnections, drains and retries. Those of pauses, halts and the last call are not moved.
+        """Move limits by the time in which no member could be notified: the limits of the phase, of
+        breaks, disconnections, drains and retries. The limits of pauses, halts and the last call
+        are not moved.
 
         Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """

@@ -125,8 +125,8 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def handle_break(self, member: MemberState, event: BreakReported, now_s: float) -> None:
-        """Handle a failed collective. Disconnected members are lost; if no member is disconnected,
-        a loss may still be noticed later."""
+        """Handle a failed collective. Disconnected members are removed as lost; if no member is
+        disconnected, a loss may still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement

@@ -59,7 +59,7 @@ class RosterAnswered(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReported(MemberEvent):
-    """The trainer has stopped; its state is that after `step` optimizer steps."""
+    """The trainer has stopped, with the state after `step` optimizer steps."""
 
     step: Step
     has_state: bool
@@ -100,7 +100,7 @@ class BreakReported(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDisconnected(MemberEvent):
-    """The member's stream broke; it may come back."""
+    """The member's stream broke; the member may reconnect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class MemberWorkDone(MemberEvent):
     finished: bool = False
     """True if the member has no step left. The others may still use the state that it serves."""
     closes: bool = False
-    """True if the job takes no more members from now on."""
+    """True if the member closes the job to new members."""
 
 
 # Notices.
@@ -245,7 +245,8 @@ class WaitingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNotice(Notice):
-    """The member is to leave: at the boundary that will be agreed, or at its next one (`now`)."""
+    """The member is to leave: at the boundary that will be agreed, or at its next step boundary
+    (`now`)."""
 
     now: bool
     unreplaced: bool = False

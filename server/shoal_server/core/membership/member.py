@@ -114,7 +114,8 @@ class MemberState:
 
     @property
     def state_and_step(self) -> tuple[bool, int]:
-        """The pair (holds state, step) of the member. The largest pair of all is the job's."""
+        """The pair (holds state, step). Members with the largest pair hold the job's newest
+        state."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:
