@@ -50,7 +50,7 @@ def _closing(
 def _close_after_fork() -> None:
     """Close the descriptors that a forked process has inherited: as long as it lived, they would
     keep the memory of segments from being freed. Inherited views of sealed segments stay valid; the
-    memory of writers, also that of `ReusedSegment`, is not mapped in the child."""
+    memory of writers and of `ReusedSegment` is not mapped in the child."""
     for owner in list(_open):
         owner._close()
 

@@ -189,9 +189,9 @@ class SegmentConnection:
         `name`: the name that its TLS certificate must have. `may_be_local`: False to connect over
         TCP on this host too. Raises Unavailable, or ChecksumMismatch for a damaged answer.
 
-        `chunk_within_s`: set it for a relay: the longest time until its next frame, BEAT included.
-        Digests of a descriptor are then computed here; with None (a server) the sent ones are
-        trusted.
+        `chunk_within_s`: the longest time until the next frame, BEAT included, if the other end is
+        a relay; the digests of a descriptor are then computed here. None: the other end is a
+        server, whose digests are trusted.
         """
         try:
             if not offer.port:

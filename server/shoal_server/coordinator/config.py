@@ -44,10 +44,10 @@ class CoordinatorConfig:
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
     """Address of the status page and its API. A port alone: at --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
-    """Further host name by which browsers and tools may reach the page, such as that of a load
-    balancer or an ingress. Addresses, names without a dot, this machine's names, those of its
-    cluster (.svc, .internal) and the advertised host are always allowed. Can be repeated. "*"
-    allows any name; then any web site can read the API through a browser that reaches it."""
+    """Further host name by which browsers and tools may reach the page, such as the name of a load
+    balancer or an ingress. Addresses, names without a dot, names of this machine and of its cluster
+    (.svc, .internal) and the advertised host are always allowed. Can be repeated. "*" allows any
+    name; then any web site can read the API through a browser that reaches it."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
     makes tokens and this file. Without it, every caller that --http-clients admits may do both; but

@@ -77,11 +77,11 @@ class JobReset:
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns True if there was any, or a version of its published
-        weights; and the job's last generation.
+        """Delete the job's state. Returns a pair: True if there was any state, or a version of its
+        published weights; and the job's last generation.
 
-        `forgets_processes`: the job ended so long ago that none of its processes can come back.
-        Then no record of its earlier runs is kept.
+        `forgets_processes`: True if the job ended so long ago that none of its processes can
+        return. Then no record of its earlier runs is kept.
 
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
         job is being read or reset, NotLeader, and the error of the job's last write. The job is

@@ -90,7 +90,7 @@ class Retention:
 
     async def sweep(self) -> None:
         """Do what is due for each job; a failure of one job is logged and affects no other. Raises
-        NotLeader once another coordinator leads."""
+        NotLeader if an action fails because another coordinator leads."""
         self._may_remove = await self._mark.update_mark()
         await self._forget_runs()
         actors = self._registry.actors()

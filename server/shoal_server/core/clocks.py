@@ -67,8 +67,8 @@ class ClockStatus:
     slowest: int
     """The lowest clock of all members. 0 also while reports to a new leader are missing."""
     reason: str = ""
-    """Text that follows "waits for", such as other members and their round; empty if it is
-    allowed."""
+    """Text that follows "waits for", such as other members and their round; empty if the member may
+    go on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Clocks:
         self._standing = PositionIndex()
         """All members that have a position."""
         self._stepping = PositionIndex()
-        """Those members of `_standing` that are in a step."""
+        """Members of `_standing` that are in a step."""
         self._waits_since_s: dict[str, float] = {}
         """Time at which each waiting member was first refused its next step or push, the earliest
         first."""
@@ -258,7 +258,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, and no member has yet to report one to this leader."""
+        """True if no member has a clock, and no report of a clock to this leader is missing."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---

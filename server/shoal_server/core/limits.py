@@ -73,7 +73,7 @@ class Limits:
 
     @property
     def reconnect_s(self) -> float:
-        """Time for a broken stream to come back before its member is lost."""
+        """Time for a member to open its broken stream again before the member is lost."""
         return 2 * self.heartbeat_s
 
     @property
@@ -83,12 +83,12 @@ class Limits:
 
     @property
     def lease_s(self) -> float:
-        """A member without a heartbeat for this long is lost, if its heartbeats came evenly."""
+        """A member without a heartbeat for this long is lost, if its heartbeats were even."""
         return 4 * self.heartbeat_s
 
     @property
     def silence_s(self) -> float:
-        """A member without a heartbeat for this long is lost, however unevenly they came before."""
+        """A member without a heartbeat for this long is lost, even if its heartbeats were uneven."""
         return (self.lease_s + self.collective_s) / 2
 
     @property

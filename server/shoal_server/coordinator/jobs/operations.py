@@ -43,9 +43,8 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost. Does nothing to a job
-        without members that is not over, unless `from_scratch` is set: that starts the job
-        anew."""
+        """Allow members to join a job that failed, was stopped or is lost. A job that is not over
+        and has no members stays as it is, unless `from_scratch` makes it start at step 0."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 

@@ -1,4 +1,4 @@
-"""Layouts of published versions: conversion to messages and back, and merging those of ranks."""
+"""Layouts of published versions: conversion to messages and back; merging the ranks' layouts."""
 
 import asyncio
 from collections import OrderedDict

@@ -132,8 +132,8 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """All series that are known here, by name; also one that nobody has published yet, while a
-        call or watch is open."""
+        """All series that are known here, by name. Includes a series that was never published,
+        while a call or watch for it is open."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
@@ -216,7 +216,7 @@ class WeightSeriesService(WeightSeriesServicer):
                 "this cluster already has the maximum number of series",
                 seen=f"{len(self._actors)} series",
                 expected=f"fewer than {MAX_SERIES}",
-                fix="`shoal rm JOB` removes those of a job.",
+                fix="`shoal rm JOB` removes the series of a job.",
             )
         term = self._num_terms
         stored, writer = await stored_series.read_one(self._store, name)

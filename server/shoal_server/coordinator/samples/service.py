@@ -183,7 +183,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Give the samples of an incarnation that was lost or left back to the ledger. The
-        incarnation gets no more."""
+        incarnation gets no further samples."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:

@@ -54,7 +54,7 @@ class AutomaticRestores:
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
-        """Drop a job without lost shards: it is not restored, unless a restore is in progress."""
+        """Drop a job without lost shards. A restore in progress goes on; no other one follows."""
         self._wanted.pop(job, None)
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
-It only writes shard assignments to etcd, and deletes those of jobs that cannot continue. Servers
-carry them out. They fail over among themselves, without the controller, even while no coordinator
-leads.
+It only writes shard assignments to etcd, and deletes the assignments of jobs that cannot continue.
+Servers carry the assignments out. They fail over among themselves, without the controller, even
+while no coordinator leads.
 """
 
 import asyncio

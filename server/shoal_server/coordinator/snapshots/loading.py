@@ -3,7 +3,7 @@
 A server may begin to leave, or end, after it was chosen. Its shards that are not loaded yet are
 then assigned to other servers. Shards that it has loaded stay with it, since members may have
 pushed to them. Before a server serves a shard, it writes to the shard's record that the shard is
-loaded; a server that comes back too late finds the record changed.
+loaded; a server that returns too late finds the record changed.
 """
 
 import asyncio

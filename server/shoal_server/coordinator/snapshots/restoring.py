@@ -97,7 +97,7 @@ class SnapshotRestorer:
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
     ) -> RestoreResult:
-        """Replace the job's shards by those of the snapshot of that number (0: the newest).
+        """Replace the job's shards by the shards of the snapshot `number` (0: the newest).
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
@@ -285,7 +285,7 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """Condition that the records are those of this run."""
+    """Condition that the job's assignment records belong to this run."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 

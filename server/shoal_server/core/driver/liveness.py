@@ -4,7 +4,7 @@ within two limits: at least the lease, which applies to even heartbeats, and at 
 silence.
 
 Median and median absolute deviation, not mean and variance: one long gap must not make the next
-one look usual. Pure: time comes in as an argument.
+one look usual. Pure: time is an argument.
 """
 
 from array import array
@@ -114,7 +114,7 @@ class Liveness:
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
 
     def silent_s(self, member_id: str, now_s: float) -> float:
-        """Return how long ago the member's newest sign of life came."""
+        """Return the time since the member's newest sign of life."""
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:

@@ -25,7 +25,7 @@ class Agreement:
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
     """Steps of the complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
-    """The highest step that a member stated when it was ready; None: none was stated yet."""
+    """The highest step that a member stated when it was ready; None while none was stated."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False

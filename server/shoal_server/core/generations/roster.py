@@ -38,7 +38,7 @@ class JobSpec:
     last_call_s: float = 0.0
     """Time for which a first generation waits for the desired members. 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
-    """Digest of the secret that the job was begun with; empty: it was begun without one."""
+    """Digest of the secret that the job was begun with; empty if it was begun without one."""
 
     def problem(self) -> str:
         """The fault in the bounds; empty if there is none."""
@@ -72,7 +72,7 @@ class MemberInfo:
     probe_port: int = 0
     """Port on which peers test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret in the reports of the member's launcher; empty: none was stated."""
+    """Digest of the secret in the reports of the member's launcher; empty if none was stated."""
 
 
 class DigestListing(Protocol):
@@ -97,7 +97,7 @@ class Proposal:
     """Fields that must be the same only for members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
     """Listing by field, for each field whose value is the digest of a listing. Used only to show
-    where digests that differ come from."""
+    the first entry that makes two digests differ."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ class Job:
         member.trainer.loads = event.loads
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next call of `tick`, if no event comes before; None: no call is
+        """Return the time of the next call of `tick`, if no event arrives before; None: no call is
         needed."""
         return min(self._timeouts.deadlines(), default=None)
 
@@ -387,8 +387,8 @@ class Job:
             return  # A paused member cannot take part: the change waits until all can.
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
-        # Wait a little for members that have not proposed yet, and for further drains, which mostly
-        # come together: one stop then serves all of them.
+        # Wait a little for members that have not proposed yet, and for further drains, since drains
+        # mostly arrive together: one stop then serves all of them.
         coming = self.state.table.num_not_proposed > 0 or bool(self.state.table.draining)
         if not coming or limit_passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)

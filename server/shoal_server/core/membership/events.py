@@ -112,8 +112,8 @@ class HeartbeatReceived(MemberEvent):
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_s: float = 0.0
-    """Seconds for which the trainer has been in the script's own code; 0: it is not, or that is
-    unknown."""
+    """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or if
+    that is unknown."""
     loads: bool = False
     """True if that code waits for a batch to be loaded."""
 
