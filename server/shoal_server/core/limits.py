@@ -88,7 +88,8 @@ class Limits:
 
     @property
     def silence_s(self) -> float:
-        """A member without a heartbeat for this long is lost, even if its heartbeats were uneven."""
+        """A member without a heartbeat for this long is lost, even if its heartbeats were uneven
+        before."""
         return (self.lease_s + self.collective_s) / 2
 
     @property
