@@ -1,4 +1,4 @@
-"""One job's membership: its members agree on each generation. These are Shoal's main decisions.
+"""State machine of one job's membership: its members agree on each generation. Shoal's core.
 
 `Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
 happen; a `WriteGeneration` is durable before any later effect is carried out.
