@@ -11,6 +11,7 @@ from shoal_proto.tls.names import Caller
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
+"""Time within which a key must be used."""
 MAX_KEYS = 1024
 """Bound on keys not used yet; a new one replaces the oldest."""
 
@@ -35,6 +36,8 @@ class PermittedUse:
 
 
 class BulkOffers:
+    """Issues keys for bulk connections, and redeems each key once."""
+
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._given: dict[bytes, tuple[float, PermittedUse]] = {}

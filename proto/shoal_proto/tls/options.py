@@ -50,7 +50,7 @@ class TlsOptions:
         return ()
 
     def files_of(self, *roles: CertificateRole) -> TlsFiles | None:
-        """Return `files` for other roles."""
+        """Return `files` for these roles instead of `roles`."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
 

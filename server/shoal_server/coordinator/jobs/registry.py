@@ -367,7 +367,8 @@ class Registry:
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; drop the job if the block succeeds.
+        """Refuse all calls for the job during the block; drop the job if the block succeeds. Yields
+        the job's actor; None if this coordinator has none.
 
         Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
         reset at present.

@@ -116,11 +116,16 @@ class RosterEntry:
 class GenerationRoster:
     generation: Generation
     entries: tuple[RosterEntry, ...]
+    """The members, by rank."""
     source_member_id: str
+    """Member whose state the others receive."""
     step: Step
+    """Step that the source proposed; with a planned change, the generation starts later."""
     planned: bool
+    """True if the generation follows one that trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
+    """Fields that all members proposed alike."""
 
     @property
     def member_ids(self) -> tuple[str, ...]:

@@ -285,7 +285,8 @@ class Job:
         return self._pause_keeper.why_paused(now_s)
 
     def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last."""
+        """The member's rank in the running generation, else in the attempt, else in the last; None
+        if the member is in none of them."""
         return self.state.rank_of(member)
 
     # --- handling of events ---

@@ -157,7 +157,7 @@ class JobState:
 
     @property
     def attempt(self) -> GenerationRoster | None:
-        """The roster in PREPARE or COMMITTED."""
+        """The roster in PREPARE or COMMITTED; None if there is no attempt."""
         return self.agreement.roster if self.agreement is not None else None
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
@@ -167,7 +167,8 @@ class JobState:
     def agreement_of(
         self, member: MemberState, generation: Generation, phase: Phase
     ) -> Agreement | None:
-        """The current attempt, if it is for this generation, in this phase and with the member."""
+        """The current attempt; None unless it is for this generation, in this phase and with the
+        member."""
         agreement = self.agreement
         if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
             return None
@@ -215,7 +216,8 @@ class JobState:
         return roster is None or roster.synchronous
 
     def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last."""
+        """The member's rank in the running generation, else in the attempt, else in the last; None
+        if the member is in none of them."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None

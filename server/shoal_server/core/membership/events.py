@@ -165,6 +165,7 @@ class MemberLost(MemberEvent):
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft(MemberEvent):
     completed: bool
+    """True if the member left with its work done."""
     reason: str
     failed: bool = False
     """True if the training has ended without a usable result."""
@@ -204,12 +205,16 @@ class OutcomeNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtNotice(Notice):
+    """The old generation does not begin `step`; `generation` begins with it."""
+
     generation: Generation
     step: Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakNotice(Notice):
+    """The generation is over: the member stops, and reports its step."""
+
     generation: Generation
     lost_member_ids: tuple[str, ...]
 
@@ -222,6 +227,7 @@ class RunningNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class StandbyNotice(Notice):
     position: int
+    """Position among the members that wait for a rank, from 1; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
