@@ -1,8 +1,8 @@
 """Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
-Only the leader does this, one job at a time, and each removal is one transaction: after a crash the
-job is either unchanged, apart from its published weights, or fully processed, and the next sweep
-continues.
+Only the leader does this, one job at a time, and each removal is one transaction. So after a crash
+the job is either unchanged, apart from its published weights, or fully processed, and the next
+sweep continues.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Clocks of a job's members, and the decision whether a member may begin its next step.
 
 Members that train at their own pace count rounds. A member's clock is the round that it is in: the
-pushes of all its steps in earlier rounds are acknowledged. It may begin a step of round c only
-while c minus the clock of the slowest member is at most the bound. So the values on which it
+pushes of all its steps in earlier rounds are acknowledged. A member may begin a step of round c
+only while c minus the clock of the slowest member is at most the bound. So the values on which it
 computes the step include every live member's pushes up to round c - bound - 1, and no member passes
 round c + bound until the step is applied ("stale synchronous parallel": Ho et al., NIPS 2013).
 

@@ -1,8 +1,8 @@
 """Time limits, all computed from a few numbers, in a checked order.
 
-A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
-heartbeats expels live members, and a collective that may take longer than the watchdog allows is
-killed as if it hung. So the order is checked once, when a `Limits` is made.
+A limit that is out of order shows as a fault far from its cause. A lease shorter than a few
+heartbeats expels live members; a collective that may take longer than the watchdog allows is killed
+as if it hung. So the order is checked once, when a `Limits` is made.
 """
 
 import math
@@ -133,7 +133,7 @@ class Limits:
 
     @property
     def watchdog_s(self) -> float:
-        """A process none of whose threads has run for this long counts as hung."""
+        """A process counts as hung if none of its threads has run for this long."""
         return 2 * self.collective_s
 
 

@@ -1,7 +1,7 @@
 """Record of a job's runs before its last reset.
 
 Generation numbers keep rising over all runs of a name, so that a token of an earlier run is
-recognised by its number; processes that never were in a generation are recognised by their
+recognised by its number. Processes that were never in a generation are recognised by their
 incarnations.
 """
 

@@ -32,7 +32,7 @@ def repaired_state(
     that a later release added are kept.
 
     If the record does not say in which generation the job trained last, the newest generation is
-    assumed whose own record does not rule it out, so that the job never starts again from initial
+    assumed whose own record does not rule it out. So the job never starts again from initial
     values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the
     digest of the job's secret cannot be read.
     """

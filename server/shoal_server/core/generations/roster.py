@@ -205,7 +205,7 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
     """Choose the member whose state all members start from. Among members that hold trained state,
     the highest step decides, then the lowest rank. If no member holds trained state, the same rule
-    chooses among all, and all members receive the chosen member's initial values; but a job that
+    chooses among all, and all members receive the chosen member's initial values. But a job that
     has trained before continues from a checkpoint, or not at all.
     """
     return min(

@@ -179,10 +179,10 @@ class Attempts:
     def _commit_if_there_is_state(self, agreement: Agreement, now_s: float) -> None:
         """Commit if the members have a state to start from.
 
-        If the job has trained and no member of the roster holds its state, they start from the
-        checkpoint that most of them see, the newest of equals: never again from initial values. If
-        some do not see it, the attempt is aborted, and those members are removed. If no member sees
-        any checkpoint, the job's state is lost.
+        If the job has trained and no member of the roster holds its state, the members start from
+        the checkpoint that most of them see (the newest of equals), never again from initial
+        values. If some members do not see it, the attempt is aborted, and those members are
+        removed. If no member sees any checkpoint, the job's state is lost.
         """
         if not agreement.roster.from_checkpoint:
             self._commit(agreement, now_s)

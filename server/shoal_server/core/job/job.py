@@ -6,15 +6,17 @@ happen; a `WriteGeneration` is durable before any later effect is carried out.
 and leaves the state as it was.
 
 A generation forms in three phases. COLLECT waits until the wanted members are ready, then draws up
-the roster. PREPARE sends it to each of them; all must accept the same digest. COMMITTED is one
-durable record that all receive; they bring the generation up, and it runs when the last of them is
-ready. A failure ends the attempt in one durable ABORTED record with the same reason for all.
+the roster. PREPARE sends the roster to its members; all must accept the same digest. COMMITTED
+begins with one durable record that all members receive. They bring the generation up, and it runs
+when the last member is ready. A failure ends the attempt in one durable ABORTED record with the
+same reason for all.
 
 A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
-on, and stops it at one step that all its members share: each member offers the first step that it
-has not begun, and waits before that step until the boundary is known, which is the highest offer.
-Members of a synchronous generation are never more than one step apart, so this takes at most one
-step. A member offers while its trainer computes, so no collective is held up.
+on. Then the old generation stops at the boundary, a step that all its members share. For this, each
+member offers the first step that it has not begun, and waits before that step until the boundary is
+known: the highest offer. Members of a synchronous generation are never more than one step apart, so
+this takes at most one step. A member offers while its trainer computes, so no collective is held
+up.
 
 A loss breaks the generation at once. Its survivors settle (stop, and report their step) and form
 the next one without waiting for other members.

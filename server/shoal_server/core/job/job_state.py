@@ -183,9 +183,9 @@ class JobState:
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat, the number of steps that the trainer has taken, if the
-        member has entered a generation and is in a synchronous one; otherwise, or for another
-        incarnation, do nothing. Cheap."""
+        """Note the step in a heartbeat: the number of steps that the trainer has taken. Does nothing
+        for another incarnation, or for a member that has entered no generation or is in no
+        synchronous one. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
