@@ -183,8 +183,8 @@ class JobState:
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat: the number of steps that the trainer has taken. Does nothing
-        for another incarnation, or for a member that has entered no generation or is in no
+        """Note the step in a heartbeat: the number of steps that the trainer has taken. Does
+        nothing for another incarnation, or for a member that has entered no generation or is in no
         synchronous one. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:

@@ -26,9 +26,9 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """The last MAX_EXPELLED incarnations that may not return, the oldest first. Each has the refusal
-    that answers its later calls; None: they are refused like calls of any process that is no
-    member."""
+    """The last MAX_EXPELLED incarnations that may not return, the oldest first. Each has the
+    refusal that answers its later calls; None: they are refused like calls of any process that is
+    no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
