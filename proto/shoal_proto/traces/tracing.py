@@ -47,7 +47,7 @@ def from_environment(part: str) -> None:
         raise InvalidSpec(
             "traces need a package that is not installed",
             seen=str(error),
-            expected="the extra traces",
+            expected="the packages of the extra `traces`",
             fix="pip install 'shoal[traces]'",
         ) from None
     named = (

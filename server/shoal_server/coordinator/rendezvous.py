@@ -151,7 +151,7 @@ class RendezvousService(RendezvousServicer):
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
-                fix="Report it as broken; the next generation has its own keys.",
+                fix="Report the generation as broken; the next one has its own keys.",
             )
         return self._spaces.setdefault(key, KeySpace(limits=self.limits))
 

@@ -28,7 +28,9 @@ class JobOperations:
         none, and the error that prevented it."""
         self._found(job, who)
         if self._take is None:
-            raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
+            raise InvalidSpec(
+                "this coordinator takes no snapshots", expected="one without --no-parameters"
+            )
         await self._take(job)
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:

@@ -172,7 +172,7 @@ class SeriesActor:
                 InternalError(
                     f"the record of series {name} was changed by another process",
                     seen="another head in etcd",
-                    expected="the one that this coordinator has written",
+                    expected="the head that this coordinator has written",
                     fix="Try again: the record is then read again.",
                 )
             )

@@ -252,7 +252,9 @@ class WeightSeriesService(WeightSeriesServicer):
             messages.check_rank(request.rank, request.world)
             present = self._stores.present
             if not present and not self._stores.mirror.is_in_sync:
-                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
+                raise Unavailable(
+                    "the parameter servers are not known yet", expected="a retry in a moment"
+                )
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
             if not servers:
                 raise NoServers(

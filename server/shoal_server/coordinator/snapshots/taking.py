@@ -241,7 +241,7 @@ class SnapshotTaker:
                     f"the primary of shard {assignment.shard_id} of job {job} is not registered",
                     seen=primary.server_id,
                     expected="a registered server",
-                    fix="Wait until another one has taken over.",
+                    fix="Wait until another server has taken over.",
                 )
             addresses[primary.server_id] = present[primary]
         reusable = before.parts if before is not None and before.lineage == lineage else ()

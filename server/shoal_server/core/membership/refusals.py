@@ -145,7 +145,7 @@ def cannot_bring_up(job: str, member_id: str, num_tries: int, error: str) -> Ref
         " and is left out",
         seen=error,
         expected="a member that reaches its first collective",
-        fix="Its log has the traceback. Fix that, then start it under another name.",
+        fix="Its log has the traceback. Fix the cause, then start it under another name.",
     )
 
 
