@@ -21,7 +21,7 @@ class PositionIndex:
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}
-        # The names at a position, in the order in which they came to it.
+        # The names at a position, in order of arrival.
         self._names: dict[ClockPosition, dict[str, None]] = {}
         self._positions: list[ClockPosition] = []
         """Occupied positions, in order."""

@@ -194,8 +194,8 @@ class Keyspace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedRenewal:
-    """A renewal that the store confirmed: when it was sent (`time.monotonic`), and the TTL that the
-    lease has from then on."""
+    """A renewal that the store confirmed: the time at which it was sent (`time.monotonic`), and the
+    TTL in seconds that the store answered."""
 
     sent_s: float
     ttl_s: float
@@ -227,8 +227,8 @@ class KeyValueStore(Keyspace, Protocol):
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete, and return how many keys this deleted; 0 also if the answer of a first attempt
-        that deleted them was lost."""
+        """Delete the key, or all keys under a prefix. Return how many keys the last attempt
+        deleted: 0 if an earlier attempt deleted them and its answer was lost."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:

@@ -29,16 +29,16 @@ MAX_SHARDS = 512
 LARGE_SHARD_BYTES. The number is rounded up for each dtype and group (`cut_into_shards`)."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""The same for larger models. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
+"""Maximum number of shards of a larger model. Beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
 """Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-For a worker, one request more costs more than this many bytes more in another request."""
+One more request costs a worker more than this many further bytes in another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
-"""Cuts fall on multiples of this, so that vector kernels round as in an uncut tensor."""
+"""Offsets of cuts are multiples of this, so that vector kernels round as in an uncut tensor."""
 
 T = TypeVar("T")
 

@@ -121,10 +121,12 @@ def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
 def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Replace a primary that is gone: by a backup that is present. Without one, the shard waits
-    until all its holders are dead and no disk is awaited (`_is_lost`); then any server, without
-    values, replaces the primary, and a shard that had values is LOST, though a disk that comes back
-    may still have them."""
+    """Replace a primary that is gone by a backup that is present.
+
+    If no backup is present, the shard waits until all its holders are dead and no disk is awaited
+    (`_is_lost`). Then any server, without values, replaces the primary, and a shard that had values
+    is marked LOST. A disk that comes back may still have them.
+    """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
     if assignment.primary in servers.present | servers.awaited:

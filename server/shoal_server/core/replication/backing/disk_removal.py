@@ -11,8 +11,9 @@ from shoal_server.core.shards.assignments import ShardAssignment, remove_disk
 
 
 class DiskRemoval:
-    """Removal of this server's disk from records, except for shards led by a process of this server
-    that may be alive: it may have the disk, or be about to write the shard to it."""
+    """Removal of this server's disk from records. The record of a shard that another process of
+    this server leads stays while that process may be alive: the process may have the shard on its
+    disk, or be about to write it there."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
@@ -37,7 +38,7 @@ class DiskRemoval:
         self._dead = ended | frozenset(long_gone)
 
     def revised(self, missing: ShardAssignment) -> ShardAssignment:
-        """The record that this server wants for a shard that is not on its disk."""
+        """The record that this server wants for a shard that its disk lacks."""
         if self._is_own(missing) and missing.primary not in self._dead:
             return missing
         return remove_disk(missing, self._me)

@@ -1,4 +1,4 @@
-"""Servers that lack memory for a copy: they are offered none for a while, and then again."""
+"""Servers that lack memory for a copy: they are offered no copy during a pause, and then again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -53,7 +53,7 @@ class RefreshShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class SetLease:
-    """Admit pushes until this time: afterwards other servers may have assumed this one dead."""
+    """Admit pushes until this time: afterwards other servers may have assumed this server dead."""
 
     ends_s: float
 

@@ -76,8 +76,8 @@ class LeaseRenewed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The removal of this server's registration begins: from now on the server must not acknowledge
-    any push."""
+    """The removal of this server's registration begins: the server must not acknowledge any further
+    push."""
 
 
 # --- the shards on this server ---
@@ -130,7 +130,7 @@ class VersionJournaled:
 
 @dataclass(frozen=True, slots=True)
 class PushesStopped:
-    """Pushes of the epoch are refused from now on; the last applied push made this version."""
+    """All further pushes of the epoch are refused; the last applied push made this version."""
 
     key: Key
     version: int
@@ -154,8 +154,8 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """Every copy of the shard here is to be dropped: its job is over, the shard starts over, or one
-    that was loaded is to replace it."""
+    """Every copy of the shard here is to be dropped: its job is over, the shard starts over, or a
+    loaded shard is to replace it."""
 
     key: Key
 
