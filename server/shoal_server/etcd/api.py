@@ -19,7 +19,7 @@ NO_LEASE = LeaseId(0)
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as of one revision."""
+    """A key and its value, as of one revision."""
 
     key: str
     value: bytes
@@ -45,7 +45,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change. `previous_value` is empty for a key that did not exist before."""
+    """A change of one key. `previous_value` is empty for a key that did not exist before."""
 
     kind: EventKind
     key: str

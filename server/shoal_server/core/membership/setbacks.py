@@ -22,7 +22,7 @@ MAX_NAMES_KEPT = 10_000
 
 @dataclass(kw_only=True)
 class Setback:
-    """One member's failures in a row."""
+    """Failures in a row of one member."""
 
     at_s: float
     """Time of the newest failure."""

@@ -15,7 +15,7 @@ class LedgerRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One member's report of completed samples, and its request for more."""
+    """A member's report of completed samples, and its request for more."""
 
     member_id: str
     incarnation: str

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """One push as it was applied. The log does not read the push's data."""
+    """A push as it was applied. The log does not read the push's data."""
 
     @property
     def version(self) -> int:

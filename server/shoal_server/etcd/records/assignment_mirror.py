@@ -21,10 +21,10 @@ class AssignmentMirror:
     """Mirror of all shard assignments. Use it on one event loop; it follows etcd during its
     `async with` block.
 
-    `on_change` is called with a job and its shards whose records changed (all, if its head did),
-    once for each batch from etcd and each write or reading of this mirror; `on_gone` with a job
-    whose head was deleted, or replaced by that of another run. An unreadable record is logged, and
-    the known assignment of its shard is kept.
+    `on_change` is called with a job and its shards whose records changed (all shards, if the head
+    changed), once for each batch from etcd and each write or reading of this mirror. `on_gone` is
+    called with a job whose head was deleted, or replaced by the head of another run. An unreadable
+    record is logged, and the known assignment of its shard is kept.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ class Fence:
     """Follows the members by a watch of etcd, and asks etcd about members that it does not know.
 
     While etcd is unreachable, members known as live are admitted; calls of others get a RetryError.
-    `on_finished` is called with the name of a finished job once its last member is gone, if etcd
-    can be reached then: from then on no call to the job's shards is admitted.
+    `on_finished` is called with the name of a finished job once its last member is gone, so that no
+    call to its shards is admitted any longer. If etcd cannot be reached then, it is not called.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def new_decoder(
         raise ShapeMismatch(
             f"the compressed gradient for shard {shard_id} has another length than its blocks need",
             seen=f"{codec.num_bytes} bytes of {codec.kind}",
-            expected=f"{decoder.num_bytes} bytes, and fewer than the {plain_bytes} without it",
+            expected=f"{decoder.num_bytes} bytes, and fewer than {plain_bytes}, its plain size",
             fix="Compare shape and dtype with the job's shard map; send a gradient uncompressed if "
             "the codec does not make it smaller.",
         )

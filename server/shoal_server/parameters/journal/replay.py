@@ -148,6 +148,6 @@ def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
         f"records are missing in the journal, before those of {file}",
         seen=seen,
         expected=expected,
-        fix="Restore from a snapshot; an older copy of the journal lacks what came since.",
+        fix="Restore from a snapshot; an older copy of the journal lacks later pushes.",
         details={"file": file},
     )

@@ -32,8 +32,8 @@ class ShardOptimizer(StatefulRule, Protocol):
     ) -> None:
         """Update the named blocks in place. `gradients` has one tensor per named block.
 
-        `momentum` replaces the momentum in the settings of SGD and of the outer step, if that is
-        not 0; Adam and Adagrad ignore it.
+        `momentum`: replaces the momentum in the settings of SGD and of the outer step, unless the
+        setting is 0; Adam and Adagrad ignore it.
         """
         ...
 

@@ -106,8 +106,8 @@ class ReceivedUpdates:
             self._put(key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
-        """Apply a small update at once, from the memory that it came in, if no earlier update
-        waits. False if it was not tried."""
+        """Apply a small update at once, from the memory in which it arrived, if no earlier update
+        waits. Return False if that was not tried."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)

@@ -263,7 +263,7 @@ class LedShard:
         )
 
     def mark_lost(self, holder: Holder) -> None:
-        """Mark a holder as lost. Pushes wait for a lost backup until it is removed from the record."""
+        """Mark a holder as lost. Pushes wait for a lost backup while the record still names it."""
         self.lost.add(holder)
         if holder in self.followers:
             self.followers[holder].unlink()

@@ -256,8 +256,8 @@ class ProbePeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, for a copy
-    that it replaces, and `ShardCreated`; or `JournalShardMissing`."""
+    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, which drops
+    any copy here, and `ShardCreated`; or else `JournalShardMissing`."""
 
     key: Key
     epoch: int

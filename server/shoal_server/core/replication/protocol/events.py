@@ -154,8 +154,8 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """Every copy of the shard here is to be dropped: its job is over, the shard starts over, or a
-    loaded shard is to replace it."""
+    """A shard is to be dropped here, led or copied: its job is over, it starts over, or a loaded
+    shard is to replace it."""
 
     key: Key
 
