@@ -1,5 +1,5 @@
-"""Election of the leading coordinator: the one that has written the leader's key, under a lease
-that it renews.
+"""Election of the leading coordinator, which has written the leader's key, under a lease that it
+renews.
 
 There are two guards, since no clock can be trusted alone. First, a leader stops by its own clock
 before its lease can have run out in etcd: the leader counts from the moment at which it *sent* the
@@ -47,7 +47,7 @@ SAFETY = 0.9
 
 
 class Leadership:
-    """Term of this coordinator, made by `Election.campaign`. Renews its lease until it ends."""
+    """Term of a coordinator, made by `Election.campaign`. Renews the lease until the term ends."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float

@@ -170,8 +170,8 @@ class MemoryStore:
             self._end(lease)
 
     def compact(self, revision: Revision) -> None:
-        """Treat the history up to `revision` as compacted: a watch gets a reset if the next
-        revision that it needs is not above that."""
+        """Treat the history up to `revision` as compacted. A watch that needs `revision` or an
+        earlier one next gets a reset."""
         self._compacted = int(revision)
 
     def _enter(self) -> None:

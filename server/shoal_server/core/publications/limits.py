@@ -4,7 +4,8 @@ LEASE_S = 30.0
 """Duration of a lease, counted from the request for it. The reader or publishing script renews its
 lease after a third of this time."""
 CLOCK_MARGIN = 1.1
-"""Factor by which the leader's end of a lease is later than the reader's: clocks differ in rate."""
+"""Factor by which the leader keeps a lease longer than the reader or script relies on it: their
+clocks differ in rate."""
 HELD_S = LEASE_S * CLOCK_MARGIN
 READER_FORGOTTEN_S = 120.0
 """Time of silence after which a reader is no longer shown."""

@@ -291,7 +291,7 @@ class PublishedSeries:
         holders = sorted(self.readers.holders_of_leases(now_s), key=lambda each: each[1])
         shown = ", ".join(f"version {number} by {reader}" for reader, number in holders[:8])
         if now_s < self._keeps_found_until_s:
-            shown = "perhaps any of them, by a coordinator that led before"
+            shown = "perhaps all, under leases of an earlier coordinator"
         return RequestRefused(
             call=call,
             refusal=PublicationRefusal.OVERLOADED,
@@ -587,7 +587,7 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """`segments`, which name new holders; the version's own if the digests differ."""
+        """`segments`, with new holders; the version's own if None, or if the digests differ."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments

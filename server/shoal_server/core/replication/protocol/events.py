@@ -154,8 +154,8 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """A shard is to be dropped here, led or copied: its job is over, it starts over, or a loaded
-    shard is to replace it."""
+    """The shard is to be dropped on this server, led or not: its job is over, it starts over, or a
+    loaded shard is to replace it."""
 
     key: Key
 
