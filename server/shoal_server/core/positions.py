@@ -27,7 +27,6 @@ class PositionIndex:
         """Occupied positions, in order."""
 
     def move(self, name: str, position: ClockPosition) -> None:
-        """Move the name to this position."""
         if self._at.get(name) == position:
             return
         self.drop(name)
@@ -39,7 +38,6 @@ class PositionIndex:
         names[name] = None
 
     def drop(self, name: str) -> None:
-        """Remove the name."""
         position = self._at.pop(name, None)
         if position is None:
             return

@@ -60,8 +60,8 @@ class WatchBatch:
 
     `reset` is set when history was compacted beyond the point that the watch had reached, and for
     the first listing of `mirror.list_and_watch`. The events then lead from the state last delivered
-    to that of `revision`: deletes of the keys that vanished, then puts of every key that exists, in
-    key order.
+    to the state at `revision`: deletes of the keys that vanished, then puts of every key that
+    exists, in key order.
     """
 
     revision: Revision

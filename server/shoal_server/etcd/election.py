@@ -53,7 +53,7 @@ class Leadership:
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
     ) -> None:
         self.lost = asyncio.Event()
-        """Set when the term is over, for whatever reason."""
+        """Set when the term is over, for any reason."""
         self.reason = ""
         """Reason for which the term is over."""
         self.create_revision = leader.create_revision

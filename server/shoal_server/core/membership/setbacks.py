@@ -107,7 +107,7 @@ class Setbacks:
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """Times at which those of the given members whose next try is put off may try again."""
+        """Times at which given members may try again, for each whose next try is put off."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)

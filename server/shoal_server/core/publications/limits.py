@@ -23,7 +23,7 @@ MAX_KEEP = 64
 MAX_COPIES = 16
 MAX_WORLD = 4096
 SEGMENTS_A_WRITE = 4096
-"""Maximum number of segments whose holders are replaced in one write: etcd accepts requests up to
+"""Number of segments after which a write revises no further version: etcd accepts requests up to
 1.5 MiB."""
 MAX_PENDING = 4
 """Maximum number of publications of a series that lack parts or wait to be verified. When one more

@@ -58,7 +58,7 @@ class BeginRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationPart:
-    """One rank's share of a publication."""
+    """A rank's share of a publication."""
 
     rank: int
     world: int

@@ -41,7 +41,7 @@ class RelayTrees:
         return {number: self._source(number, name, readers) for number in reader.leases}
 
     def _forget_gone(self, readers: Mapping[str, Reader], now_s: float) -> None:
-        """Forget relays that are gone, or do not have the version any more."""
+        """Forget relays that are gone, or no longer have the version."""
         for number, tree in list(self._trees.items()):
             for name in list(tree):
                 reader = readers.get(name)

@@ -245,8 +245,8 @@ class PublishedSeries:
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.may_send_another(stored, self.readers.leased(now_s), self._leased(now_s)):
-            # The new publisher takes the series over all the same, so that the old publisher can no
-            # longer publish.
+            # The new publisher takes the series over even so: the old publisher must not publish
+            # any longer.
             answer = self._overloaded(event.call, now_s)
         # Drop versions at once: a successor of this leader would have to keep them for a while.
         drop = keeping.droppable(stored, self._leased(now_s))

@@ -19,7 +19,7 @@ class Lease:
             self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
 
     def end(self, now_s: float) -> None:
-        """End the lease for good: a renewal in progress has no effect any more."""
+        """End the lease for good: a renewal in progress then has no effect."""
         self.ends_s, self._is_over = now_s, True
 
     def holds(self, now_s: float) -> bool:

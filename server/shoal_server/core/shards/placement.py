@@ -22,8 +22,8 @@ from shoal_proto.dtypes import DTYPE_BYTES
 BLOCK_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a block, unless BLOCKS_PER_SHARD larger blocks fit into a shard."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever the size; a push
-of up to 2 MiB is applied without a switch to another thread."""
+"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
+to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
 """Number of shards into which a model is cut at most, as long as shards stay below
 LARGE_SHARD_BYTES. The number is rounded up for each dtype and group (`cut_into_shards`)."""
@@ -135,7 +135,7 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
 
 
 def schema_digest(parameters: Iterable[Parameter]) -> str:
-    """SHA-256, in hex, of names, shapes, dtypes and groups, whatever the order."""
+    """SHA-256, in hex, of names, shapes, dtypes and groups; independent of the order."""
     rows = sorted((p.name, list(p.shape), p.dtype, p.group) for p in parameters)
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
@@ -207,8 +207,8 @@ def place(
 ) -> tuple[PlacedShard, ...]:
     """Place each shard on the server with the least load so far, biggest shards first.
 
-    `turn`, any number, chooses the first server, so that jobs with fewer shards than servers do
-    not all begin with the same one.
+    `turn`: any number. It chooses the first server, so that jobs with fewer shards than servers do
+    not all begin with the same server.
     """
     servers = sorted(server_ids)
     if len(shards) < len(servers):
@@ -266,7 +266,8 @@ def _cut_into_blocks(
 def _pack(
     items: Sequence[T], sizes: Sequence[int], num_bins: int, *, keep_empty: bool = False
 ) -> list[list[T]]:
-    """Longest first into the emptiest bin (Graham 1969): at most one item above the mean."""
+    """Put each item into the emptiest bin, largest items first (Graham 1969). No bin is more than
+    one item above the mean."""
     bins: list[list[T]] = [[] for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
     for i in sorted(range(len(items)), key=lambda i: (-sizes[i], i)):

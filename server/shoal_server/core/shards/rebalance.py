@@ -93,7 +93,7 @@ def rebalance(
 
 
 def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """True if a shard needs no change, whatever the loads."""
+    """True if a shard needs no change, independent of the loads."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -242,7 +242,7 @@ def _hand_over_or_drop(
 def _even_out(
     assignments: JobAssignments, servers: Servers, loads: _Loads, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Move some shards from the server that leads most to the one that leads least."""
+    """Move some shards from the server that leads most to the server that leads least."""
     moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
     chosen: dict[int, ShardAssignment] = {}
     if not servers.servers_for_shards:

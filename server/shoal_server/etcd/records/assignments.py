@@ -346,7 +346,7 @@ async def _write(
 
 
 async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of other, unfinished placements, which cannot take effect any more."""
+    """Delete the records of other, unfinished placements, which can no longer take effect."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:

@@ -127,7 +127,6 @@ def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
 
 
 def segment_to_pb(segment: PublishedSegment) -> pb.Segment:
-    """Return the segment as a message."""
     return pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=segment.holders)
 
 

@@ -68,8 +68,8 @@ class Fence:
     async def check(self, token: Token) -> str:
         """Return the session of the token's holder: its job, name and the public id of its process.
 
-        Raises Fenced if that incarnation is not a member (any more), or uses the shard map of
-        another run of the job; MalformedMessage if the token names no member; or what the store
+        Raises Fenced if that incarnation is not a member, or no longer one, or uses the shard map
+        of another run of the job; MalformedMessage if the token names no member; and what the store
         raises if it has to be asked.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):

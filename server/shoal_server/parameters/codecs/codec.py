@@ -70,7 +70,6 @@ def new_decoder(
 
 
 def unknown_codec(kind: str, known: Sequence[str]) -> InvalidSpec:
-    """Return the error for an unknown codec."""
     return InvalidSpec(
         f"there is no codec {kind!r} for gradients here",
         seen=repr(kind),

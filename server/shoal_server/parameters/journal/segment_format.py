@@ -61,12 +61,10 @@ class SegmentScan:
 
 
 def start(first_number: int) -> bytes:
-    """Return the start of a segment."""
     return _START.pack(SEGMENT_MAGIC, first_number)
 
 
 def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
-    """Encode an entry."""
     header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
     data: Buffer = b""
     if entry.record is not None:

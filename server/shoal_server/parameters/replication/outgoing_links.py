@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _OutgoingImage:
     image: ShardImage | None = None
-    """None while the image is being made."""
+    """The image; None while it is being made."""
     released: int = 0
 
 

@@ -158,7 +158,7 @@ class ReceivedUpdates:
             del self._backlogs[key]
 
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
-        """Give up a backup that is not equal to its primary, for whatever reason."""
+        """Give up a backup that is not equal to its primary, for any reason."""
         if self._catalog.find(*key) is replica:
             self._driver.submit_event(CopyFailed(key))
 

@@ -1,5 +1,5 @@
 """Shards that records place on this server's disk, which lacks them: the disk was lost, or the
-server keeps no journal any more. Until the records are corrected, other servers wait for the
+server no longer keeps a journal. Until the records are corrected, other servers wait for the
 shards."""
 
 from collections.abc import Collection

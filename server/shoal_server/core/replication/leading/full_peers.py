@@ -58,7 +58,7 @@ class FullPeers:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """Forget a server that is gone, or that is offered no shard any more."""
+        """Forget a server that is gone, or that is to get no copy."""
         self._full.pop(holder, None)
 
     def expired(self, now_s: float) -> list[Holder]:

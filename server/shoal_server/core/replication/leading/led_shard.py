@@ -320,7 +320,7 @@ class LedShard:
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
-        """Note that no write of the record is in progress any more."""
+        """Note that no write of the record is in progress."""
         self.handover.is_writing = False
         for follower in self.followers.values():
             follower.is_admitting = False

@@ -157,7 +157,7 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close the link; it yields no more events."""
+    """Close the link; it causes no further events."""
 
     peer: Holder
     link: int
@@ -165,8 +165,8 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The header of an image and the data of
-    its chunks are those of the image that `MakeImage` took."""
+    """Send a request over a link that this server opened. The edge takes an image's header and the
+    data of its chunks from the image that `MakeImage` took."""
 
     peer: Holder
     link: int
