@@ -32,7 +32,7 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
     if found > newest:
-        raise LaterFormat(f"format {found}, of a later release; this one reads up to {newest}")
+        raise LaterFormat(f"format {found}, of a later release; this release reads up to {newest}")
 
 
 @contextmanager

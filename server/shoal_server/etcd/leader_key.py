@@ -33,7 +33,7 @@ class LeaderCandidate:
     """A coordinator as the leader's key names it."""
 
     address: str
-    """host:port of the gRPC service, as others reach it."""
+    """host:port of the gRPC service, as other processes reach it."""
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""

@@ -18,7 +18,7 @@ class ReaderReport:
     reader: str
     """Id, unique to one process: a second process with it would end the first one's leases."""
     leased: Sequence[int] = ()
-    """Versions to hold a lease on; leases on others end."""
+    """Versions to hold a lease on; the reader's other leases end."""
     installed: int = 0
     """Number of the installed version; 0: none yet, or the reader was restarted."""
     installed_digest: bytes = b""

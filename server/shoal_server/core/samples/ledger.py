@@ -396,7 +396,8 @@ class SampleLedger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are neither free nor held. Not stored, they cannot contradict that.
+        # Completed positions are all that are neither free nor held. They are computed, not stored,
+        # so that they cannot contradict the others.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),

@@ -97,7 +97,7 @@ class StaleRequest(Exception):
     changed."""
 
     def __init__(self, sequence: int, newest: int) -> None:
-        super().__init__(f"request {sequence} came after request {newest}")
+        super().__init__(f"request {sequence} arrived after request {newest}")
         self.sequence = sequence
         self.newest = newest
 

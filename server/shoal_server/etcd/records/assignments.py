@@ -256,7 +256,7 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
 async def read_shards(
     store: Keyspace, job: str, shard_ids: Collection[int]
 ) -> dict[int, ShardAssignment]:
-    """Current assignments of these shards; shards without a record are missing.
+    """Current assignments of these shards; shards without a record are left out.
 
     Empty if the job's shards are not placed. Raises InternalError for a record that does not parse,
     and what the store raises.

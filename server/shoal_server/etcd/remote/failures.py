@@ -25,7 +25,7 @@ from shoal_server.etcd import keys
 
 class Remedy(Enum):
     ELSEWHERE = auto()
-    """The same call may succeed at another endpoint, or at this one a little later."""
+    """The same call may succeed at another endpoint, or at the same endpoint a little later."""
     LOGIN = auto()
     """Get a new token, then repeat."""
     NONE = auto()

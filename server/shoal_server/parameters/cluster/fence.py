@@ -33,7 +33,7 @@ class JobRuns(Protocol):
 class Fence:
     """Follows the members by a watch of etcd, and asks etcd about members that it does not know.
 
-    While etcd is unreachable, members known as live are admitted; calls of others get a RetryError.
+    While etcd is unreachable, members known as live are admitted; other calls get a RetryError.
     `on_finished` is called with the name of a finished job once its last member is gone, so that no
     call to its shards is admitted any longer. If etcd cannot be reached then, it is not called.
     """

@@ -133,7 +133,7 @@ class Registration:
             f"another parameter server holds the id {self._identity.server_id}",
             seen=holder.value.decode(errors="replace"),
             expected="a different id for each server",
-            fix="Stop the other one, or choose another --id.",
+            fix="Stop the other server, or choose another --id.",
         )
 
     @property

@@ -327,8 +327,8 @@ class Journal:
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
     def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
-        """Remove superfluous files, and begin a new segment if this one is full. If the disk
-        refuses, this segment keeps growing, and superfluous files stay."""
+        """Remove superfluous files, and begin a new segment if the newest one is full. If the disk
+        refuses, the newest segment keeps growing, and superfluous files stay."""
         try:
             self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:

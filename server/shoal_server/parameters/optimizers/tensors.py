@@ -35,7 +35,7 @@ def allocate_like(
 
 class StepCounts:
     """The number of steps of each block. torch.optim counts the steps of each parameter in a
-    float32 tensor of one element; here these are views of one tensor."""
+    float32 tensor of one element; here the counts are views of one tensor."""
 
     def __init__(self, num_blocks: int) -> None:
         self.all = torch.zeros(num_blocks, dtype=torch.float32)

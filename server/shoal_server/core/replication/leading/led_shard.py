@@ -51,7 +51,7 @@ class Handover:
 
     @property
     def is_announced(self) -> bool:
-        """True if workers are being notified of the successor, and pushes still come."""
+        """True if workers are being notified of the successor, and pushes are still accepted."""
         return self.phase is HandoverPhase.LEVELLING
 
 
@@ -269,7 +269,7 @@ class LedShard:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders the followers. Remove and return others that are not needed."""
+        """Make the wanted holders followers. Remove and return other followers, if not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:

@@ -23,7 +23,7 @@ class AckRefusalReason(Enum):
     """Reason why a version is not acknowledged."""
 
     DEPOSED = "another server leads the shard, or will soon"
-    FENCED = "other servers may have assumed this one dead"
+    FENCED = "other servers may have assumed this server dead"
     NO_DISK = "the journal does not keep the shard"
 
 
@@ -134,7 +134,7 @@ class SetFollowers:
 
     key: Key
     is_followed: bool
-    """True if any server has, or is getting, a copy of the shard from this one."""
+    """True if any server has, or is getting, a copy of the shard from this server."""
     links: tuple[tuple[Holder, int], ...]
     """Links over which each push is sent."""
 
@@ -197,7 +197,7 @@ class MakeImage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """Release chunks before this one: the peer has them."""
+    """Release all chunks before `next_chunk`: the peer has them."""
 
     image: int
     next_chunk: int
@@ -223,7 +223,7 @@ class AcceptRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdoptImage:
-    """Keep the restored image as a copy of that epoch, in place of any other."""
+    """Keep the restored image as a copy of that epoch, in place of any other copy."""
 
     key: Key
     image: int

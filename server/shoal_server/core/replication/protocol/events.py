@@ -48,7 +48,7 @@ class ShardRecordRead:
 @dataclass(frozen=True, slots=True)
 class ShardRecordWritten:
     """The effect `WriteShardRecord` was carried out or no longer applies, or may be tried again
-    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` came before."""
+    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` precedes this."""
 
     key: Key
 
