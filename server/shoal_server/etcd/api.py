@@ -158,9 +158,9 @@ class Keyspace(Protocol):
     Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
     etcd, for about `timeout_s` of the client (`transact`: up to twice that), then raises
     `Unavailable`. It raises etcd's refusals at once, such as `AccessDenied`, `Overloaded` and
-    `LeaseExpired`. A write whose outcome the client cannot know (the connection broke after it was
-    sent) is never sent twice silently: `transact` raises `DeadlineExceeded` or `Unavailable` with
-    `details["outcome"] == "unknown"`, and the caller reads back.
+    `LeaseExpired`. If the connection breaks after `transact` has sent a write, the outcome is
+    unknown. `transact` does not send the write again, but raises `DeadlineExceeded` or
+    `Unavailable` with `details["outcome"] == "unknown"`, and the caller reads back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...

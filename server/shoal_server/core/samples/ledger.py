@@ -11,9 +11,8 @@ once, whichever members join or are lost:
 
 Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
 slowest. At most two epochs are open at a time, and more only if the members' reserves need them. So
-members cannot run far ahead of a member that hangs, and the ledger stays small: it has about as
-many spans as there are ranges that members hold (up to `MAX_HELD_RANGES` each), or held when they
-were lost.
+members cannot run far ahead of a member that hangs. The ledger stays small: its number of spans
+grows with the ranges that members hold (up to `MAX_HELD_RANGES` each), or held when they were lost.
 
 A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
 are left for all reserves, each member has a share, in proportion to what it asked for. A member

@@ -2,9 +2,9 @@
 
 Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
 shards, shards are placed by size over the servers. The number of shards follows the size of the
-model: about one for each 1.75 MiB and at most some hundreds, so that a big model can be moved and
-balanced in small parts, and a tiny one costs one message instead of hundreds. A very large model,
-whose shards would take long to move, has some thousands; its blocks are larger too, as the shard
+model: about one for each 1.75 MiB, and at most some hundreds. So a big model can be moved and
+balanced in small parts, and a tiny model costs one message instead of hundreds. A very large model,
+whose shards would take long to move, has some thousands. Its blocks are larger too, as the shard
 map has a line for each block.
 """
 

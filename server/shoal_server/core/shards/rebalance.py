@@ -170,8 +170,9 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
-    give the shard to a server without values, or it was just marked LOST. 0 if no server stays."""
+    """Number of shards whose values are gone and whose loss is not recorded yet; 0 if no server
+    stays. Such a shard was just marked LOST, or `rebalance` would give it to a server without
+    values."""
     if not servers.staying:
         return 0
     return sum(

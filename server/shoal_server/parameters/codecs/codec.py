@@ -51,8 +51,8 @@ def new_decoder(
     """Make the decoder for a gradient. `sizes`: the sizes of its blocks; `plain_bytes`: its size
     without compression.
 
-    Raises InvalidSpec for an unknown codec or options that are out of range, and ShapeMismatch for
-    a length, or rows, that do not fit the blocks, or a length that is not below `plain_bytes`.
+    Raises InvalidSpec for an unknown codec, or options that are out of range. Raises ShapeMismatch
+    if the length or the rows do not fit the blocks, or if the length is not below `plain_bytes`.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:

@@ -11,9 +11,9 @@ from shoal_server.core.shards.assignments import ShardAssignment, remove_disk
 
 
 class DiskRemoval:
-    """Removal of this server's disk from records. The record of a shard that another process of
-    this server leads stays while that process may be alive: the process may have the shard on its
-    disk, or be about to write it there."""
+    """Removal of this server's disk from records. If another process of this server leads a shard
+    and may be alive, the shard's record stays: that process may have the shard on its disk, or be
+    about to write it there."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me

@@ -43,7 +43,8 @@ class Follower:
     still be in transit."""
 
     def begin(self, received: int, version: int) -> None:
-        """Start following: every later push is sent to the follower. `version`: the primary's."""
+        """Start following: every later push is sent to the follower. `received`: version up to
+        which the follower has all records; `version`: the primary's version."""
         self.phase = FollowerPhase.FOLLOWING
         self.note_received(received)
         self._goal, self._rounds = version, 0
