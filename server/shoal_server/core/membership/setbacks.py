@@ -115,6 +115,7 @@ class Setbacks:
                     yield setback.not_before_s
 
     def postpone(self, by_s: float) -> None:
+        """Move all times by `by_s`: see `JobState.postpone`."""
         for setback in self._setbacks.values():
             setback.at_s += by_s
             if setback.not_before_s is not None:

@@ -205,6 +205,8 @@ class ReleaseChunks:
 
 @dataclass(frozen=True, slots=True)
 class CloseImage:
+    """Free the image that `MakeImage` took: no further chunk of it is sent."""
+
     image: int
 
 

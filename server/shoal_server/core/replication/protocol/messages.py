@@ -116,6 +116,8 @@ class ImageInstalled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReceived:
+    """Notice that the backup has stored all chunks of the image before `next_chunk`."""
+
     key: Key
     image: int
     next_chunk: int
