@@ -45,7 +45,8 @@ FORMING_S = 10.0
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` is for reads and writes of storage alone, which may be slow."""
+    """Serves snapshots. `pool` runs reads and writes of storage, which may be slow, and nothing
+    else."""
 
     def __init__(
         self,

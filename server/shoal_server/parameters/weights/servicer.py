@@ -168,8 +168,8 @@ class WeightsServicer(WeightStoreServicer):
         """Make a shard's segment, and hold it on this server and on all servers of the request's
         chain. Sets the segment's digest in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if one of
-        them does not hold the segment, and what `planned.fill` raises.
+        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
+        of the chain does not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(
@@ -276,7 +276,7 @@ def _check_use(series: str, use: PermittedUse) -> None:
         raise AccessDenied(
             "the connection is for another series",
             seen=f"series {series!r}",
-            expected=f"series {use.series!r}, for which its key was given",
+            expected=f"series {use.series!r}, for which its key was issued",
         )
 
 

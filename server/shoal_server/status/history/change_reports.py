@@ -2,8 +2,8 @@
 
 The coordinator knows which members were lost or left and why, and when the new generation began to
 run. Only the members that continue know how long training paused: from the last step committed
-before the change to the first one after it. Their health reports contain that time. The line is
-logged at the first such report, or after REPORTED_WITHIN_S without one.
+before the change to the first step after it. Their health reports contain that time. The line is
+logged at the first such report, or after REPORTED_WITHIN_S if no report has come.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class ChangeReports:
         generation ran."""
 
     def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
-        """Add the change to a generation that runs now."""
+        """Add the change to the generation that has begun to run."""
         ended = self.end()
         change = _change(story, unix_s)
         self.totals.num_lost += len(story.lost)
