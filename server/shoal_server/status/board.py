@@ -134,8 +134,9 @@ class StatusBoard:
         return event
 
     def runs(self, job: str, story: ChangeSummary) -> None:
-        """Record that a generation runs. The change is logged once a member has reported its pause,
-        by `log_due_reports`, or before the next change; at once if no member will report."""
+        """Record that a generation runs. The change is logged when a member reports its pause, when
+        `log_due_reports` finds it due, or before the next change, whichever is first. It is logged
+        at once if no member will report."""
         self._tell(job, self._board(job).reports.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:

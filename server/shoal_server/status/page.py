@@ -75,7 +75,7 @@ class PageGeneration(View):
     """A generation with a part of its roster, short enough to be read."""
 
     record: GenerationView
-    """Record with the first 60 members of the roster, and those that joined."""
+    """Record with the first 60 members of the roster, and the members in `joined`."""
     num_members: int
     joined: tuple[str, ...]
     """Members that were not in the generation before; at most 60."""

@@ -1,4 +1,4 @@
-"""One bulk connection: serves the calls of one client, one after the other."""
+"""Server's end of a bulk connection, which answers the calls of one client, one after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence

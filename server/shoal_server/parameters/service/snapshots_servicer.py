@@ -165,7 +165,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             raise WrongEpoch(
                 f"shard {shard_id} of job {job} is not this server's to load",
                 seen=f"server {me.server_id}",
-                expected="no record"
+                expected="no server: the job's record does not have the shard"
                 if assignment is None
                 else f"server {assignment.primary.server_id}",
                 fix="Restore again.",

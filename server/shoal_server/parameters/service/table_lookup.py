@@ -217,7 +217,7 @@ def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
 def _too_many(num_bytes: int) -> ShoalError:
     return MalformedMessage(
         "one message asks for too many rows",
-        seen=f"{num_bytes} more bytes, of one shard",
-        expected=f"at most {MAX_LOOKUP_BYTES} for all shards of a message together",
+        seen=f"{num_bytes} bytes for one of its shards",
+        expected=f"at most {MAX_LOOKUP_BYTES} for a whole message, or for an item of a bulk call",
         fix="Ask in several messages.",
     )

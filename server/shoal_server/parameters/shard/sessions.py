@@ -59,7 +59,7 @@ class SessionTable:
         """Return the first outcome of a push; None if it was never applied, or its session was
         forgotten.
 
-        Raises ForgottenPush for a push that is older than those remembered.
+        Raises ForgottenPush for a push at or below the session's floor that is not remembered.
         """
         known = self._sessions.get(session)
         if known is None:

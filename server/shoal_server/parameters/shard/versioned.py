@@ -49,8 +49,8 @@ class Push:
     """The shards of the step that the push is part of. None: all dense shards, or only this shard
     if it is part of a table."""
     batch: object = None
-    """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push` decodes
-    the data. Always None for borrowed data, which must be copied first."""
+    """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push`
+    decodes them. Always None for borrowed data, which must be copied first."""
     at_unix_s: float = field(default_factory=time.time)
     """Time at which this server received the push, by its clock."""
 
@@ -380,7 +380,7 @@ class VersionedShard(Generic[BodyT]):
         primary's epoch, for the image's stamp.
 
         Waits for a push in progress, and copies no values while it holds the shard's lock. Close
-        the image after use. Call this from any thread but the event loop's.
+        the image after use. Call this in a thread if the shard is large: the wait may be long.
         """
         with self._body_lock:
             with self._lock:

@@ -75,8 +75,8 @@ class RowStore:
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added: those of the index, if it
-        is rebuilt. Columns grow in place."""
+        """Return how many bytes are moved if `num_more` rows are added: the index's bytes if it is
+        rebuilt, else 0. Columns grow in place."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:

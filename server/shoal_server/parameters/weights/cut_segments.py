@@ -2,7 +2,7 @@
 
 A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
 table's shard. A row keeps the position that it has in the shard, and the number of positions grows
-in steps. So a row lies at the same bytes in version after version, and the difference between two
+in steps. So a row lies at the same bytes in successive versions, and the difference between two
 versions has only the changed rows.
 """
 

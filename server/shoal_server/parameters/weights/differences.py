@@ -42,7 +42,7 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """None: the whole segment is to be sent."""
+    """The difference; None: the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
@@ -106,7 +106,7 @@ class WeightDifferences:
                 self._drop(key)
 
     def close(self) -> None:
-        """Drop all differences. One that is being made is not kept."""
+        """Drop all differences. A difference that is being made is not kept."""
         self._is_closed = True
         for key in list(self._kept):
             self._drop(key)

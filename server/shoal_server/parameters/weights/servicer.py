@@ -124,9 +124,9 @@ class WeightsServicer(WeightStoreServicer):
         """Receive a segment, and forward it along the chain.
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed. If one refuses the segment, or is overloaded, its error is raised.
+        the chain failed. If a server refuses the segment, or is overloaded, its error is raised.
 
-        Raises AccessDenied for a caller that may not publish or another series than the
+        Raises AccessDenied for a caller that may not publish, or for another series than the
         connection's, InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not
         be held, and what `WeightHoldings.receive` raises.
         """

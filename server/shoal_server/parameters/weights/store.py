@@ -46,7 +46,8 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """None: the segment was copied here from another server, or read from this server's disk."""
+    """Publication for which the segment was put here; None: the segment was copied from another
+    server, or read from this server's disk."""
     needed_s: float
     """Time at which the segment was last put, or named by the records, in seconds."""
     was_named: bool = False

@@ -124,7 +124,8 @@ def _change(story: ChangeSummary, unix_s: float) -> ChangeView:
 
 
 def _line(change: ChangeView, stayed: Sequence[str] | frozenset[str]) -> str:
-    """One line: "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"."""
+    """Describe a change: "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps
+    lost"."""
     parts = [f"generation {change.generation}: {change.cause}"]
     if change.paused_s is not None:
         parts.append(f"paused {seconds(change.paused_s)}")

@@ -108,8 +108,8 @@ class Series:
         self._curve.point_at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
 
     def view(self, last_s: float = 0.0) -> SeriesView:
-        """View of all intervals that have values, or of those in the newest `last_s` seconds, which
-        are shorter."""
+        """View of all intervals that have values; or, in shorter intervals, of the newest `last_s`
+        seconds."""
         level, points = self._curve.view(self._start_of(last_s))
         interval_s = FIRST_INTERVAL_S * 2**level
         num_ranks = max((len(each.by_rank) for each in points), default=0)

@@ -37,7 +37,7 @@ Arriving = pb.FollowRequest | pieces.OnlyPiece
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of the record or chunk that was announced last."""
+    """Bytes of the record or chunk that was announced last, at an offset."""
 
     offset_bytes: int
     data: memoryview
@@ -277,8 +277,8 @@ class _Unfinished:
 
 class RequestAssembler:
     """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk; its memory is reserved, except for a record that lies in shared memory as a whole, and
-    for the last INLINE_BYTES of any other record."""
+    chunk. The memory of these data is reserved, except for a record that lies in shared memory as a
+    whole, and for the last INLINE_BYTES of any other record."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
         """`is_coming`: returns True if the image with that number is being received, in memory that
