@@ -112,8 +112,8 @@ class BulkListener:
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
             raise MalformedMessage(
-                "a bulk connection begins with the wrong frame",
-                seen="HELLO with another key",
+                "the key of a bulk connection is not valid",
+                seen="a HELLO with an unknown, used or expired key",
                 expected="an unused key that this server has issued and that has not expired",
             )
         return _Hello(

@@ -223,7 +223,7 @@ class Catalog:
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
                 expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
                 if assignment is not None
-                else "no record of it",
+                else "no server: the record does not have the shard",
                 fix="Fetch the shard map and retry.",
             )
         is_new = assignment.content is ShardContent.NONE
