@@ -104,7 +104,8 @@ class Checkpoints:
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:
-        """Return the newest complete checkpoint, if any. Raises InvalidSpec if listing fails."""
+        """Return the path of the newest complete checkpoint; None if there is none. Raises
+        InvalidSpec if listing fails."""
         return storage.newest(self.directory)
 
     def offer(

@@ -35,8 +35,8 @@ class LocalRank:
     ) -> None:
         """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        Raises also if the host has too few GPUs for its workers. A single visible GPU, if no
-        variable hides others, is enough only if NCCL is configured to share it.
+        Raises also if the host has too few GPUs for its workers. If several workers see a single
+        GPU, and no variable hides others, NCCL has to be configured to share it.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)

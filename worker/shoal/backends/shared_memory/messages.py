@@ -55,7 +55,7 @@ class SharedMessages:
         return self._memory
 
     def enable_shared_memory(self, beside_bytes: int = 0) -> None:
-        """Send words through shared memory from now on, if all ranks can share memory. Collective;
+        """Send all later words through shared memory, if all ranks can share memory. Collective;
         raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
         self.may_share = False
@@ -134,7 +134,7 @@ class SharedMessages:
             memory.close()
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
-        """Index of the first word of this rank in the next exchange."""
+        """Return the index of the rank's first word in the next exchange."""
         return (memory.num_barriers % _NUM_SETS * self._world_size + rank) * self._num_words
 
 

@@ -62,11 +62,11 @@ class MemoryRegion:
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
     def acquire(self) -> None:
-        """Take the lock: this process may write from now on."""
+        """Take the lock, which lets this process write."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def leave(self) -> None:
-        """Release the lock: this process does not write until it enters again."""
+        """Release the lock: this process does not write until it calls `acquire` again."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def has_no_other_writer(self) -> bool:
