@@ -85,7 +85,7 @@ class Shards(Dataset[Any]):
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
     With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
-    cuts the result into `columns` times `turns` streams; a member reads those of its share."""
+    cuts the result into `columns` times `turns` streams; a member reads its share's streams."""
 
     def __init__(
         self,
@@ -248,9 +248,8 @@ class _OpenShard:
             f"{self._name} holds another number of samples than was given",
             seen=f"{seen} samples",
             expected=f"{self._length}",
-            fix="Give its length as Shards.count returns it. A reader gives all samples of"
-            " its shard"
-            " for any rank and process, and the same each time.",
+            fix="Give its length as Shards.count returns it. `read` must return all samples of the"
+            " shard, the same each time, in any rank and process.",
         )
 
 

@@ -165,8 +165,8 @@ class Eviction:
     max_idle_s: float = 0.0
     """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: memory alone
-    limits."""
+    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: no limit but
+    `max_shard_bytes`."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True
