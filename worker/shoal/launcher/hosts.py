@@ -36,9 +36,9 @@ class WorkerCount(int):
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
-    """Return the number of workers for a value of -n: a number, `gpu` or `cpu` for the number of
-    GPUs (0 if there is none) or cores, `auto` for GPUs, or cores without any. Raises InvalidSpec
-    for other texts, and not for numbers below 1."""
+    """Return the number of workers for a value of -n: a number; `gpu` for the number of GPUs, which
+    may be 0; `cpu` for the number of cores; `auto` for the number of GPUs, or of cores if there is
+    no GPU. Raises InvalidSpec for other texts, but not for numbers below 1."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
@@ -84,7 +84,8 @@ class RunHost:
 
 
 def parse_hosts(text: str) -> tuple[RunHost, ...]:
-    """Return the hosts in `HOST[:N],...`. Raises InvalidSpec."""
+    """Return the hosts in `HOST[:N],...`. Raises InvalidSpec for a bad host, a host that is given
+    twice, and for no or more than MAX_HOSTS hosts."""
     hosts = tuple(_host_of(part.strip()) for part in text.split(",") if part.strip())
     names = [host.name for host in hosts]
     if twice := sorted({name for name in names if names.count(name) > 1}):

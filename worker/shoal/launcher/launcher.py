@@ -14,8 +14,8 @@ kernel.
 
 The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
-or hit a time limit is restarted whatever its error code, up to the number of restarts; one that
-would be refused again is not."""
+or hit a time limit is restarted whatever its error code, up to the number of restarts. A worker
+that would be refused again is not restarted."""
 
 import math
 import os
@@ -111,7 +111,7 @@ class Launcher:
         )
 
     def run(self) -> int:
-        """Start the workers and return when all have ended."""
+        """Start the workers; when all have ended, return the exit code of the run."""
         with (
             self._signals(),
             BeatBoard(len(self.slots)) as board,
@@ -324,8 +324,8 @@ class Launcher:
         if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
         self._say(
-            f"{num_left} of at least {self._config.min_members} workers left and none can come: "
-            "ending them"
+            f"{num_left} workers left, at least {self._config.min_members} needed, and no other can"
+            " join: ending them"
         )
         self._worker_ends.order_stop()
 
@@ -414,7 +414,7 @@ class Launcher:
             if not kept.problem:
                 kept.write(line)
                 if kept.problem:
-                    self._say(f"the output of {slot.member_id} is kept no longer: {kept.problem}")
+                    self._say(f"the output of {slot.member_id} is no longer kept: {kept.problem}")
             slot.printed.add(line)
             with self._output:
                 if self._output_closed:
