@@ -34,7 +34,7 @@ _HINTS = {
 class LoadingOptions(TypedDict, total=False):
     """Options for loading samples, most of them keywords of torch's DataLoader. An option that is
     not given is taken from the script's DataLoader (`prefetch_factor` and `persistent_workers` only
-    if it has processes). Without a DataLoader it has the default of `shoal.data.loading.Loading`.
+    if it has processes), or else has the default of `shoal.data.loading.Loading`.
     """
 
     num_workers: int

@@ -18,7 +18,7 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 MAX_SAMPLES_NAMED = 8
 """Number of samples named in the error for a batch that could not be made."""
 MAX_COLUMNS_IN_LIST = 8
-"""Longest list of tensors that may be meant as columns; in a longer list each tensor is a sample."""
+"""Longest list of tensors that may be meant as columns. In a longer list each is a sample."""
 
 Dataset = MapDataset | tuple[Tensor, ...]
 

@@ -16,11 +16,12 @@ PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
 """Limits of the pause before the restart of a worker that failed by no fault of its script. The
 pause doubles each time, as the cause may last: a host that swaps, a debugger, a laptop's lid, a
-server that is away."""
+server that is down."""
 
 
 FOR_TORCHRUN = (
-    "a script that calls torch.distributed.init_process_group, or what does so, is for torchrun:"
+    "a script that calls torch.distributed.init_process_group, or lets a library call it, is for"
+    " torchrun:"
     " start it with torchrun --rdzv-backend=shoal (docs/torchrun.md), or leave the call out and let"
     " it train in a session (docs/tutorials/ddp.md, 'From a script for torchrun')"
 )
