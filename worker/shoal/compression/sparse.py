@@ -20,8 +20,8 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Minimum size of the sample that estimates the threshold. Up to this many values, all are sorted
-without an estimate."""
+"""Minimum size of the sample that estimates the threshold. Up to this many values, all values are
+examined, without an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,9 +80,9 @@ class Batch:
                     session.backward(loss_fn(model(part.inputs), part.targets))
 
         Each part's loss is the mean over its samples. The session weights the loss, so that the
-        sum of the parts' gradients is the gradient of the whole global batch. Gradients are reduced
-        once, in the last part. Parts differ in size by at most one sample. If a share has fewer
-        samples than parts, the remaining parts are stand-ins: one sample with weight 0.
+        step's gradients are the whole global batch's. Gradients are reduced once, in the last part.
+        Parts differ in size by at most one sample. If a share has fewer samples than parts, the
+        remaining parts are stand-ins: one sample with weight 0.
 
         Raises InvalidSpec outside a step; for a batch other than the step's; for a second loop, or
         a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; as

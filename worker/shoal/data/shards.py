@@ -245,7 +245,7 @@ class _OpenShard:
 
     def _wrong_length(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
-            f"{self._name} holds another number of samples than was given",
+            f"{self._name} has another number of samples than `lengths` says",
             seen=f"{seen} samples",
             expected=f"{self._length}",
             fix="Give its length as Shards.count returns it. `read` must return all samples of the"

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class JobBatches:
     """Batches with this member's part of each step of the job, in order.
 
-    The arguments are those of `Session.batches`, which is called only when the first batch is
-    taken: until then the model may be distributed. The constructor raises InvalidSpec for arguments
-    that `Session.batches` would refuse."""
+    Takes the arguments of `Session.batches`, which is called only when the first batch is taken:
+    until then the model may be distributed. The constructor raises InvalidSpec for arguments that
+    `Session.batches` would refuse."""
 
     def __init__(
         self,

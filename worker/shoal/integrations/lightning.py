@@ -433,7 +433,7 @@ def _other_batches() -> InvalidSpec:
         "the Trainer got batches that are not from SessionStrategy.batches",
         seen="a DataLoader of the script's own, a datamodule, or train_dataloader()",
         expected="trainer.fit(module, strategy.batches(dataset, ...))",
-        fix="A DataLoader may be the dataset; its batch size is then that of all members together."
+        fix="A DataLoader may be the dataset: its batch size then counts all members' samples."
         " For a datamodule, call datamodule.setup('fit'), then trainer.fit(module,"
         " strategy.batches(datamodule.train_dataloader()), datamodule.val_dataloader()).",
     )

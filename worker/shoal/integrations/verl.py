@@ -6,8 +6,8 @@
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
-process. Each rollout gets a whole, verified version: the newest, or the one of the step that verl
-asks for. After a restart of the training, rollouts get versions of the new run only."""
+process. Each rollout gets a whole, verified version: the newest version, or the version of the step
+that verl asks for. After a restart of the training, rollouts get versions of the new run only."""
 
 import asyncio
 import os

@@ -68,7 +68,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Replacement of the attribute by which torch distinguishes equal meshes of test threads."""
+    """Replacement of the mesh attribute with which torch tells meshes of its test threads apart."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]

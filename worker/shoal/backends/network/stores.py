@@ -108,8 +108,7 @@ class AddressStore(AnnouncingStore):
     def __init__(
         self, inner: Any, rank: int, world_size: int, *, limit_s: float | None = None
     ) -> None:
-        """`limit_s`: limit of the wait for addresses. None: Gloo's limit, the one of its
-        operations."""
+        """`limit_s`: limit of the wait for addresses; None: the limit of Gloo's operations."""
         super().__init__(inner)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._rank, self._world_size = rank, world_size

@@ -71,8 +71,7 @@ class SharedMessages:
         self.beside = memory.data[first : first + beside_bytes]
 
     def send_values(self, words: Sequence[int]) -> None:
-        """Send words, at most `num_words` signed integers of 64 bits, to the other ranks. Does not
-        wait."""
+        """Send `num_words` words, signed integers of 64 bits, to the other ranks. Does not wait."""
         self.has_sent = True
         memory = self._memory
         if memory is not None:
@@ -126,7 +125,7 @@ class SharedMessages:
             memory.cut(reason)
 
     def close(self) -> None:
-        """Leave the memory: this rank sends no more. May be called twice."""
+        """Leave the memory, after this rank's last exchange. May be called twice."""
         self._group = self._message = self._work = None
         self._values, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None

@@ -98,7 +98,7 @@ class KeptRegions:
         self._regions.append(region)
 
     def clear(self) -> None:
-        """Close all regions, which are not needed any more."""
+        """Close and drop all regions."""
         regions, self._regions = self._regions, []
         for region in regions:
             region.close()
