@@ -7,7 +7,7 @@ from shoal.state.shards import Needs, StateShard
 
 
 class WrittenCheckpoint(NamedTuple):
-    """A complete checkpoint, and the bytes of its entries, written by all ranks together."""
+    """Step of a complete checkpoint, and the bytes of its entries, summed over all ranks."""
 
     step: int
     num_bytes: int

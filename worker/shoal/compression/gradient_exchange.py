@@ -123,7 +123,8 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """True if all averages are finite; the same on all ranks. Used in place of `check`."""
+        """True if all averages are finite; the same on all ranks. Used in place of `check` with a
+        GradScaler, which skips the other steps."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 

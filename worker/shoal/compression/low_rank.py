@@ -221,7 +221,7 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
 
 
 def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
-    """Return the rows of its parameter that the block holds whole; none for a vector."""
+    """Return the rows of the parameter that are whole in the block; none for a vector."""
     if len(block.shape) < 2 or not block.shape.numel():
         return LowRankRows()
     lead = -block.offset % block.columns

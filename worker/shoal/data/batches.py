@@ -30,8 +30,8 @@ class Batch:
 
     inputs: Any
     """All parts of the collated samples except the last, as a tuple if there are several; the only
-    part if there is one. If the collated samples are not a tuple but a dict, say, they are the
-    inputs as a whole."""
+    part if there is one. Collated samples that are not a tuple, such as a dict, are the inputs as a
+    whole."""
     targets: Any
     """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]

@@ -140,7 +140,8 @@ class Shards(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         """Return a sample by its index, counted from the first shard. Reads the shard further, or
         from its start if it is not open, or the sample was read before and is not kept. Raises
-        IndexError; InvalidSpec if the shard's end shows another length."""
+        IndexError for an index out of range, and InvalidSpec if the shard's end shows another
+        length."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)

@@ -182,7 +182,8 @@ class SessionTrainer(Trainer):
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
-        """Run Trainer's loop over an epoch; after a loss, again from the job's current step."""
+        """Run Trainer's loop over an epoch. If a member is lost, run it again from the job's
+        current step."""
         steps, control, number = self._present(), self.control, epoch
         while True:
             try:

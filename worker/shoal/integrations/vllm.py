@@ -216,7 +216,7 @@ def _all_true(own: bool) -> bool:
 @dataclass
 class ShoalTrainerInit(TrainerInitInfo):
     """Settings for `WeightTransferTrainerFactory.trainer_init`: the series that a trainer
-    publishes."""
+    publishes, with options of `shoal.publish`."""
 
     backend: ClassVar[str] = BACKEND
     series: str = ""

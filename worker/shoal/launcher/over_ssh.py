@@ -391,7 +391,7 @@ def _greeted(connection: _Connection) -> HostGreeting:
 
 
 def _message(text: str) -> HostGreeting | HostEnding | None:
-    """Return the message in the line; None if the line is a script's output that begins so."""
+    """Return the message after a line's MARK; None if a script has printed the line."""
     try:
         content = json.loads(text)
         return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)
@@ -409,8 +409,8 @@ def _is_useful(address: str) -> bool:
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
-    """Return the TLS files for the hosts. If this machine has the authority's key, they hold a new
-    certificate for this job alone, else the certificate of this machine's workers."""
+    """Return the TLS files for the hosts, by name. If this machine has the authority's key, they
+    contain a new certificate for this job alone, else the certificate of this machine's workers."""
     files = worker_files(config)
     if files is None:
         return {}

@@ -44,7 +44,8 @@ class Exit:
 
     @property
     def joined_too_late(self) -> bool:
-        """True if the process was a standby, or too late: others had completed the job."""
+        """True if the process was not needed: it was a standby, or began to join after the others
+        had completed the job."""
         return self._failed and self.ending is MembershipEnding.FINISHED
 
     @property

@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceProgress:
-    """Check whether a device advances in the trainer's work. For one thread.
+    """Detector of a device that does not advance in the trainer's work. For one thread.
 
     A collective that waits for a lost peer never ends, and the device is stuck. A trainer that
     waits for the device then hangs in any call, such as the script's own `loss.item()`, and its

@@ -79,8 +79,8 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
             "several members train on one GPU",
             seen=f"ranks {', '.join(map(str, shared))} on GPU {gpus[shared[0]]}",
             expected="a GPU for each member",
-            fix="Start one worker for each GPU of a host: shoal run -n N ..., or give each its own"
-            f" CUDA_VISIBLE_DEVICES. Or export {SHARES_GPU}=1, with NCCL 2.30 or newer.",
+            fix="Start one worker for each GPU of a host: shoal run -n N ..., or give each worker"
+            f" its own CUDA_VISIBLE_DEVICES. Or export {SHARES_GPU}=1, with NCCL 2.30 or newer.",
         )
 
 

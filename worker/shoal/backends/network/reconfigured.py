@@ -99,7 +99,7 @@ class LiveGloo:
             raise
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
-            # Without it, the other ranks would wait for this rank's address until the limit.
+            # Else the other ranks would wait for this rank's address until the limit.
             messages.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""

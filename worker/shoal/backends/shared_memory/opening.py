@@ -58,7 +58,7 @@ def share_memory(
 ) -> SharedMemory | None:
     """Return memory of this size that all ranks of the group share. Collective.
 
-    Returns None, on all ranks alike, if they are not on one machine, if the machine has no such
+    Returns None, on all ranks alike, if they are not on one machine, if the machine cannot share
     memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
     time limit of each barrier. `kept`: its first region is reused, with its old contents, if all
     ranks have it, its size fits and no other process may write it; `close` adds the memory's region

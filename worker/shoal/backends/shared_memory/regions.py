@@ -21,7 +21,7 @@ NO_REGION = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
-"""Minimum part of a region that must be in use; below it, a smaller region is made."""
+"""Minimum fraction of a region that must be in use; below it, a smaller region is made."""
 
 
 class MemoryRegion:
