@@ -381,7 +381,7 @@ class Launcher:
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
-            return 0  # The scripts ended without error; `_outcome` says that the job is not finished.
+            return 0  # No script has failed; `_outcome` says that the job is not finished.
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
