@@ -39,7 +39,7 @@ class Reject:
 
 @dataclass(frozen=True, kw_only=True)
 class RosterMember:
-    """One member of a generation that is about to start."""
+    """Member of a generation that is about to start."""
 
     member_id: str
     rank: int
@@ -47,7 +47,8 @@ class RosterMember:
     address: str
     """IP address at which the other members reach this one."""
     state: str
-    """Origin of the member's training state: "initial", "keep", or "receive" (from a member)."""
+    """Origin of the member's training state: "initial" (the job's first), "keep" (its own),
+    "receive" (from another member) or "checkpoint"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,8 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
-    A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
-    name, or if two validators have the same name."""
+    A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
+    valid name, or if two validators have the same name."""
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:
@@ -134,7 +135,8 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators. They run on a separate thread: a slow validator delays no answer."""
+    """A session's validators. They run on a separate thread: a slow validator delays the member's
+    answer to a roster by a limited time only."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))

@@ -163,7 +163,7 @@ def bare_backward() -> InvalidSpec:
         seen="loss.backward()",
         expected="session.backward(loss), which weighs this member's share of the batch",
         fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
-        " train the model, ask torch.autograd.grad for it.",
+        " train the model, call torch.autograd.grad.",
     )
 
 

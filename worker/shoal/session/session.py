@@ -64,7 +64,7 @@ PAUSE_S = 1800.0
 
 
 class ScriptPause:
-    """The pause of a session's script: the others wait while it runs. One at a time."""
+    """The pause of a session's script, in which the other members wait. One at a time."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
@@ -236,7 +236,8 @@ class Session:
         them. See docs/models.md.
 
         `fit` trains a compiled Keras model that is given with its own optimizer: see
-        `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
+        `shoal.integrations.keras_session`. A model on the meta device is filled by the
+        `reset_parameters` methods of its modules.
 
         Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
         strategy's refusal of the model or optimizer.
@@ -399,11 +400,11 @@ class Session:
                     evaluate(model)
 
         Meanwhile hang detection is suspended: no member is expelled, no collective times out.
-        Members that join or leave wait. Losses are detected as usual. After `limit_s` seconds, by
-        default half an hour, this member counts as hung: the others continue without it, and its
-        next step raises DeadlineExceeded. Several members may pause at a time. `shoal why` shows
-        `reason`. Entering the block raises InvalidSpec within another pause, without a reason, and
-        for a `limit_s` above a day.
+        Members that join or leave wait. Lost members are detected as usual. After `limit_s`
+        seconds, by default half an hour, this member counts as hung: the others continue without
+        it, and its next step raises DeadlineExceeded. Several members may pause at a time.
+        `shoal why` shows `reason`. Entering the block raises InvalidSpec within another pause,
+        without a reason, and for a `limit_s` above a day.
 
         Asynchronous strategies wait for no member, paused or not.
         """
