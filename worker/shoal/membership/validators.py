@@ -32,7 +32,7 @@ class Reject:
     seen: str
     """The value that this member found."""
     expected: str = ""
-    """The value that it would have accepted."""
+    """The value that the validator would have accepted."""
     fix: str = ""
     """Advice for a person."""
 
@@ -65,6 +65,7 @@ class Roster:
     planned: bool
     """True if the previous generation still trains, and continues if this one is rejected."""
     synchronous: bool
+    """True under a strategy whose members take each step together."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the proposal, the same on all members: strategy, schema, torch, global_batch ..."""
 
@@ -88,7 +89,7 @@ def validator(name: str) -> Callable[[V], V]:
     """Decorator of a function that every session of this process calls before each generation.
 
     The function runs on a background thread while the script trains. All validators together have
-    a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
+    half of the coordinator's time limit for agreement: by default 5 s. A function that raises or
     takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
     another function."""
     if not is_name(name):

@@ -307,7 +307,8 @@ class Session:
         Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
         pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
         DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. Raises InvalidSpec for a second call. See docs/data.md.
+        batch_size is the global one. Raises InvalidSpec before `distribute`, for a second call, and
+        for settings that are missing or out of range. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -360,6 +361,10 @@ class Session:
 
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
         parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
+
+        Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient. In
+        a member's first 10 steps also raises InvalidSpec for a loss that is recognised as no such
+        mean: with another number of members the job would train a different loss.
         """
         self._steps.backward(loss, weight, optimizer)
 
@@ -444,7 +449,8 @@ class Session:
         once. If a member is lost meanwhile, the others begin again in the next generation, with the
         model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
         as in a `pause`. `batch_size` is per member; a DataLoader gives its data set and the default
-        batch size and collate function. Raises as `all_reduce`.
+        batch size and collate function. Raises as `all_reduce`, and InvalidSpec without a batch
+        size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -505,7 +511,8 @@ class Session:
         Values that are given within a step belong to that step, and are logged if it is committed:
         the last value of each name. Values that are given after it belong to the last step, if it
         has none of that name yet. All members call it; the values of one member are shown. Within a
-        step, a member without samples logs nothing: see `Batch.is_stand_in`.
+        step, a member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec
+        before `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -530,7 +537,7 @@ class Session:
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
         of the whole model, however they are sharded; with several optimizers, those of
-        `optimizer`.
+        `optimizer`. Raises InvalidSpec outside a step, and without `optimizer` if there are several.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
@@ -562,7 +569,7 @@ class Session:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that `distribute` chose."""
+        """The strategy of `distribute`. Raises InvalidSpec before that call."""
         return self._controller.strategy
 
     @property
@@ -589,7 +596,8 @@ class Session:
 
     @property
     def step_number(self) -> int:
-        """Number of committed steps; under asynchronous strategies this member's own."""
+        """Number of committed steps; under asynchronous strategies this member's own. Raises
+        InvalidSpec before `distribute`."""
         return self._controller.strategy.step
 
     def _present(self) -> Generation:
