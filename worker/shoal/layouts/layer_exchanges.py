@@ -22,7 +22,7 @@ from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Entry that stands for no layer: the rank has finished its passes and notifies the others."""
+"""Entry that records no layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
 """Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
 MAX_KEPT = 4096
@@ -90,7 +90,7 @@ class LayerExchanges:
         """Parameters that each rank has whole, by the number that records a missing gradient."""
         self._without: set[int] | None = None
         """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
-        until gradients are completed with those of other ranks."""
+        until `completes`."""
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_compared = False

@@ -318,7 +318,7 @@ class OptimizerBinding:
     def needed_chunk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
 
-        Raises ShapeMismatch or DtypeMismatch if the state is that of another model, and
+        Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and
         UnsupportedOptimizer if optimizer state cannot be cut as its parameter is.
         """
         self._known[name] = (shape, dtype)

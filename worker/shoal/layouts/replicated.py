@@ -105,7 +105,7 @@ class ReplicatedLayout(Layout):
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        # As DDP's `no_sync`; it has to be set in the forward pass too.
+        # As DDP's `no_sync` does; the flag has to be set in the forward pass too.
         self._ddp.require_backward_grad_sync = reduces
 
     @property

@@ -63,7 +63,7 @@ def unkey_dropout(model: nn.Module) -> None:
 
 def with_dropout_within(model: nn.Module) -> list[str]:
     """Return the names of torch's modules that apply dropout without a dropout module. Their draws,
-    like those of functions, depend on how the batch is cut."""
+    like the draws of functions, depend on how the batch is cut."""
     return [
         name
         for name, module in model.named_modules()

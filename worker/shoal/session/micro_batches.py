@@ -209,7 +209,7 @@ class MicroBatches:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # In a step without samples all passes are of stand-ins: `check_complete` restores once.
+        # In a step without samples all passes use stand-ins: `check_complete` restores once.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None

@@ -274,8 +274,8 @@ class Session:
 
         The state is committed with each step, including changes made before the next batch is
         asked for. It is rolled back if a step fails, sent to members that join, written to
-        checkpoints and read from them. It must be the same on all members. They compare it in each
-        new generation, before each checkpoint and at the end: RegisteredStateDiffers names a
+        checkpoints and read from them. It must be the same on all members: they compare it in each
+        new generation, before each checkpoint and at the end, and RegisteredStateDiffers names a
         difference.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
@@ -423,7 +423,7 @@ class Session:
             session.backward(loss)
 
         but also for strategies with a pipeline, which interleave the two passes. Returns the mean
-        loss, detached, over this member's samples or over those of the part; 0 if there are none.
+        loss, detached, over the samples of this member's share or of the part; 0 if there are none.
         Raises InvalidSpec outside a step, and with several optimizers.
         """
         return self._steps.forward_backward(batch, loss_function)
@@ -536,8 +536,8 @@ class Session:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model, however they are sharded; with several optimizers, those of
-        `optimizer`. Raises InvalidSpec outside a step, and without `optimizer` if there are several.
+        of the whole model, however they are sharded; with several optimizers, of the parameters of
+        `optimizer`. Raises InvalidSpec outside a step, and if `optimizer` is missing with several.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 

@@ -39,7 +39,7 @@ class ScheduleSpec:
 
 
 class PipelineLayout(Layout):
-    """Layout of this rank's stage, in a pipeline over all ranks or over those of `group`."""
+    """Layout of this rank's stage, in a pipeline over all ranks or over the ranks of `group`."""
 
     elementwise = False
     shares_loss = True

@@ -21,7 +21,7 @@ class SplitAttention(nn.MultiheadAttention):
     """
 
     rows: Cut
-    """Cut of the rows of the packed projection: those of query, then of key, then of value."""
+    """Cut of the rows of the packed projection: rows of query, then of key, then of value."""
     heads: Cut
     columns: Cut
     """Cut of the columns of the output projection, one for each of its inputs."""

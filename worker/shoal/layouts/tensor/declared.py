@@ -2,7 +2,7 @@
 
 Their `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by inputs
 ("rowwise"), with nothing gathered between them. So the model's authors promise that the attention
-computes each head independently. This cannot be derived if a forward takes `**kwargs`.
+computes each head independently: a fact that cannot be derived if a forward takes `**kwargs`.
 """
 
 import re
