@@ -37,7 +37,7 @@ from shoal.layouts.sharded.layer_order import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""Slots for all-gathers: one to copy from, one for the next all-gather, and one that torch keeps."""
+"""Slots for all-gathers: one to copy from, one for the next all-gather, one that torch keeps."""
 NUM_SUMMED = 2
 """Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
