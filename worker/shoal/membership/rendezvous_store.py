@@ -27,9 +27,9 @@ _GRACE_S = 1.0
 CALL_S = 300.0
 """Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
-"""Least number of keys in a read for which one rank reads for all ranks of its host."""
+"""Minimum number of keys in a read for which one rank reads on behalf of its whole host."""
 HOST_WAIT_S = 10.0
-"""Limit of the wait for the rank that reads for its host; after it, each rank reads itself."""
+"""Limit of the wait for the rank that reads for its host. After that each rank reads itself."""
 
 
 class RendezvousStores:

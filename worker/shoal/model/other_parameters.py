@@ -110,10 +110,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
     return InvalidSpec(
-        "an optimizer of the script's own steps on gradients that each member has by itself",
+        "an optimizer of the script's own applies gradients that differ between members",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}, which session.backward went through and the distributed model lacks",
-        expected="all parameters that a loss trains distributed: else members' copies differ",
+        expected="all parameters that a loss trains to be distributed: else members' copies differ",
         fix="Distribute both, in a list with their optimizers (docs/models.md, 'Several models"
         " and optimizers'), or one module that holds all parameters.",
     )
@@ -121,7 +121,7 @@ def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
 
 def _not_distributed(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
     return InvalidSpec(
-        "an optimizer that was not distributed steps on parameters of the distributed model",
+        "an optimizer that was not distributed steps parameters of the distributed model",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}",
         expected="all optimizers of the model given to session.distribute, and no step() of theirs"

@@ -207,7 +207,7 @@ class StepGuard:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
                     f"the script dropped the gradients of step {self._step()} before the optimizer"
-                    " stepped on them",
+                    " applied them",
                     seen="zero_grad() after session.backward, within session.step()",
                     expected="gradients at the end of the block of session.step()",
                     fix="Leave out the call: each step begins without gradients. To train on"

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes, if a stage runs it once for each micro-batch.
+"""Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
 One process changes such buffers once per pass. So each micro-batch begins with the values from
 before the pass. If all micro-batches compute the same new values, as power iterations of weights do
