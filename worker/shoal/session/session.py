@@ -363,8 +363,8 @@ class Session:
         parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
 
         Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient. In
-        a member's first 10 steps also raises InvalidSpec for a loss that is recognised as no such
-        mean: with another number of members the job would train a different loss.
+        a member's first 10 steps also for a loss that it recognises as a sum or as another mean:
+        with another number of members the job would train a different loss.
         """
         self._steps.backward(loss, weight, optimizer)
 
