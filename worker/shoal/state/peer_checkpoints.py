@@ -40,7 +40,7 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state of the time when this member was alone; kept until others have copies."""
+        """The whole state from when this member was alone; kept until peers have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
         """Names of tensors that only other members hold, and only since `_names` was recorded."""
@@ -72,9 +72,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard; its members' shards make up a whole state. At
-        step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
-        member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard. The state shards of all `members` make up a
+        whole state. At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the
+        host of each member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:

@@ -41,7 +41,7 @@ Target = Callable[[str, Chunk], Tensor | None]
 receive it into, with any strides. None: a tensor is allocated."""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""Limit of one rank's buffers, shared among its peers; larger with more than 64 ranks."""
+"""Limit of one rank's buffers, shared among its peers; exceeded with more than 64 ranks."""
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 8 * 1024 * 1024
 ROUNDS_IN_FLIGHT = 2
@@ -68,8 +68,8 @@ def reshard(
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
-    of `needs`, of its own shards or of the group is raised on this rank alone: the caller must cut
-    the group then, as the others wait.
+    of `needs`, of this rank's own shards or of the group is raised on this rank alone: the caller
+    must then cut the group, because the other ranks wait.
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None

@@ -47,14 +47,14 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, or fewer if there are no further samples for this member:
-        the coordinator shares them out evenly, and a member without any ends its round. The
+        """A round has `every_steps` steps. It has fewer if this member gets no further samples: the
+        coordinator distributes samples evenly, and a member without samples ends its round. The
         servers take one outer step for each member's push.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number, by a lower momentum first, so that the settings of "diloco"
-        suit several members; "scale" divides the rate by their number; "none" ignores them, so
-        `outer_lr` and `outer_momentum` have to be chosen for the number of members.
+        outer step down by their number. It lowers the momentum first, so that the settings of
+        "diloco" suit several members. "scale" divides the rate by their number. "none" ignores
+        them, so `outer_lr` and `outer_momentum` have to be chosen for the number of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
 
@@ -132,7 +132,7 @@ class AsyncDiLoCo(AsyncSGD):
             self._unacknowledged.pop(0)()
 
     def rest(self) -> None:
-        # Others wait for this member's samples, which count once they are pushed.
+        # Other members wait for this member's samples, which count once its round is pushed.
         self._end_round()
         super().rest()
 

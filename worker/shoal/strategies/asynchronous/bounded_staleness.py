@@ -7,8 +7,8 @@ from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 
 class SSP(AsyncSGD):
-    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead of another
-    that has samples."""
+    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead of the
+    slowest member that has samples."""
 
     name: ClassVar[str] = "ssp"
 

@@ -24,7 +24,7 @@ class StepBuffers:
         self._num_buffers = 0
         """Number of buffers of all modules at the last walk over the modules."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
-        """Tables with transient buffers (not in the model's state_dict), and their names in it."""
+        """Tables with transient buffers (not in the model's state_dict), and the buffers' names."""
         self._names_by_id: Mapping[int, str] = {}
         """Names of transient buffers in the model, by the buffer's id."""
         self._refusal: InvalidSpec | None = None
@@ -102,7 +102,7 @@ class PersistentBuffers:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
         Raises InvalidSpec if a buffer was removed, or if its replacement has another shape or dtype
-        (joiners have the original) or differs between the uses of a tied buffer.
+        (members that join have the original) or differs between the uses of a tied buffer.
         """
         if not self._entries:
             return
