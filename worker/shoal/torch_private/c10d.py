@@ -129,7 +129,7 @@ def groups_table() -> Any:
 
 
 def replace_groups_table(table: Any) -> None:
-    """Make torch look up its groups in this table from now on."""
+    """Make torch look up its groups in this table."""
     _c10d._world = table
 
 

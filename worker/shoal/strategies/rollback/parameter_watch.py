@@ -20,7 +20,7 @@ The number of turns is a prime, because scripts may write at regular intervals."
 NUM_ELEMENTS = 4
 """Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""`EVERY_STEPS` for parameters on a GPU, as a comparison waits for the GPU."""
+"""Value of `EVERY_STEPS` for parameters on a GPU, because a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -77,9 +77,9 @@ class Hyperparameters:
         self._failed = (step, self.current_values())
 
     def entering(self) -> None:
-        """Compare the values with those of a failed attempt, before a generation changes them.
+        """Compare the values with a failed attempt's, before a new generation changes them.
 
-        The script has got no batch since the failed attempt, so a change since then was made for a
+        The script has got no batch since the failed attempt. So it made any change since then for a
         step that did not happen.
         """
         failed, self._failed = self._failed, None

@@ -56,7 +56,7 @@ class ScriptPoint:
 
 
 class ScriptPoints:
-    """One member's part in the detection, for one generation. The watch's thread calls all methods
+    """A member's part in the detection, for one generation. The watch's thread calls all methods
     except `refusal` and `report_refusal`."""
 
     def __init__(
@@ -70,8 +70,8 @@ class ScriptPoints:
         limit_s: float = math.inf,
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
-        """`members`: names by rank. `exchanges`: those of this member. `limit_s`: time after which
-        a wait ends the generation, and so the detection."""
+        """`members`: names by rank. `exchanges`: this member's exchanges in layers. `limit_s`: time
+        after which a wait ends the generation, and so the detection."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._read_within_s = read_within_s
@@ -131,7 +131,7 @@ class ScriptPoints:
     def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave, for members that wait for it.
         Returns once all have read it, after `read_within_s`, or if the store does not answer."""
-        # From now on this member's watch compares nothing.
+        # Once this is set, this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
