@@ -19,7 +19,7 @@ class RowChanges:
     values: Tensor
     """Values of these rows, in the order of `ids`."""
     removed: Tensor
-    """Ids of rows that were evicted since, int64."""
+    """Ids of rows that were evicted since the earlier version, int64."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,15 +102,18 @@ def publish(
 
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
-    Returns once the tensors are copied and sends them in the background: see
+    Returns once the tensors are copied, and sends them in the background: see
     `PendingPublication.wait`. First waits for the previous publication of this series, and for
-    calls of other threads about it. From the coordinator's first answer this process holds the
-    series, until `end_publishing`, its own end or that of its lease. Meanwhile publications of
-    others fail with SeriesHeld, and so does this one if another process holds the series. The next
-    publisher continues the numbers. `step` is a number of the script's choice. The options are
-    those of `session.series`; options of later calls are ignored. Raises InvalidSpec for wrong
-    arguments, and Overloaded without memory for the copy; `PendingPublication.wait` raises all
-    other errors."""
+    calls of other threads about it.
+
+    From the coordinator's first answer on this process holds the series, until `end_publishing`,
+    the end of this process or the end of its lease. Meanwhile publications of other processes fail
+    with SeriesHeld, and so does this one if another process holds the series. The next publisher
+    continues the numbers of versions. `step`: any number from 0 to 2**53 - 1. Options: see
+    `session.series`; options of later calls are ignored.
+
+    Raises InvalidSpec for wrong arguments, and Overloaded if there is no memory for the copy;
+    `PendingPublication.wait` raises all other errors."""
     step = as_index("step", step)
     if not 0 <= step <= MAX_STEP:
         raise InvalidSpec("step is out of range", seen=str(step), expected=f"0 to {MAX_STEP}")
@@ -121,9 +124,9 @@ def publish(
 
 def end_publishing(series: str) -> None:
     """Release a series; do nothing if this process does not hold it. Waits up to 30 s for a
-    publication in progress, and abandons it then. If another thread waits to publish, its
-    publication gets another 30 s. Another process need not wait for the lease to end, unless no
-    coordinator answers within 1 s."""
+    publication in progress, and then abandons it. If another thread waits to publish, its
+    publication gets another 30 s. After the release another process need not wait for the lease to
+    end, unless no coordinator answers within 1 s."""
     for published in _held.named(series):
         published.close()
 
@@ -193,8 +196,8 @@ class _OpenSeries:
         self._lock = threading.Lock()
         self._series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
         self._parents: list[_PublishedSeries] = []
-        """Series of the process from which this one was forked. They are kept, as deleting their
-        connections would use these."""
+        """Series of the process from which this one was forked. They are kept, because deleting
+        them would use the parent's connections."""
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -206,7 +209,7 @@ class _OpenSeries:
             return self._series[key]
 
     def named(self, series: str | None = None) -> list[_PublishedSeries]:
-        """Return those of this name; without a name, all."""
+        """Return the series of this name, one for each list of addresses; without a name, all."""
         with self._lock:
             return [each for key, each in self._series.items() if series in (None, key[1])]
 
@@ -215,8 +218,8 @@ class _OpenSeries:
             published.close()
 
     def _forget(self) -> None:
-        """Forget all series in a forked process: its parent holds them. At its end a release over
-        the parent's connections would break these."""
+        """Forget all series in a forked process: its parent holds them. If the forked process
+        released them at its end, it would break the parent's connections."""
         self._lock = threading.Lock()
         self._parents += self._series.values()
         self._series = {}

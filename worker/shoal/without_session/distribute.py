@@ -37,7 +37,7 @@ _MARK = "_shoal_static"
 
 
 class FixedRanksTraining:
-    """One model laid out over a fixed set of ranks."""
+    """A model laid out over a fixed set of ranks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
         meta_model = MetaModel(model, optimizer)
@@ -167,8 +167,8 @@ def forward_backward(
     """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
     loss, detached.
 
-    `model`: the model that `shoal.distribute` returned; this call and those below raise InvalidSpec
-    for another one. Call `optimizer.step()` afterwards as usual."""
+    `model`: the model that `shoal.distribute` returned. Raises InvalidSpec for another model, as do
+    `clip_grad_norm`, `state_dict` and `data_share`. Call `optimizer.step()` afterwards as usual."""
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 
