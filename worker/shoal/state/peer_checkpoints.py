@@ -142,7 +142,7 @@ class PeerCheckpoints:
         return copies.num_moved if copies is not None else 0
 
     def interrupt(self) -> None:
-        """Raise GenerationBroken in every thread that waits for a copy. Any thread."""
+        """Make every thread that waits for a copy raise GenerationBroken. Any thread."""
         copies = self._copies
         if copies is not None:
             copies.close()
@@ -152,7 +152,7 @@ class PeerCheckpoints:
     ) -> None:
         """End the generation, and keep this member's part of the state, which `collect` returns.
         If `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
-        `Layout`."""
+        `Layout.names_stepped_elsewhere`."""
         live: StateShard | None = None
         try:
             live = collect()

@@ -162,7 +162,7 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks to which this rank sends copies, and those from which it receives
+        """Return the ranks to which this rank sends copies, and the ranks from which it receives
         copies, if the `leaving` ranks leave."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
@@ -271,14 +271,14 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard, whose tensors may change on return: a GPU copies them
-        before later work on the trainer's stream. All ranks offer the same steps with the same
-        `leaving` ranks: those that leave after this step.
+        """Copy this rank's state shard. Its tensors may change once this returns: a GPU copies them
+        before later work on the trainer's stream. All ranks offer the same steps, with the same
+        ranks `leaving` after the step.
 
         Copies are sent to peers in the background. First waits until the previous copy is complete
-        on all ranks, at most for the time limits of its messages. Raises that copy's error, as a
-        collective of the group would, and GenerationBroken after `close`. Without peers it only
-        drops the copies of the last generation, which no member needs any more.
+        on all ranks; the time limits of its messages bound this wait. Raises the previous copy's
+        error, as a collective of the group would, and GenerationBroken after `close`. Without peers
+        it only drops the copies of the last generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()

@@ -56,7 +56,7 @@ def reshard(
     target: Target | None = None,
     memory: SharedMemory | None = None,
 ) -> StateShard:
-    """Return the chunks that this rank needs of the newest state that the group holds as a whole.
+    """Return this rank's needed chunks of the newest state that the group holds as a whole.
 
     Collective: all ranks call it at the same time, each with all shards that it holds, of one or
     several steps. `needs` is called once for every tensor that exists at the chosen step.
@@ -110,8 +110,8 @@ def whole_model(
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
     Collective: each rank passes its shards and gets the whole model. Tied names share one tensor.
-    `without_elements`: empty tensors, which no rank reports. `order`: the names in the order of the
-    model's own state_dict, which the result has too. Raises as `reshard`.
+    `without_elements`: empty tensors, which no rank reports. `order`: the names in the model's own
+    state_dict; the result has the same order. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.

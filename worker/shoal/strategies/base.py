@@ -174,7 +174,8 @@ class Strategy(ABC):
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's last checkpoint, after the last step; None if it was written."""
+        """The error of the job's last checkpoint, known after the last step; None if the checkpoint
+        was written."""
         return None
 
     @property

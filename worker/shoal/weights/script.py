@@ -140,7 +140,7 @@ class _PublishedSeries:
         self._lock = threading.Lock()
         self._is_ending = threading.Event()
         self._publications: Publications | None = None
-        """None unless this process holds the series."""
+        """Publications of this series; None unless this process holds it."""
         self._count = 0
 
     def publish(

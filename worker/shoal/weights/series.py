@@ -308,7 +308,7 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """One connection for each publication that may be in progress."""
+        """Connections, one for each publication that may be in progress."""
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []

@@ -75,8 +75,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""A member whose first values include updates by this many steps does not watch the loss: it joined
-too late to know the initial loss."""
+"""Number of steps. A member whose first values include updates by so many steps does not watch the
+loss: it joined too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class PushOptions:
     acknowledgement: Acknowledgement.ValueType
     """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
-    """The time that a step waits for lost shards to come back."""
+    """The time that a step waits until a server of a lost shard has returned."""
     must_fall: bool = False
     """True if a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
@@ -227,12 +227,12 @@ class AsyncSGD(LeasingStrategy):
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they
-        know its class. Otherwise (a LambdaLR, for example) each member steps it, by the job's
-        updates that it knows of, and sends the rates with its pushes.
+        know its class. Otherwise (a LambdaLR, for example) each member steps it, to the number of
+        updates that the member knows of, and sends the rates with its pushes.
 
         `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary, so
         that the push may be lost with this server. "replicated": every backup too, if there is one.
-        "durable": also the journal on disk.
+        "durable": also the journal on the primary's disk.
 
         `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
         compression leaves out is added to later gradients. Not with "compensate". See
@@ -499,7 +499,7 @@ class AsyncSGD(LeasingStrategy):
     def finish(self) -> None:
         """Get the present values: after the last sample, the job's final ones."""
         self._clock.rest()
-        # Embedding rows that are looked up from here on are the present ones too.
+        # Embedding rows that are looked up after this have the present values, too.
         self._tables.begin_step()
         self._refresh()
 

@@ -19,8 +19,8 @@ PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
 """Limit of the samples in one request; coordinators lease no more at a time."""
 MAX_RANGES = 64
-"""Number of ranges in the reserve at which no more are requested. Coordinators refuse 128 held
-ranges or more."""
+"""Number of ranges in the reserve at which this member requests no further range. Coordinators
+refuse a member with 128 held ranges or more."""
 
 
 class Pace:

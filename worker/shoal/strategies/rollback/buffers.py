@@ -64,7 +64,7 @@ class StepBuffers:
         }
 
     def names_of(self, buffers: Iterable[Tensor]) -> list[str]:
-        """Return the names of those buffers that are transient ones of the model."""
+        """Return the names of the transient buffers of the model among these buffers."""
         return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
@@ -121,7 +121,7 @@ class PersistentBuffers:
         self.reinstall()
 
     def reinstall(self) -> None:
-        """Put the buffers back in place of replacements."""
+        """Replace replacements by the original buffers."""
         for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
             table[name] = buffer
 

@@ -134,8 +134,8 @@ class StepSnapshot:
                 "step_not_undone",
                 seen="weights, or state of the optimizer, that the script wrote to for the first"
                 " time, in a step that did not happen",
-                hint="this member's weights belong to no committed step: they are replaced by"
-                " those of another member, of copies or of a checkpoint",
+                hint="this member's weights belong to no committed step: they are replaced from"
+                " another member, from copies or from a checkpoint",
             )
 
     def check_whole(self, step: int) -> None:

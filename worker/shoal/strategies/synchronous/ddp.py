@@ -224,7 +224,7 @@ class DDP(SynchronousStrategy):
         with self._transaction.weighted_backward():
             replicas = self._replicas_of(self._transaction.chosen)
             loss = loss if weight == 1.0 else loss * weight
-            # With several models, compute only the gradients of those that the pass trains.
+            # With several models, compute gradients only for the models that the pass trains.
             inputs = self._transaction.training and [
                 parameter
                 for replica in replicas

@@ -18,7 +18,8 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps."""
+"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps, and
+under `diloco` by at most 100."""
 TOLERANCE = 1e-9
 """Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"

@@ -32,7 +32,7 @@ LOOK_AFTER_S = 2.0
 LOOKS_WITHIN_LIMIT = 6
 """Divisor of a short limit: the quotient replaces `LOOK_AFTER_S`, to notify members in time."""
 NEXT_LOOK = 1.25
-"""Factor by which the intervals between looks into one wait grow."""
+"""Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
 """Time that members are given to read the verdict."""
 _READ_CHECK_S = 0.1

@@ -134,7 +134,7 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in positions)
 
     def as_integers(self, step: int, *, has_state: bool) -> list[int]:
-        """Return this member's position as integers for the others."""
+        """Return this member's position as integers, to be sent to the other members."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0

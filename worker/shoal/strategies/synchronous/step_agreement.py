@@ -1,9 +1,9 @@
 """A member's part in the agreement of all members on each step, before the step is committed.
 
 Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
-votes differ, all members raise. Without votes, a member with a different number of backward passes
-would have its collectives matched with those of the next step, and a member with another learning
-rate would drift away. No member alone can detect either.
+votes differ, all members raise. Without votes, if a member made one backward pass less, the others'
+last collective would be matched with its first collective of the next step. A member with another
+learning rate would drift away. No member alone can detect either.
 """
 
 import math

@@ -196,7 +196,7 @@ class StepTransaction:
         return self.votes.begin_part(index, num_parts)
 
     def settle(self) -> float:
-        """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
+        """See `StepAgreement.settle`: after this no member makes a further pass in the step.
         Returns the factor for gradients; 1 if they were multiplied already."""
         factor, scaler = self.votes.settle(), self.registered.scaler
         scale = 1.0 if factor is None or scaler is None else scale_of(scaler)
