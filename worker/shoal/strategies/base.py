@@ -224,7 +224,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave the generation, whether it broke or not; the state is the last committed one.
+        """Leave the generation, whether it broke or not. The state is as after the last commit.
 
         Quick, raises nothing, may be called twice.
         """

@@ -251,7 +251,8 @@ class Node:
         self._is_member = False
 
     def _agree(self) -> GenerationRecord:
-        """Propose, or stop for the next generation; return its record once it is agreed."""
+        """Propose, or stop in the current generation; return the record of the next generation once
+        it is agreed."""
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(

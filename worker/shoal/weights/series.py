@@ -147,10 +147,12 @@ class PendingPublication:
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
         all ranks are a version, which readers see. "durable": the servers also have it on their
-        disks. Returns None if another member publishes for all. Raises InvalidSpec for another
-        level, DeadlineExceeded after `timeout` seconds, or if no coordinator answers for 10 minutes
-        ("durable"), VersionGone if the version is dropped before it is durable, or the error with
-        which the publication failed."""
+        disks. Returns None if another member publishes for all.
+
+        Raises InvalidSpec for another level, DeadlineExceeded after `timeout` seconds, or the error
+        with which the publication failed. For "durable" also raises VersionGone if the version is
+        dropped before it is durable, and DeadlineExceeded after 10 minutes without a
+        coordinator."""
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
                 "a publication has no such level",
@@ -205,7 +207,7 @@ class PendingPublication:
         self._end()
 
     def nothing_to_publish(self) -> None:
-        """End the ticket without a version: another member publishes for all."""
+        """End the publication without a version: another member publishes for all."""
         self._end()
 
     def _end(self) -> None:
@@ -312,7 +314,7 @@ class Publications:
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
-        """Tickets of the publications in progress, oldest first."""
+        """Publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
         """The step of the last publication, and the number of earlier publications of that step."""

@@ -141,7 +141,7 @@ def distribute(
     """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
     Every rank calls `distribute` with the same model, and gets the weights of rank 0. The set of
-    ranks is fixed: the loss of a rank ends the job, and its launcher may start the job again. For
+    ranks is fixed: the loss of a rank ends the job, and the launcher may start the job again. For
     elastic training use `shoal.join`.
 
     The loss is a mean over a rank's own samples, and every rank has the same number of samples.

@@ -59,8 +59,8 @@ class StepSnapshot:
         parameters: Mapping[str, Tensor],
         optimizers: Collection[Optimizer] = (),
     ) -> None:
-        """Begin a step. `parameters`: all that this member holds, not gathered ones; the same
-        mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
+        """Begin a step. `parameters`: all parameters as this member holds them, not gathered; the
+        same mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
         state = self._state.begin(optimizers)

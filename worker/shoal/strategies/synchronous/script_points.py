@@ -34,7 +34,7 @@ LOOKS_WITHIN_LIMIT = 6
 NEXT_LOOK = 1.25
 """Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
-"""Time that members are given to read the verdict."""
+"""Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
 _POINT, _VERDICT, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
@@ -91,8 +91,8 @@ class ScriptPoints:
 
     def check(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. Returns True, once, if the wait is endless. By then all members have
-        read this verdict, or have had `read_within_s` for it."""
+        `stood_s`: with pauses. Returns True, once, if the wait would never end. By then all members
+        have read this finding, or have had `read_within_s` for it."""
         if self._found:
             return False
         try:
@@ -208,7 +208,7 @@ class ScriptPoints:
             self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in by_member))
 
     def _await_all(self) -> None:
-        """Wait until all members have read the verdict: the first to leave ends the generation."""
+        """Wait until all members have read the finding: the first to leave ends the generation."""
         self._store.add(_NUM_READ, 1)
         give_up_s = time.monotonic() + self._read_within_s
         while self._store.add(_NUM_READ, 0) < len(self._members) and time.monotonic() < give_up_s:

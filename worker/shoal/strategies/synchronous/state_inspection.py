@@ -18,7 +18,7 @@ class StateInspection:
 
     Members that hold shards of one state raise a refusal together: in the job's first step, before
     a checkpoint, with their votes on the next step, or at the end. If the state consists of the
-    same objects as at the last inspection, it is not inspected again: so in nearly every step.
+    same objects as at the last inspection, as in nearly every step, it is not inspected again.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
 votes differ, all members raise. Without votes, if a member made one backward pass less, the others'
-last collective would be matched with its first collective of the next step. A member with another
-learning rate would drift away. No member alone can detect either.
+last collective would be matched with this member's first collective of the next step. A member with
+another learning rate would drift away. No member alone can detect either.
 """
 
 import math
