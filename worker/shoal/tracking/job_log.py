@@ -109,8 +109,8 @@ class JobLog:
         return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Wait until all kept values are written, up to `limit_s`; then only log a warning. Do
-        nothing unless this member is the writer."""
+        """Wait until each tracker has written all kept values or has failed. After `limit_s`, only
+        log a warning. Do nothing unless this member is the writer."""
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return

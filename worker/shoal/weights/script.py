@@ -111,7 +111,7 @@ def publish(
     From the coordinator's first answer on this process holds the series, until `end_publishing`,
     the end of this process or the end of its lease. Meanwhile publications of other processes fail
     with SeriesHeld, and so does this one if another process holds the series. The next publisher
-    continues the numbers of versions. `step`: any number from 0 to 2**53 - 1. Options: see
+    continues the numbers of versions. `step`: an integer from 0 to 2**53 - 1. Options: see
     `session.series`; options of later calls are ignored.
 
     Raises InvalidSpec for wrong arguments, and Overloaded if there is no memory for the copy;
