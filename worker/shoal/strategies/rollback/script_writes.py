@@ -49,8 +49,8 @@ class ParameterWrites:
         """True if the session has changed parameters since the step began."""
 
     def begin(self, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step. Returns the parameters to be saved: first the parameters that the script
-        has written to, then parameters in their first steps."""
+        """Begin a step. Returns two lists of parameters to be saved: parameters that the script has
+        written to, and parameters in their first steps."""
         if parameters is not self._parameters:
             self._parameters, self._is_planned = parameters, False
         if not self._is_planned:
