@@ -156,7 +156,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
-    """Return the four streams of DISTANCES; none if nothing changed."""
+    """Return the four streams of a span of kind `_Kind.DISTANCES`; none if nothing changed."""
     positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []

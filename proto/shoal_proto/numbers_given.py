@@ -65,7 +65,7 @@ def convert_fields(
 ) -> None:
     """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None.
 
-    Raises InvalidSpec as `as_index` and `as_number`.
+    Raises InvalidSpec if `as_index` or `as_number` does.
     """
     for names, convert in ((indices, as_index), (numbers, as_number)):
         for name in names:

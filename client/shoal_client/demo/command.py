@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from shoal_client.demo.plan import PLANS, DemoPlan, Outcome
-from shoal_client.demo.show import Bars, table, verdict
+from shoal_client.demo.show import Bars, summary, table
 from shoal_client.demo.training import DemoTraining
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_lines
@@ -93,7 +93,7 @@ def _run(config: DemoConfig, directory: Path) -> bool:
         for pid, command in left.items():
             print(f"shoal demo: process {pid} is still running: {command}", file=sys.stderr)
     console.print(table(outcomes))
-    console.print(verdict(outcomes) if not left else "processes are still running")
+    console.print(summary(outcomes) if not left else "processes are still running")
     return all(each.good for each in outcomes) and not left
 
 

@@ -63,7 +63,7 @@ class Bar:
             self._killed = standing.killed
             self._bars.print_line(
                 f"[yellow]{self._plan.strategy}: SIGKILL to {standing.killed} "
-                f"at step {standing.steps}[/yellow]; another is started in its place"
+                f"at step {standing.steps}[/yellow]; another worker is started instead"
             )
         news = f"{standing.steps} steps, {standing.workers} workers"
         # rich does not export the type of a task's id.
@@ -78,7 +78,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         title="scikit-learn's digits, one of three workers killed during training",
         caption="accuracy: on the images held out\n"
         "recovery: seconds from the kill to the next step that a survivor completed\n"
-        "lost, repeated: samples; newcomer's: steps by the worker started instead",
+        "lost, repeated: samples; newcomer's: steps by the replacement worker",
     )
     columns = ("strategy", "accuracy", "steps", "samples/s", "recovery", "lost", "repeated")
     for index, name in enumerate((*columns, "newcomer's")):
@@ -98,8 +98,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Verdict in one sentence: good, or the trainings that are not."""
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Summary in one sentence: all trainings reached the accuracy, or those that did not."""
     bad = [each for each in outcomes if not each.good]
     if not bad:
         return f"both at {MIN_ACCURACY:.0%} or better, and no process is left behind"

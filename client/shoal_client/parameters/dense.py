@@ -57,7 +57,8 @@ class PushResult:
     """Number, by shard, of updates between the version that the gradient was computed on and this
     push."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, redirects included."""
+    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
+    round."""
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[int, StalePush] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ParameterClient:
     """One member's view of its job's parameters. For one thread at a time, except `close`.
 
     A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits.
-    Only failures that may pass are retried, and a retry never applies a gradient twice. Raises
+    Only temporary failures are retried, and a retry never applies a gradient twice. Raises
     RetryError when the time is over, Fenced if the member was declared lost or the job was started
     over, StateLost if a shard is lost, ChecksumMismatch for damaged data, RefusedError for a bad
     request, InternalError before the first map. `transport`: how servers are reached (see

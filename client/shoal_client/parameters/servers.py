@@ -92,17 +92,18 @@ class ShardServers(Generic[Stub]):
         shard_ids: Collection[int] | None = None,
     ) -> int:
         """Attempt until all shards of the map, or of `shard_ids`, are done; return the number of
-        rounds beyond the first.
+        rounds beyond the first, plus the longest chain of redirects of each round.
 
-        Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
-        one may be outdated. Other limits apply to waits for space on a full disk (no limit), for a
-        renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
-        without values (until `ready_by_s` of the monotonic clock, if that is earlier) and for lost
-        shards (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and
-        the map is updated. Raises the error that ended the attempts; if this is a DeadlineExceeded,
-        the last other error, if there was one. Raises InvalidSpec in a forked process."""
+        Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
+        outdated. Some waits have another limit. Space on a full disk is waited for without a limit;
+        a renewed certificate, once a server has answered, for SHOAL_CERTIFICATE_WAIT_S; shards
+        without values until `ready_by_s` of the monotonic clock, if `timeout_s` does not end
+        before; lost shards for `lost_wait_s`. A refusal that names a shard's new primary is
+        followed at once, and the map is updated. Raises the error that ended the attempts; if this
+        is a DeadlineExceeded, the last other error, if there was one. Raises InvalidSpec in a
+        forked process."""
         self._check_process()
-        give_up_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
         todo = {shard.shard_id for shard in shard_map().shards}
         if shard_ids is not None:
@@ -111,37 +112,41 @@ class ShardServers(Generic[Stub]):
             return 0
         retries = 0
         reason: ShoalError | None = None
-        lost_by_s = time.monotonic() + self.lost_wait_s
+        lost_deadline_s = time.monotonic() + self.lost_wait_s
         certificate = CertificateWait(wait_s())
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
-            errors, redirects = self._attempt_all(attempt, held, todo, give_up_s - time.monotonic())
+            errors, redirects = self._attempt_all(
+                attempt, held, todo, deadline_s - time.monotonic()
+            )
             retries += redirects
             # A connection that broke after its last shard was done does not matter.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = most_severe(errors) if errors else _incomplete(todo)
-            give_up_s = self._extended_s(give_up_s, errors, reason, lost_by_s)
+            deadline_s = self._extended_deadline_s(deadline_s, errors, reason, lost_deadline_s)
             is_waited_for = False
             if isinstance(worst, CertificateRefused) and self._has_connected:
                 is_waited_for = certificate.record_refusal(time.monotonic())
                 if not is_waited_for:
                     worst = certificate.final_error(worst)
-            if _redirected(held, errors) and time.monotonic() < give_up_s:
+            if _apply_redirects(held, errors) and time.monotonic() < deadline_s:
                 retries += 1
                 continue
             pause_s = back_off.pause_s(chance())
             next_s = time.monotonic() + pause_s
-            out_of_time = next_s >= give_up_s or (
+            out_of_time = next_s >= deadline_s or (
                 isinstance(worst, ShardNotReady) and next_s >= ready_by_s
             )
             if not isinstance(worst, DeadlineExceeded):
                 reason = worst
             can_succeed = (
-                isinstance(worst, RetryError) or is_waited_for or _comes_back(worst, lost_by_s)
+                isinstance(worst, RetryError)
+                or is_waited_for
+                or _comes_back(worst, lost_deadline_s)
             )
             if not can_succeed or out_of_time or self._closed.is_set():
-                # Raise the error before a timeout: the timeout explains nothing.
+                # After a timeout, raise the last other error: it says more than the timeout.
                 raise reason or worst
             retries += 1
             self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
@@ -162,47 +167,47 @@ class ShardServers(Generic[Stub]):
                 fix="Let this process open its own client, or start it by spawn or forkserver.",
             )
 
-    def _extended_s(
+    def _extended_deadline_s(
         self,
-        give_up_s: float,
+        deadline_s: float,
         errors: Sequence[ShoalError],
         before: ShoalError | None,
-        lost_by_s: float,
+        lost_deadline_s: float,
     ) -> float:
-        """Time at which to give up: later than `give_up_s` if an error allows a longer wait.
-        `before`: the error for which the call waited until now."""
+        """Return `deadline_s`, or a later time if an error allows a longer wait. `before`: the
+        error for which the call waited until now."""
         for error in errors:
             if isinstance(error, DiskFull):
                 # The call succeeds once there is space on the disk.
                 event = "waiting_for_room_on_a_disk"
             elif isinstance(error, CertificateRefused) and self._has_connected:
                 event = "certificate_refused"
-            elif _comes_back(error, lost_by_s):
+            elif _comes_back(error, lost_deadline_s):
                 event = "waiting_for_lost_shards"
-            elif isinstance(error, Unavailable) and give_up_s < lost_by_s:
+            elif isinstance(error, Unavailable) and deadline_s < lost_deadline_s:
                 # The shards of the gone server are not declared lost yet.
                 log.info("waiting_for_lost_servers", reason=str(error))
-                give_up_s = lost_by_s
+                deadline_s = lost_deadline_s
                 continue
             else:
                 continue
             if type(before) is not type(error):
                 log.warning(event, reason=str(error))
             return time.monotonic() + self._timeout_s
-        return give_up_s
+        return deadline_s
 
     def _attempt_all(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
-        """Call each server once, following redirects; return the errors, and the number of
-        redirects of the server that was redirected most."""
+        """Call each server once, following redirects; return the errors, and the length of the
+        longest chain of redirects."""
         *others, last = _by_address(shards).items()
 
-        give_up_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         redirects: list[int] = []
 
         def once(address: str, held: Sequence[Shard]) -> ShoalError | None:
-            left_s = max(give_up_s - time.monotonic(), 0.01)
+            left_s = max(deadline_s - time.monotonic(), 0.01)
             try:
                 if not address:
                     raise _no_address(held, left_s)
@@ -229,7 +234,7 @@ class ShardServers(Generic[Stub]):
             error = once(address, held)
             for number in range(MAX_REDIRECTS):
                 left = [shard for shard in held if shard.shard_id in todo]
-                if error is None or not left or not _redirected(left, [error]):
+                if error is None or not left or not _apply_redirects(left, [error]):
                     break
                 redirects.append(number + 1)
                 found = [once(*each) for each in _by_address(left).items()]
@@ -278,7 +283,8 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _closed_error()
-            # No call uses an outdated stub: each holds the lock of its address.
+            # An outdated stub can be closed: a call that used it would hold the lock of this
+            # address.
             outdated = self._certificates.get(address) is not (now := material())
             gone = [self._reached.pop(address)] if outdated and address in self._reached else []
             if address not in self._reached:
@@ -333,16 +339,16 @@ def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
     return routes.gather(worst, errors)
 
 
-def _comes_back(error: ShoalError, lost_by_s: float) -> bool:
+def _comes_back(error: ShoalError, lost_deadline_s: float) -> bool:
     """True if a shard is lost, and calls still wait for it to come back."""
-    return isinstance(error, StateLost) and time.monotonic() < lost_by_s
+    return isinstance(error, StateLost) and time.monotonic() < lost_deadline_s
 
 
 def _has_route(error: ShoalError) -> bool:
     return isinstance(error, WrongEpoch) and bool(routes.of(error))
 
 
-def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
+def _apply_redirects(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
     """Update the shards with the primaries that the errors name. True if each error named a newer
     primary, so that the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}

@@ -100,15 +100,17 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ranges, or parts) and lease at most `num_samples`
-        more. With a reserve, a coordinator's death loses no report. Retries through a restart or
-        failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
-        ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
-        last RetryError when the time is over.
+        more. With a reserve, a report is repeated until it is durable, so a coordinator's death
+        loses none. Retries through a restart or failover of the coordinator for `timeout_s`. Raises
+        Fenced if this member was declared lost, ProposalConflict if the job has other samples,
+        JobQuarantined, CertificateRefused, and the last RetryError when the time is over.
 
         After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
-        may have been carried out. So the next call repeats it first, within its own `timeout_s`. If
-        the answer has a range, that call returns the range; its own `completed` ranges are reported
-        by the call after it. With `num_samples=0` it gives the range back, and returns none."""
+        may have been carried out. So the next call repeats the request first, within the
+        `timeout_s` of that next call. If the repeated request was granted a range, the next call
+        returns this range and makes no request of its own: its `completed` ranges are reported by
+        the call after it. If its `num_samples` is 0, it gives the range back instead, and returns
+        no range."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []

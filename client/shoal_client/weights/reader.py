@@ -114,8 +114,8 @@ class SeriesReader:
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
-        """Wait for a version with a number above `newer_than`; return the newest. Raises as
-        `view`. `timeout_s`: None for no limit."""
+        """Wait for a version with a number above `newer_than`; return the newest. Raises what
+        `view` raises. `timeout_s`: None for no limit."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
@@ -127,8 +127,8 @@ class SeriesReader:
             newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
-        """Record of a version. Raises VersionGone if the version is not kept any more, and as
-        `view`."""
+        """Record of a version. Raises VersionGone if the version is not kept any more, and what
+        `view` raises."""
         view = self.view(timeout_s)
         for version in view.versions:
             if version.number == number:
@@ -141,7 +141,7 @@ class SeriesReader:
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
         """Lease a version: it is kept until `release`, as long as this process reports to a
-        coordinator. Raises as `ReaderLeases.take`."""
+        coordinator. Raises what `ReaderLeases.take` raises."""
         if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
             # The server on this machine serves the same bytes. A relay would keep their memory in
             # use after the server has dropped them.
@@ -157,7 +157,7 @@ class SeriesReader:
 
     @contextmanager
     def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
-        """Hold a lease within a block. Raises as `lease`."""
+        """Hold a lease within a block. Raises what `lease` raises."""
         self.lease(number, timeout_s)
         try:
             yield
@@ -166,7 +166,7 @@ class SeriesReader:
 
     def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
         """Positions of a version's tensors in its segments. Raises VersionGone if the coordinator
-        does not have them any more, and as `Coordinators.call`."""
+        does not have them any more, and what `Coordinators.call` raises."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)

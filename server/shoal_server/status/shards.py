@@ -86,7 +86,7 @@ class ShardReader:
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
         """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
-        without values, are missing. Raises as `read` does."""
+        without values, are missing. Raises what `read` raises."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {

@@ -150,7 +150,7 @@ def init_static_world(backend: str | None = None) -> None:
     `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec (unless RANK and
     WORLD_SIZE are set), else "nccl" with CUDA and "gloo" without. Does nothing if the group exists
     already. Raises InvalidSpec if it exists with another backend, for "gloo" and "nccl" without
-    MASTER_ADDR or MASTER_PORT, and as `static_world`.
+    MASTER_ADDR or MASTER_PORT, and what `static_world` raises.
     """
     if dist.is_initialized():
         present = dist.get_backend()

@@ -151,8 +151,8 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress until its limit. Raises as `offer`. May be called
-        twice."""
+        """Wait for the checkpoint in progress until its limit. Raises what `offer` raises. May be
+        called twice."""
         self._finish()
 
     def __enter__(self) -> Self:

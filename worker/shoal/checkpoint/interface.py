@@ -31,18 +31,18 @@ class CheckpointStore(Protocol):
         """Return the location of the checkpoint of that step, for messages."""
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        """Read the chunks that `needs` asks for from the checkpoint of that step. Raises as
-        `reading.read`."""
+        """Read the chunks that `needs` asks for from the checkpoint of that step. Raises what
+        `reading.read` raises."""
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
 
     def join(self, world_size: int) -> None:
-        """Write later checkpoints together with all ranks of the default group, or alone if it has
-        one rank. Collective."""
+        """From now on, write checkpoints together with all ranks of the default group, or alone if
+        it has one rank. Writes nothing itself. Collective."""
 
     def leave(self) -> None:
-        """Write later checkpoints alone."""
+        """From now on, write checkpoints alone. Writes nothing itself."""
 
     def offer(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
         """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""
@@ -52,4 +52,4 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is being written."""
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises as `Checkpoints.offer`."""
+        """Wait for the checkpoint that is being written. Raises what `Checkpoints.offer` raises."""

@@ -146,7 +146,8 @@ class Loader:
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
         """Return share `index` of the `count` shares of a step that all members take together.
-        Raises as `BatchLoader.take`, and InvalidSpec if the dataset's length has changed."""
+        Raises what `BatchLoader.take` raises, and InvalidSpec if the dataset's length has
+        changed."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = range_of_rank(start, stop, index, count)
 
@@ -183,7 +184,8 @@ class Loader:
     ) -> Batch:
         """Return a batch of this member alone: the samples at [start, stop) of an epoch's order.
 
-        `after` yields the spans that are likely to be requested next. Raises as `synchronous`."""
+        `after` yields the spans that are likely to be requested next. Raises what `synchronous`
+        raises."""
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
         return Batch(

@@ -116,7 +116,7 @@ class Order:
 
     def span(self, step: int) -> tuple[int, int, int]:
         """Return (epoch, start, stop) of the step's global batch: positions in the epoch's order.
-        Raises as `position`."""
+        Raises what `position` raises."""
         begins = self.position(step)
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop

@@ -131,7 +131,7 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """Count the samples in each shard by reading all shards. Raises as `read`."""
+        """Count the samples in each shard by reading all shards. Raises what `read` raises."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:

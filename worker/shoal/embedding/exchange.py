@@ -75,8 +75,8 @@ class TableExchange:
             table.connect(self)
 
     def enter(self) -> None:
-        """Wait until every shard answers. Called once the tables are placed. Raises as
-        `TableClient`."""
+        """Wait until every shard answers. Called once the tables are placed. Raises what
+        `TableClient` raises."""
         if not self._tables:
             return
         with self._lock:
@@ -98,7 +98,7 @@ class TableExchange:
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index.
-        Raises as `TableClient`."""
+        Raises what `TableClient` raises."""
         routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:

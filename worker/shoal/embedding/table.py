@@ -171,7 +171,7 @@ class EmbeddingBagTable(EmbeddingTable):
 
     def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
         """`mode`: "sum", "mean" or "max" over the rows of a bag. Raises InvalidSpec for another
-        mode, and as `EmbeddingTable`."""
+        mode, and what `EmbeddingTable` raises."""
         super().__init__(embedding_dim, **options)  # type: ignore[arg-type]
         if mode not in ("sum", "mean", "max"):
             raise InvalidSpec("bad mode of a bag", seen=repr(mode), expected="sum, mean or max")
@@ -184,7 +184,7 @@ class EmbeddingBagTable(EmbeddingTable):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return one row for each bag: a row of a two-dimensional `ids`, or a range that `offsets`
-        begins. Raises as `EmbeddingTable.forward`."""
+        begins. Raises what `EmbeddingTable.forward` raises."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding_bag(
             positions,

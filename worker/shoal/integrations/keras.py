@@ -149,7 +149,7 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     Raises UnknownStrategy for another strategy. Raises InvalidSpec if Keras does not compute with
     torch, if the model is not built and compiled or its optimizer is built already, and under
     "tensor" if no layer can be split. Raises UnsupportedOptimizer for an optimizer that is not
-    elementwise or, under "tensor", clips by norm. Raises as `init_static_world`.
+    elementwise or, under "tensor", clips by norm. Raises what `init_static_world` raises.
     """
     _check_backend()
     refuse_unbuilt(model)

@@ -41,7 +41,7 @@ class SessionBatches(DataLoader[Any]):
 
     `model`: a model that the session has distributed; the other arguments are those of
     `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit`
-    runs fewer epochs. Raises InvalidSpec for another model, and as `session.batches`."""
+    runs fewer epochs. Raises InvalidSpec for another model, and what `session.batches` raises."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
     compiled, or has constraints or its own `train_step`; under a strategy whose members do not step
-    together, or that needs both passes in one call; and for `sync_batchnorm`. Raises as
-    `KerasSteps`."""
+    together, or that needs both passes in one call; and for `sync_batchnorm`. Raises what
+    `KerasSteps` raises."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):

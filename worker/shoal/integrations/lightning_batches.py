@@ -46,7 +46,7 @@ class LightningBatches:
         """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """Decide and return the number of epochs. Raises as `epochs_of`."""
+        """Decide and return the number of epochs. Raises what `epochs_of` raises."""
         epochs = epochs_of(trainer, self._epochs, len(self))
         self._job = self._job_of(epochs, self._collate)
         return epochs

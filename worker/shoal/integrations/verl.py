@@ -115,8 +115,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of this step's version; without a step, of the newest version. Report
         the version as installed once the engine has consumed the last tensor. Only versions that
-        were published after `init_process_group` count, if verl has called it. Raises as
-        `_version_of` and `Subscription.fetch`."""
+        were published after `init_process_group` count, if verl has called it. Raises what
+        `_version_of` and `Subscription.fetch` raise."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)

@@ -162,8 +162,8 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | checksum
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """End the passes outside of a step. Collective over all ranks; raises as
-        `check_exchanges`."""
+        """End the passes outside of a step. Collective over all ranks; raises what
+        `check_exchanges` raises."""
         if self._names:
             self.note(PASSES_END)
             record = self.record()

@@ -52,7 +52,7 @@ from shoal_proto.errors import (
 class MetaModel:
     """A model, later without its weights, and the position of each parameter in the optimizer.
 
-    Raises UnsupportedOptimizer as `take_state`, and InvalidSpec if
+    Raises UnsupportedOptimizer if `take_state` does, and InvalidSpec if
 
     - there is nothing to train, or a tensor of the model cannot be sent to a member;
     - the optimizer has a parameter that is not the model's: its copies on the members would
@@ -265,7 +265,8 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
 
     def whole_model(self, step: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Gather the model in the order of its own state_dict. Collective; raises as `reshard`."""
+        """Gather the model in the order of its own state_dict. Collective; raises what `reshard`
+        raises."""
         return whole_model(group, self.model(step), self.without_elements, self.order)
 
     def _values(self) -> dict[str, Json]:

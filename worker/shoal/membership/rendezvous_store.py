@@ -56,7 +56,7 @@ class RendezvousStore(Store):
     """Store of one generation's keys. Any thread.
 
     Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
-    date, and as `Coordinators.call`. After `abort`, calls in progress and later ones raise
+    date, and what `Coordinators.call` raises. After `abort`, calls in progress and later ones raise
     GenerationBroken at once."""
 
     def __init__(
@@ -103,8 +103,9 @@ class RendezvousStore(Store):
         self._set(list(zip(keys, values, strict=True)), append=False)
 
     def get(self, key: str) -> bytes:
-        # torch requests each key twice, first to wait and then to read. The first answer serves
-        # for both if no call came between, as another call may depend on a newer value.
+        # torch requests each key twice, first to wait and then to read. The first answer serves for
+        # both. Any other call in between discards it, since the second request may then need a
+        # newer value.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]

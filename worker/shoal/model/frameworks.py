@@ -21,10 +21,10 @@ class FrameworkAdapter(Protocol):
         """Return a torch module with the model's own parameters."""
 
     def distribute_static(self, model: Any, strategy: Any, backend: str | None) -> Any:
-        """Return the model to `fit` over a fixed set of ranks."""
+        """Return the model on which the script calls `fit`, over a fixed set of ranks."""
 
     def distribute_in_session(self, session: Any, model: Any, strategy: Any, **options: Any) -> Any:
-        """Return the model to `fit` in a session."""
+        """Return the model on which the script calls `fit`, in a session."""
 
 
 def as_torch(model: nn.Module) -> nn.Module:
@@ -40,15 +40,15 @@ def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
 def adapter_of(model: Any) -> FrameworkAdapter:
     """Return the adapter of the framework that a foreign model belongs to."""
     assert _is_keras(model), "only Keras models have an adapter"
-    # Keras takes seconds to import: a script with such a model has imported it already.
+    # Imported only here: Keras takes seconds, and a script with such a model has imported it
+    # already.
     adapter: Any = import_module(_ADAPTERS["keras"])
     return adapter  # type: ignore[no-any-return]
 
 
 def keras_batchnorm_layers(module: Any) -> list[str]:
-    """Return the names of the layers that normalise with the statistics of a batch, in a Keras
-    layer or model, itself included, or in the model of a `KerasModule`; empty for any other
-    module."""
+    """Return the names of the trainable batch-norm layers in a Keras layer or model (which may be
+    one itself), or in the model of a `KerasModule`. For any other module the list is empty."""
     keras = sys.modules.get("keras")
     layers = getattr(module, "keras_model", module)
     if keras is None or not isinstance(layers, keras.layers.Layer):

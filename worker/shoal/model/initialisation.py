@@ -55,7 +55,7 @@ def refuse_reused(model: nn.Module) -> None:
 def give_buffers(model: nn.Module) -> None:
     """Compute the buffers of a model on the meta device, in host memory; parameters stay on meta.
 
-    Raises as `initialised_copy`.
+    Raises what `initialised_copy` raises.
     """
     for path, part in model.named_modules():
         _check(path, part)
@@ -76,7 +76,7 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
     """Initialise the parameters and buffers of a model on the meta device, in memory on `device`.
 
     Parameters stay the same objects, so an optimizer keeps them. The process' random generators
-    keep their states. Raises as `initialised_copy`.
+    keep their states. Raises what `initialised_copy` raises.
     """
     if not is_on_meta(model):
         return

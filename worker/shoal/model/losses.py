@@ -53,6 +53,6 @@ class PendingLosses:
         return self.excess is None or math.isfinite(self.excess.item())
 
     def check(self, step: int) -> None:
-        """Raise as `check_loss` unless all losses are finite."""
+        """Raise what `check_loss` raises unless all losses are finite."""
         if not self.are_finite():
             raise loss_not_finite(step, seen="NaN or Inf")

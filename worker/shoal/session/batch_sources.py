@@ -77,7 +77,8 @@ class BatchSource(ABC):
     def stop(self) -> bool:
         """Note that the script has left its loop early. If this member's script called
         `session.stop`, wait until all members have left their loops, and return True: the job is
-        complete. Else return False at once. Raises StateLost as `CallBetweenSteps.check_end`."""
+        complete. Else return False at once. Raises StateLost if `CallBetweenSteps.check_end`
+        does."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default

@@ -250,7 +250,7 @@ class ElasticController:
         """Return the present generation, or form the next one if it has ended. For calls between
         two steps, during which no planned change takes place.
 
-        Waits and raises as `ensure_generation`.
+        Waits and raises what `ensure_generation` raises.
         """
         with drained():
             if not self._is_ready:

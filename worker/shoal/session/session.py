@@ -449,8 +449,8 @@ class Session:
         once. If a member is lost meanwhile, the others begin again in the next generation, with the
         model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
         as in a `pause`. `batch_size` is per member; a DataLoader gives its data set and the default
-        batch size and collate function. Raises as `all_reduce`, and InvalidSpec without a batch
-        size, or if `measure` does not return sums by name.
+        batch size and collate function. Raises what `all_reduce` raises, and InvalidSpec without a
+        batch size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -548,7 +548,7 @@ class Session:
         Under strategies that shard parameters, all members must call it after the same step:
         between two batches, or after the last one within the `with` block. If a member is lost
         meanwhile, the others begin again in the next generation, with the model of `step_number`
-        at that time. Raises as `all_reduce` under these strategies.
+        at that time. Raises what `all_reduce` raises under these strategies.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:

@@ -295,7 +295,7 @@ class PeerCopies:
         self._queue.put((slot, leaving))
 
     def flush(self) -> None:
-        """Block until the copy in progress is complete on all ranks. Raises as `offer`."""
+        """Block until the copy in progress is complete on all ranks. Raises what `offer` raises."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy or self._failure or self._closed)
             if self._failure is not None:

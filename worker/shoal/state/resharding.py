@@ -111,7 +111,7 @@ def whole_model(
 
     Collective: each rank passes its shards and gets the whole model. Tied names share one tensor.
     `without_elements`: empty tensors, which no rank reports. `order`: the names in the model's own
-    state_dict; the result has the same order. Raises as `reshard`.
+    state_dict; the result has the same order. Raises what `reshard` raises.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.

@@ -39,7 +39,7 @@ class SharedExchange:
 
     def gather(self, message: bytes, max_bytes: int) -> list[bytes] | None:
         """Return the message of each rank, by rank; None, on all ranks, if a message exceeds
-        `max_bytes` or a rank's share of the memory. Raises as `run`."""
+        `max_bytes` or a rank's share of the memory. Raises what `run` raises."""
         memory = self._memory
         each_bytes = len(memory.data) // memory.world_size
         if len(message) <= each_bytes:

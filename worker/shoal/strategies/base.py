@@ -135,7 +135,7 @@ class Strategy(ABC):
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """Note that the script has finished the last step. Synchronous strategies: called by all
-        members at the same step. Raises as `end_step`; also RegisteredStateDiffers, on all
+        members at the same step. Raises what `end_step` raises; also RegisteredStateDiffers, on all
         members."""
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
@@ -385,8 +385,8 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Wait until every member has committed the steps that this member has committed: if one
         fails before that, it needs this member. Asynchronous strategies get the final values
-        instead. Called after the last step, and again if a member was lost meanwhile. Raises as
-        `between_steps`."""
+        instead. Called after the last step, and again if a member was lost meanwhile. Raises what
+        `between_steps` raises."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""

@@ -102,8 +102,8 @@ def export_series(
     format: Format = "safetensors",  # noqa: A002 - as `export`
     base: Path | str | None = None,
 ) -> Path:
-    """Fetch a version, by default the newest one, and export it, as `shoal weights export`. Raises
-    as `subscribe`, `Subscription.fetch` and `export`."""
+    """Fetch a version, by default the newest one, and export it, as `shoal weights export` does.
+    Raises what `subscribe`, `Subscription.fetch` and `export` raise."""
     with subscribe(series, coordinator=coordinator) as subscription:
         weights = subscription.fetch("newest" if version is None else version)
         return export(weights, directory, format=format, base=base)

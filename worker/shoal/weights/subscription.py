@@ -358,7 +358,7 @@ class Subscription:
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
         """Yield versions newer than the installed one as they are committed: each time the newest
         version or, with `every`, all versions that are still kept and whose numbers are multiples
-        of `every`. Raises as `wait`; also InvalidSpec if `every` is below 1."""
+        of `every`. Raises what `wait` raises; also InvalidSpec if `every` is below 1."""
         if every is not None:
             every = as_index("every", every)
             if every < 1:

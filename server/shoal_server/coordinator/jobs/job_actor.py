@@ -253,8 +253,8 @@ class JobActor:
             )
 
     def authorize_generation(self, token: Token) -> None:
-        """Raise as `authorize` does, and GenerationBroken unless the token is of a generation in
-        force."""
+        """Raise what `authorize` raises, and GenerationBroken unless the token is of a generation
+        in force."""
         self.authorize(token)
         in_force = self.generations_in_force()
         if token.generation not in in_force:
@@ -272,8 +272,8 @@ class JobActor:
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest); waits up to `wait_s` for it. Raises as
-        `Records.get` does."""
+        """Decided record of a generation (0: the newest); waits up to `wait_s` for it. Raises what
+        `Records.get` raises."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:

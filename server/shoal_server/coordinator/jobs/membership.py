@@ -130,7 +130,8 @@ class MembershipService(MembershipServicer):
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
         """Declare a process lost, on the report of its launcher. Nothing is done if the member is
-        gone already, or if another process has its name now. Raises as `check_launcher` does."""
+        gone already, or if another process has its name now. Raises what `check_launcher`
+        raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -142,7 +143,8 @@ class MembershipService(MembershipServicer):
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
         """Mark a process halted or continued, on the report of its launcher. Nothing is done if the
-        member is gone, or if another process has its name now. Raises as `check_launcher` does."""
+        member is gone, or if another process has its name now. Raises what `check_launcher`
+        raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -259,8 +261,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise as `JobActor.authorize` does for a process that was a member and is no longer, unless
-    the job is completing.
+    """Raise what `JobActor.authorize` raises for a process that was a member and is no longer,
+    unless the job is completing.
 
     A token with a generation was a member's. If its process is no member now, it was lost, possibly
     under an earlier leader, whose list of lost incarnations this coordinator does not have.

@@ -347,7 +347,7 @@ class Registry:
             )
 
     async def authorize(self, token: Token) -> None:
-        """Raise as `find_for` and `JobActor.authorize` do unless the token's incarnation is a
+        """Raise what `find_for` and `JobActor.authorize` raise unless the token's incarnation is a
         member of its job now."""
         self.find_for(token).authorize(token)
 

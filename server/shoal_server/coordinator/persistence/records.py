@@ -71,7 +71,8 @@ class Records:
     async def get(self, generation: int, wait_s: float) -> GenerationRecord:
         """Record of a generation (0: the newest); waits up to `wait_s` for it.
 
-        Raises UnknownGeneration if there is none, or if it is not kept any more; and as `fill`.
+        Raises UnknownGeneration if there is none, or if it is not kept any more; and what `fill`
+        raises.
         """
         await self.fill()
         try:

@@ -68,11 +68,12 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises as `Registry.authorize` does unless the token's process is a member of its job now."""
+    """Raises what `Registry.authorize` raises unless the token's process is a member of its job
+    now."""
     require_leading: Callable[[], None]
     """Raises NotLeader."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
-    """Takes (job, member, reason). Raises as `Registry.declare_lost` does."""
+    """Takes (job, member, reason). Raises what `Registry.declare_lost` raises."""
     quarantine: Callable[[str, Exception], object]
     """Takes a job with which the plug-in cannot continue, and the error."""
     num_members: Callable[[str], int]

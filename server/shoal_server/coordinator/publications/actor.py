@@ -95,8 +95,8 @@ class SeriesActor:
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Apply a reader's report. Returns and raises as `PublishedSeries.report` does, and raises
-        as `check_lives` does."""
+        """Apply a reader's report. Returns what `PublishedSeries.report` returns. Raises what it
+        raises, and what `check_lives` raises."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
         self.submit(TimePassed())  # versions can be dropped once leases have ended

@@ -233,8 +233,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return ledger.to_json() if ledger is not None else None
 
     async def counts(self, job: str) -> LedgerCounts | None:
-        """Counts of a job's ledger, open or not; None if it has none. Raises as `ledger_json`
-        does."""
+        """Counts of a job's ledger, open or not; None if it has none. Raises what `ledger_json`
+        raises."""
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 

@@ -48,7 +48,7 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """Call the service of the given stub. Raises as `call` does."""
+        """Call the service of the given stub. Raises what `call` raises."""
         # After the certificate is renewed, calls in progress stay on the old connection.
         key = address, material()
         channel = self._channels.get(key)

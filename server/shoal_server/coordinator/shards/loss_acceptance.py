@@ -31,7 +31,7 @@ _SAMPLES = {
     pb.SAMPLES_AFTER_LOSS_ANEW: SamplesAfterLoss.ANEW,
     pb.SAMPLES_AFTER_LOSS_KEEP: SamplesAfterLoss.KEEP,
 }
-_SAMPLES_NUMBERS = {fate: number for number, fate in _SAMPLES.items()}
+_SAMPLES_NUMBERS = {outcome: number for number, outcome in _SAMPLES.items()}
 
 
 class LedgerAccess(Protocol):
@@ -51,7 +51,7 @@ class _Plan:
     current: JobAssignments
     stored: dict[int, records.StoredShard]
     chosen: Sequence[ShardAssignment]
-    """Shards named in the reply: lost, or given up before."""
+    """Shards that the reply lists: lost shards, or shards that were given up before."""
     lost: Sequence[ShardAssignment]
     """Shards that are still to be given up."""
     samples: SamplesAfterLoss | None
@@ -78,14 +78,16 @@ class LossAcceptance:
         self._require_leading = require_leading
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
-        """Give up the requested lost shards, or all lost ones if the request names none. Shards
-        that were given up before are listed again in the reply; all others are unchanged. A dry run
-        changes nothing.
+        """Give up the requested lost shards, or all lost ones if the request names none. All other
+        shards are unchanged. The reply lists the requested shards; if the request names none, all
+        shards of the job that were given up, now or before. A dry run changes nothing. If the
+        request names no shard, its reply lists the lost shards; if there are none, those that were
+        given up before.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
         InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
-        does not. Raises as `LedgerAccess.counts` does. If etcd fails between two transactions, some
-        shards are given up already.
+        does not. Raises what `LedgerAccess.counts` raises. If etcd fails between two transactions,
+        some shards are given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
@@ -106,7 +108,7 @@ class LossAcceptance:
             given_up += await self._give_up(plan, by, now_unix_s)
         if given_up:
             anew = choice is SamplesAfterLoss.ANEW
-            self._losses.accepted(job, given_up, by, _samples_in_words(counts, anew=anew))
+            self._losses.record_acceptance(job, given_up, by, _samples_in_words(counts, anew=anew))
         by_this_call = plan.lost if request.dry_run else given_up
         return _reply(plan, by_this_call, plan.samples if request.dry_run else choice, counts)
 
@@ -138,9 +140,10 @@ class LossAcceptance:
                     for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
-                # Already in the first transaction: if shards were given up and the old ledger
-                # stayed, the new run would see only the rest of the samples.
-                also = _without_samples(job) if anew else ()
+                # Every transaction deletes the ledger, also the first one. Otherwise, if etcd
+                # failed after it, the shards would be given up and the next run would train only on
+                # the rest of the samples.
+                also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 done += batch if is_done else []
         return done
@@ -149,12 +152,12 @@ class LossAcceptance:
         listed = await self._store.range(keys.assignments(job))
         current = records.parse_all(job, listed.items)
         if current is None:
-            raise await self._without_shards(job)
+            raise await self._no_shards_error(job)
         prefix = keys.assignments_of_run(job, current.run)
         stored = [records.parse_shard(i) for i in listed.items if i.key.startswith(prefix)]
         return current, {shard.assignment.shard_id: shard for shard in stored}
 
-    async def _without_shards(self, job: str) -> UnknownJob | NothingLost:
+    async def _no_shards_error(self, job: str) -> UnknownJob | NothingLost:
         if await self._store.get(keys.job_state(job)) is None:
             return UnknownJob(f"there is no job {job!r}", fix="`shoal status` lists the jobs.")
         return NothingLost(
@@ -164,7 +167,7 @@ class LossAcceptance:
         )
 
 
-def _without_samples(job: str) -> Sequence[Delete]:
+def _ledger_deletions(job: str) -> Sequence[Delete]:
     return Delete(keys.sample_ledger(job)), Delete(keys.sample_deltas(job), prefix=True)
 
 
@@ -203,9 +206,9 @@ def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssign
 def _samples_not_chosen(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
     kept = plan.kept_shard_ids
     return InvalidSpec(
-        "the loss was accepted without a choice for the job's samples",
-        seen=f"{len(plan.lost)} of {len(plan.current.shards)} shards are given up, and"
-        f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
+        "accepting this loss needs a choice for the job's samples",
+        seen=f"{len(plan.lost)} of {len(plan.current.shards)} shards would be given up, and"
+        f" {len(kept)} would not (shard {kept[0]} is one); {_progress(counts)}",
         expected="`--samples keep`, to continue after the samples that were trained on, or"
         " `--samples anew`, to train on all samples once more",
         fix="Choose one: lost shards begin with initial values, and the others keep what they"
@@ -215,14 +218,14 @@ def _samples_not_chosen(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec
 
 def _progress(counts: LedgerCounts | None) -> str:
     if counts is None:
-        return "it has trained on no samples yet"
+        return "the job has trained on no samples yet"
     total = counts.dataset_size * counts.num_epochs
     return f"{counts.completed} of {total} samples were trained on"
 
 
 def _samples_in_words(counts: LedgerCounts | None, *, anew: bool) -> str:
-    fate = SamplesAfterLoss.ANEW if anew else SamplesAfterLoss.KEEP
-    return f"its samples {fate.value} ({_progress(counts)})"
+    outcome = SamplesAfterLoss.ANEW if anew else SamplesAfterLoss.KEEP
+    return f"its samples {outcome.value} ({_progress(counts)})"
 
 
 def _reply(

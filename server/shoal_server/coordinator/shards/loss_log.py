@@ -92,7 +92,7 @@ class LossLog:
             message = losses.shards_in_short(old for old, _ in recovered)
             self._restored(after.job, f"{message}: recovered from the journal of {servers}")
 
-    def accepted(
+    def record_acceptance(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
         """Report that an operator gave up these shards (as assigned while lost). `samples`: text

@@ -57,7 +57,7 @@ class SnapshotLoader:
     ) -> JobAssignments:
         """Have every shard loaded by its primary; return the final assignments. Raises the error of
         a server that is still present, or of any server after MAX_CHOICES; NoServers if no server
-        is left; and as `_reassign`."""
+        is left; and what `_reassign` raises."""
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
             failed = await self._load(library, manifest, to_load, present)

@@ -107,8 +107,8 @@ class SnapshotService(SnapshotsServicer):
         they were never restored, the newest snapshot is used, unless it was taken before the job's
         last reset.
 
-        Returns the reason if there is no such snapshot, or no --snapshot-url. Raises as
-        `SnapshotRestorer.restore` does, except for a missing snapshot."""
+        Returns the reason if there is no such snapshot, or no --snapshot-url. Raises what
+        `SnapshotRestorer.restore` raises, except for a missing snapshot."""
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)

@@ -206,7 +206,7 @@ class SnapshotTaker:
         """Raise SnapshotFailed unless the job's shards are placed. Called before anything is
         written, so that nothing is left of a job that does not exist."""
         if await self._store.get(keys.assignments_head(job)) is None:
-            raise _without_shards(job)
+            raise _no_shards_error(job)
 
     async def _lineage(self, job: str) -> str:
         """Lineage of the job's shards: a random text, drawn at their first snapshot and at each
@@ -226,7 +226,7 @@ class SnapshotTaker:
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
-            raise _without_shards(job)
+            raise _no_shards_error(job)
         for gone in losses.lost(entry.assignments):
             why = losses.explained(job, gone)
             raise StateLost(
@@ -373,7 +373,7 @@ class SnapshotTaker:
         return dict(zip(cut.addresses, replies, strict=True))
 
 
-def _without_shards(job: str) -> SnapshotFailed:
+def _no_shards_error(job: str) -> SnapshotFailed:
     return SnapshotFailed(
         f"job {job} has no shards",
         seen="no shard map",

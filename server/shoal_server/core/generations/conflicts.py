@@ -24,10 +24,13 @@ ANOTHER_ORDER = (
 
 
 def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
-    """The fields in which the candidates differ, by name. There is no majority rule.
+    """The fields in which the candidates differ, sorted by name: required fields first. The value
+    that most candidates have is not taken as right: every value is listed.
 
-    A field that only some of them state is a conflict too, with its absence shown as "(absent)",
-    unless the field is optional. A field with a listing shows the first entry that differs.
+    If only some candidates state a field, this is a conflict too, and the field's value is
+    "(absent)" for the others; an optional field is compared only among those that state it. If a
+    field has a listing (the entries behind its digest), the conflict shows the first entry that
+    differs.
     """
     conflicts = []
     for name in sorted({name for c in candidates for name in c.proposal.fields}):

@@ -147,7 +147,7 @@ class Job:
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
-        Raises EventRefused as `Lifetime.retry` does, for example if the job runs or is finished.
+        Raises EventRefused if `Lifetime.retry` does, for example if the job runs or is finished.
         """
         self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
         return self.state.pop_effects()

@@ -116,7 +116,7 @@ async def read(store: Keyspace, job: str) -> StoredAssignments | None:
 
 
 def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
-    """Parse all keys below `keys.assignments` of the job. Raises as `read` does."""
+    """Parse all keys below `keys.assignments` of the job. Raises what `read` raises."""
     head_key = keys.assignments_head(job)
     head = next((parse_head(item) for item in items if item.key == head_key), None)
     if head is None:

@@ -153,8 +153,8 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
-    """A copy of the layout with the current primaries, their epochs and addresses. Raises as
-    `read_current` does."""
+    """A copy of the layout with the current primaries, their epochs and addresses. Raises what
+    `read_current` raises."""
     return (await _held(store, layout))[0]
 
 
@@ -226,7 +226,7 @@ class ShardMapReader:
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The current layout, without holders. Raises as `read` does."""
+        """The current layout, without holders. Raises what the function `read` raises."""
         head = await self._store.get(keys.shard_map(job))
         kept = self._kept.pop(job, None)
         if head is None:

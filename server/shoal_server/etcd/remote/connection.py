@@ -152,8 +152,8 @@ class Connections:
         """Send a request once; again only if etcd certainly did not carry it out.
 
         If the outcome is unknown, the error's `details["outcome"]` is "unknown". If the client is
-        closed meanwhile, the call raises RefusedError without such a detail. Otherwise raises as
-        `call` does.
+        closed meanwhile, the call raises RefusedError without such a detail. Otherwise raises what
+        `call` raises.
         """
         with tracing.part("etcd, once"):
             return await self._at_most_once(attempt)

@@ -26,7 +26,8 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """A tensor of an image, for a file."""
+    """A tensor of an image as it is written to a file: its description, and its content in
+    pieces."""
 
     described: TensorImage
     pieces: Iterator[Tensor]
@@ -54,7 +55,7 @@ class Image(Protocol):
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
-        """The outcomes of pushes that the shard remembers."""
+        """The outcomes of pushes that the shard remembers: one session for each incarnation."""
         ...
 
     def streams(self) -> Sequence[TensorStream]:

@@ -73,7 +73,7 @@ class Journal:
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
-        self._claim = _claimed(config.directory / "lock")
+        self._lock_file = _open_lock_file(config.directory / "lock")
         self._images = JournalImages(config.directory / "images")
         self._index, self._next_number = read_index(config.directory, self._images)
         self._first_number = self._next_number
@@ -93,8 +93,8 @@ class Journal:
         server's only copies, which this server would drop. Raises DiskFull or Unavailable if the
         owner cannot be written.
         """
-        self._claim.seek(0)
-        before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
+        self._lock_file.seek(0)
+        before = self._lock_file.read(MAX_OWNER_BYTES).decode(errors="replace")
         server_id, _, incarnation = before.strip().partition(" ")
         if server_id and server_id != owner.server_id:
             raise InvalidSpec(
@@ -107,12 +107,13 @@ class Journal:
         return incarnation
 
     def _write_owner(self, owner: bytes) -> None:
-        """Overwrite the owner in place, which works on a full disk. The file is never empty."""
+        """Overwrite the owner in place, which works on a full disk. The file is not emptied
+        first."""
         try:
-            self._claim.seek(0)
-            self._claim.write(owner)
-            self._claim.flush()
-            self._claim.truncate(len(owner))
+            self._lock_file.seek(0)
+            self._lock_file.write(owner)
+            self._lock_file.flush()
+            self._lock_file.truncate(len(owner))
         except OSError as error:
             fix = "Free space there, or repair the disk, and start this server again."
             raise disk_failure(self._config.directory, error, fix=fix) from error
@@ -144,7 +145,7 @@ class Journal:
         except OSError as error:
             failure = disk_failure(self._config.directory, error)
             if not isinstance(failure, DiskFull):
-                self._claim.close()
+                self._lock_file.close()
                 raise failure from error
             self._fail(error, ())
         self._thread.start()
@@ -162,7 +163,7 @@ class Journal:
         self._thread.join()
         if self._file is not None:
             self._file.close()
-        self._claim.close()
+        self._lock_file.close()
 
     @property
     def num_bytes(self) -> int:
@@ -212,9 +213,9 @@ class Journal:
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
-        """Append the end of a shard that this server no longer has; the future is done once the
-        entry is on disk. If the disk fails, the future fails with DiskFull or Unavailable, but the
-        entry is still written once the disk works again."""
+        """Append an end entry for a shard: it says that this server no longer has the shard. The
+        future is done once the entry is on disk. If the disk fails, the future fails with DiskFull
+        or Unavailable, but the entry is still written once the disk works again."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
@@ -252,7 +253,8 @@ class Journal:
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
-            # An end entry is queued even then: it is small, and would not be appended again.
+            # An end entry is queued even while the disk fails: it is small, and would not be
+            # appended again.
             if failure is None or entry.record is None:
                 self._queue.append(_Waiting(self._next_number, entry, done))
                 self._next_number += 1
@@ -399,7 +401,7 @@ def _num_bytes(entry: JournalEntry) -> int:
     return ENTRY_BYTES + (0 if entry.record is None else entry.record.num_bytes)
 
 
-def _claimed(path: Path) -> BinaryIO:
+def _open_lock_file(path: Path) -> BinaryIO:
     """Open and lock the lock file; the lock lasts as long as the file is open."""
     # Not in append mode: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")

@@ -54,7 +54,7 @@ class RunningSchedule:
         return {"lr": self._lr} if self._phases else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError as `copy_state` does."""
+        """Copy a state that `state` returned. Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 

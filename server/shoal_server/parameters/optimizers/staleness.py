@@ -117,7 +117,7 @@ class Staleness:
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError as `copy_state` does."""
+        """Copy a state that `state` returned. Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 

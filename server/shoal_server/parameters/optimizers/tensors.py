@@ -20,7 +20,7 @@ class StatefulRule(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy tensors that `state` returned. Raises InternalError as `copy_state` does."""
+        """Copy tensors that `state` returned. Raises InternalError if `copy_state` does."""
         ...
 
 

@@ -54,7 +54,7 @@ class BlockSplitter:
 
     def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
         """Raise NonFiniteGradient, with the parameter's name, if an element is not finite. Raises
-        ShapeMismatch as `flat` does."""
+        ShapeMismatch if `flat` does."""
         flat = self.flat(blocks, data)
         # A sum is finite only if all elements are, and it is far cheaper than checking each; but a
         # sum that is not finite may also be an overflow of finite numbers.

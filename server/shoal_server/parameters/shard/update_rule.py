@@ -92,7 +92,7 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError as `copy_state` does; then part
+        """Copy a state that `state` returned. Raises InternalError if `copy_state` does; then part
         of the state may have been copied."""
         for prefix, part in self._parts.items():
             part.load_state(

@@ -149,7 +149,7 @@ def _is_map(descriptor: Descriptor) -> bool:
 
 
 def known_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
-    """Caller of a call; None if this process serves without TLS. Raises CertificateRefused as
+    """Caller of a call; None if this process serves without TLS. Raises CertificateRefused if
     `caller_of` does."""
     return None if identity.own() is None else caller_of(context)
 

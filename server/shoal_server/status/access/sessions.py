@@ -40,8 +40,8 @@ class Sessions:
         return secret
 
     def holder(self, secret: str) -> TokenHolder | None:
-        """Holder of a session; None if it is over, or its token was removed. Raises as
-        `Tokens.holder` does."""
+        """Holder of a session; None if it is over, or its token was removed. Raises what
+        `Tokens.holder` raises."""
         session = self._sessions.get(_key(secret))
         if session is None or self._now_s() >= session.valid_until_s:
             return None

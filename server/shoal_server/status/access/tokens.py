@@ -59,8 +59,8 @@ def new_token() -> str:
 def add(path: Path, name: str, role: HttpRole) -> str:
     """Make and return a token. Its hash is added to the file, which is created if it is missing.
 
-    Raises InvalidSpec for a bad or existing name, a full file, and as `read` does; OSError if the
-    file cannot be written.
+    Raises InvalidSpec for a bad or existing name, a full file, and what `read` raises; OSError if
+    the file cannot be written.
     """
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
@@ -139,7 +139,7 @@ class Tokens:
         return self.of_digest(digest_of(token))
 
     def of_digest(self, digest: str) -> TokenHolder | None:
-        """Holder of the token with this hash; None if unknown. Raises as `holder` does."""
+        """Holder of the token with this hash; None if unknown. Raises what `holder` raises."""
         self._refresh()
         found = None
         # Compared with all hashes, so that the time does not reveal a match.

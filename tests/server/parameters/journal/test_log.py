@@ -435,7 +435,7 @@ def test_the_owner_of_a_journal_is_recorded_on_a_full_disk(
     with Journal(config(tmp_path)) as journal:
         journal.own(Holder("ps-0", "one"))
     with Journal(config(tmp_path)) as journal:
-        monkeypatch.setattr(journal, "_claim", OnFullDisk(journal._claim))
+        monkeypatch.setattr(journal, "_lock_file", OnFullDisk(journal._lock_file))
         assert journal.own(Holder("ps-0", "two")) == "one"
         with pytest.raises(DiskFull, match="start this server again"):
             journal.own(Holder("ps-0", "a longer name"))

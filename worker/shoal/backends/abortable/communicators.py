@@ -44,7 +44,8 @@ def connect_neighbours(
 ) -> None:
     """Create the connections for messages between each rank of the group and the next rank.
 
-    Does nothing if the backend needs no such connections. Collective; raises as `add_subgroups`.
+    Does nothing if the backend needs no such connections. Collective; raises what `add_subgroups`
+    raises.
     """
     if not takes_batches(group, device):
         return

@@ -22,7 +22,7 @@ _DIGEST_BYTES = 16
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the messages of all ranks, by rank. Collective. Raises MalformedMessage, on all ranks,
-    if a message is longer than MAX_MESSAGE_BYTES; otherwise raises as `wait_abortable`."""
+    if a message is longer than MAX_MESSAGE_BYTES; otherwise raises what `wait_abortable` raises."""
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     received = _gather(first, FIRST_BYTES, group)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]

@@ -143,8 +143,8 @@ class Meeting:
         return call
 
     def finish(self, call: _Call, kind: str, timeout_s: float) -> None:
-        """Return once the collective is complete on all ranks. Raises DistBackendError as
-        `Hub.wait`, and if the result could not be computed."""
+        """Return once the collective is complete on all ranks. Raises DistBackendError if
+        `Hub.wait` does, and if the result could not be computed."""
 
         def needed() -> list[int]:
             if len(call.posted) == len(self.ranks):
@@ -168,7 +168,7 @@ class Meeting:
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
         """Store a copy of the tensor for the receiver. First waits while MAX_UNDELIVERED are stored
-        for it. Raises as `Hub.wait`."""
+        for it. Raises what `Hub.wait` raises."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
@@ -198,8 +198,8 @@ class Meeting:
     def receive(
         self, message_key: tuple[int, int, int, int], tensor: Tensor, timeout_s: float
     ) -> None:
-        """Wait for the message, and fill the tensor with it. Raises DistBackendError as `Hub.wait`,
-        and if the message has another size or dtype."""
+        """Wait for the message, and fill the tensor with it. Raises DistBackendError if `Hub.wait`
+        does, and if the message has another size or dtype."""
         source, to, _, _ = message_key
         what = f"recv from rank {self.ranks[source]}"
         self.hub.wait(

@@ -125,7 +125,7 @@ class SharedMemory:
             self._other_semaphores = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
-        """Wait until another rank has posted the semaphore. Raises as `gather_words`."""
+        """Wait until another rank has posted the semaphore. Raises what `gather_words` raises."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
         # Counted, as barriers are, for the watch that checks if this rank advances.
         self._num_awaited += 1

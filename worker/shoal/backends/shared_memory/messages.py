@@ -56,7 +56,7 @@ class SharedMessages:
 
     def enable_shared_memory(self, beside_bytes: int = 0) -> None:
         """Send all later words through shared memory, if all ranks can share memory. Collective;
-        raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
+        raises what `share_memory` raises. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
         self.may_share = False
         num_bytes = _NUM_SETS * self._world_size * self._num_words * _WORD_BYTES

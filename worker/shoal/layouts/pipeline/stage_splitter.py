@@ -91,7 +91,8 @@ class StageSplitter:
         return [stage_of_part[part] for part in part_of]
 
     def _starts(self, outline: Outline) -> list[int]:
-        """Return the indices of the segments that a stage may begin with. Raises as `outline`."""
+        """Return the indices of the segments that a stage may begin with. Raises what `outline`
+        raises."""
         names = [segment.name for segment in outline.segments]
         if self._split_at is None:
             return list(range(len(names)))

@@ -106,7 +106,7 @@ class ShardedLayout(Layout):
     """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
-        """Shard the model, in place. Collective. Raises InvalidSpec as `group_modules`."""
+        """Shard the model, in place. Collective. Raises InvalidSpec if `group_modules` does."""
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._groups: dict[str, dist.ProcessGroup] = {}

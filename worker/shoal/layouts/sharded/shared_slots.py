@@ -134,7 +134,8 @@ class SharedSlots:
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
         order of ranks. False, on all ranks, if `whole` is too large; otherwise makes a barrier, and
-        raises as `barrier`. InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
+        raises what `barrier` raises. InvalidSpec unless `op` is SUM or AVG. `number`: see
+        `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
@@ -175,8 +176,8 @@ class SharedSlots:
         return self._memory.num_barriers
 
     def finish(self) -> None:
-        """End forward passes that no backward follows, with a barrier. Raises as `barrier`, also if
-        another rank's forward passes go on."""
+        """End forward passes that no backward follows, with a barrier. Raises what `barrier`
+        raises, also if another rank's forward passes go on."""
         self._note(PASSES_END, 0)
         self.barrier()
 
@@ -188,8 +189,8 @@ class SharedSlots:
     def barrier(self) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
 
-        Raises GenerationBroken as `SharedMemory.gather_words`; InvalidSpec, on all ranks, if their
-        gathers and sums so far differ.
+        Raises GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if
+        their gathers and sums so far differ.
         """
         in_use = 0
         for number, use in enumerate(self._uses):
@@ -223,7 +224,7 @@ class SlotGather(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit of
-        `SharedMemory.gather_words` applies. Raises as `barrier`."""
+        `SharedMemory.gather_words` applies. Raises what `barrier` raises."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()
         return True

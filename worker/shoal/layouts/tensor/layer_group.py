@@ -188,8 +188,8 @@ class TensorGroup:
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-        Raises GenerationBroken as `SharedMemory.gather_words`. If ranks meet for different layers,
-        or with values of different sizes, this is recorded, and refused when records are
+        Raises GenerationBroken if `SharedMemory.gather_words` does. If ranks meet for different
+        layers, or with values of different sizes, this is recorded, and refused when records are
         compared."""
         message = self._exchange_number << _SIZE_BITS | size
         messages = memory.gather_words(message)

@@ -170,8 +170,8 @@ class StepRefusals:
         return self.num_redone <= MAX_REDONE
 
     def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
-        """Undo the refused step. `step`: number of steps before it. Raises StateLost as
-        `check_whole`."""
+        """Undo the refused step. `step`: number of steps before it. Raises StateLost if
+        `check_whole` does."""
         self.shards = frozenset(stale)
         self.num_redone += 1
         self._snapshot.restore()
@@ -359,8 +359,8 @@ class AsyncSGD(LeasingStrategy):
         return 1
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in this member's first generation; do nothing in later ones. Raises as
-        `await_servers` and `first_values`."""
+        """Get the values in this member's first generation; do nothing in later ones. Raises what
+        `await_servers` and `first_values` raise."""
         if self._has_state:
             return
         client = self._connected()
@@ -416,7 +416,7 @@ class AsyncSGD(LeasingStrategy):
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Push the gradients; see the base class. Raises StalePush if the step has to be repeated
-        (see `redoes`) or was refused too often, and as `ParameterClient.push`."""
+        (see `redoes`) or was refused too often, and what `ParameterClient.push` raises."""
         refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()

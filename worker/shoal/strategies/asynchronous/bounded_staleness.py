@@ -13,8 +13,8 @@ class SSP(AsyncSGD):
     name: ClassVar[str] = "ssp"
 
     def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
-        """`staleness_bound`: in rounds. `options`: see `AsyncSGD`; without `consistency`. Raises as
-        `AsyncSGD`."""
+        """`staleness_bound`: in rounds. `options`: see `AsyncSGD`; without `consistency`. Raises
+        what `AsyncSGD` raises."""
         super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
 
 
@@ -24,5 +24,5 @@ class BSP(AsyncSGD):
     name: ClassVar[str] = "bsp"
 
     def __init__(self, **options: Any) -> None:
-        """`options`: see `AsyncSGD`; without `consistency`. Raises as `AsyncSGD`."""
+        """`options`: see `AsyncSGD`; without `consistency`. Raises what `AsyncSGD` raises."""
         super().__init__(consistency="bsp", **options)

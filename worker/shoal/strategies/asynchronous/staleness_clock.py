@@ -83,7 +83,7 @@ class StalenessClock:
             return self._clock.begin() if self._clock is not None else False
 
     def before_push(self) -> None:
-        """Wait until a push of this step may be applied. Raises as `begin`."""
+        """Wait until a push of this step may be applied. Raises what `begin` raises."""
         if self._clock is not None and self._consistency == "bsp":
             with drained(), waiting:
                 self._clock.await_pulled()

@@ -71,7 +71,7 @@ class FSDPTensor(FSDP):
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
         """Return the split of layers for a world size; it can be printed before anything runs.
-        Raises as `derive`."""
+        Raises what `derive` raises."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,

@@ -116,8 +116,8 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
-        """Lay the model out for a fixed world, without a session. Raises as `distribute`; but state
-        that only a session would have to send to members is not refused."""
+        """Lay the model out for a fixed world, without a session. Raises what `distribute` raises;
+        but state that only a session would have to send to members is not refused."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, meta_model.model)
         refuse_parameter_hooks(meta_model.model)
@@ -201,7 +201,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """Return, within a step, the state of `_collect` without the script's changes in the step.
-        Raises GenerationBroken as `StepSnapshot.state_at_step_start`."""
+        Raises GenerationBroken if `StepSnapshot.state_at_step_start` does."""
         with self._transaction.snapshot.state_at_step_start(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())
@@ -374,7 +374,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
         """Reduce and check the gradients that these optimizers use; return the layouts. Raises
-        InvalidSpec if some gradients are not reduced, and as `Layout.check`."""
+        InvalidSpec if some gradients are not reduced, and what `Layout.check` raises."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()

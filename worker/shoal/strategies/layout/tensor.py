@@ -61,7 +61,7 @@ class TensorParallel(LayoutStrategy):
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
         """Return the split of the model over `degree` members; it can be printed before anything
-        runs. Raises as `derive`."""
+        runs. Raises what `derive` raises."""
         return derive(
             model,
             degree,

@@ -30,8 +30,8 @@ class StepBuffers:
         self._refusal: InvalidSpec | None = None
 
     def begin(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step. Returns the persistent buffers, and the transient ones. Raises as
-        `PersistentBuffers.settle`, or with the error that `forget` has kept."""
+        """Begin a step. Returns the persistent buffers, and the transient ones. Raises what
+        `PersistentBuffers.settle` raises, or the error that `forget` has kept."""
         if self._refusal is not None:
             raise self._refusal
         # A walk over the modules of a model takes longer than all else at the beginning of a step.

@@ -60,7 +60,7 @@ class StepSnapshot:
         optimizers: Collection[Optimizer] = (),
     ) -> None:
         """Begin a step. `parameters`: all parameters as this member holds them, not gathered; the
-        same mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
+        same mapping in all steps of a generation. Raises InvalidSpec if `settle_buffers` does."""
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
         state = self._state.begin(optimizers)
@@ -106,7 +106,7 @@ class StepSnapshot:
 
     def settle(self) -> None:
         """End the part of the step that can be undone: until `commit` the session changes the
-        model. Raises InvalidSpec as `settle_buffers`."""
+        model. Raises InvalidSpec if `settle_buffers` does."""
         self._buffers.lasting.settle()
         self._note()
         if self.is_open:

@@ -30,24 +30,24 @@ class GenerationCheckpoints:
     """A member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: contains the step of a checkpoint that is written because a member leaves."""
+        """`position`: says at which step a checkpoint is to be written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
-        self._is_first = False
+        self._is_rank_0 = False
         self.owed = False
         """True if a checkpoint of the last step is to be written once the script has finished that
         step."""
         self.failure: CheckpointFailed | None = None
         """The error of the job's last checkpoint."""
 
-    def keep(self, checkpoints: CheckpointStore) -> None:
+    def set_store(self, checkpoints: CheckpointStore) -> None:
         """Set the store to write to and to start from. Called first. Raises InvalidSpec for a
         bucket that cannot store checkpoints; a directory is not tested."""
         checkpoints.probe()
         self._checkpoints = checkpoints
 
-    def trains_on(self, samples: TrainedSamples) -> None:
+    def set_samples(self, samples: TrainedSamples) -> None:
         """Set the description of the order of samples, which each checkpoint contains."""
         self.samples = samples
 
@@ -67,7 +67,7 @@ class GenerationCheckpoints:
         """Return the step of the newest complete checkpoint that every member sees, or None.
         Collective. Raises StateLost on all members if there is none and the generation needs one,
         and InvalidSpec if the storage cannot be listed."""
-        self._is_first = generation.rank == 0
+        self._is_rank_0 = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
         own = self._checkpoints.steps() if self._checkpoints is not None else ()
         if self._checkpoints is None and not needed:
@@ -90,15 +90,15 @@ class GenerationCheckpoints:
         """Read this member's part of the checkpoint of that step. `fresh`: an optimizer as the
         script has made it; its settings are compared with the checkpoint's.
 
-        Raises as `shoal.checkpoint.reading.read`, and InvalidSpec if that step corresponds to other
-        samples than in this job.
+        Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec if the checkpoint's job
+        had trained on other samples by that step.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
         self.samples.resume(path, state_shard)
         settings = settings_of(state_shard.values)
         changed = replaced_settings(fresh, settings) if fresh is not None else []
-        if changed and self._is_first:
+        if changed and self._is_rank_0:
             log.warning(
                 "settings_from_checkpoint",
                 path=path,
@@ -113,8 +113,8 @@ class GenerationCheckpoints:
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps. First waits for the
-        previous checkpoint; if that failed, only logs the error. Raises InvalidSpec as
-        `Checkpoints.offer`."""
+        previous checkpoint; if that failed, only logs the error. Raises InvalidSpec if
+        `Checkpoints.offer` does."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
@@ -149,13 +149,14 @@ class GenerationCheckpoints:
         return checkpoints is not None and (is_last or checkpoints.is_due(step))
 
     @property
-    def are_kept(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if the script asked for checkpoints."""
         return self._checkpoints is not None
 
     def conclude(self) -> None:
         """Wait until a checkpoint in progress is written, has failed or exceeds its time limit. A
-        CheckpointFailed is kept in `failure`: the script gets the trained state first."""
+        CheckpointFailed is kept in `failure`, so that it is raised only after the script has the
+        trained state."""
         try:
             self.close()
         except CheckpointFailed as error:

@@ -77,7 +77,7 @@ class GenerationGroup:
         return group
 
     def open(self, group: Group) -> dist.ProcessGroup:
-        """Wait for all members, and return the process group. Raises as `Group.open`."""
+        """Wait for all members, and return the process group. Raises what `Group.open` raises."""
         self._opened = opened = group.open()
         return opened
 

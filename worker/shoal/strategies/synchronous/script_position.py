@@ -141,8 +141,8 @@ class ScriptPosition:
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply the consequences of all members' positions; no I/O. Raises as
-        `exchange_positions`."""
+        """Apply the consequences of all members' positions; no I/O. Raises what
+        `exchange_positions` raises."""
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

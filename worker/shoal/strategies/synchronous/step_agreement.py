@@ -200,7 +200,8 @@ class StepAgreement:
             self._cut.is_agreed |= is_cut
 
     def vote_pass(self) -> None:
-        """Vote, as a backward pass begins. Raises as `announce`, before the pass sends anything."""
+        """Vote, as a backward pass begins. Raises what `announce` raises, before the pass sends
+        anything."""
         self.exchange_parts()
         if self._words.has_sent:
             self._receive_ballots()
@@ -348,7 +349,7 @@ class StepAgreement:
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
         """Exchange whole votes on a step, or on a round that began with `step`. Collective; raises
-        as `check_votes`."""
+        what `check_votes` raises."""
         exchanges = self._position.exchanges.record()
         own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1

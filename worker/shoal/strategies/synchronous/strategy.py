@@ -267,11 +267,11 @@ class SynchronousStrategy(Strategy):
     # --- checkpoints ---
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
-        self._checkpoints.keep(checkpoints)
+        self._checkpoints.set_store(checkpoints)
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
         trained = TrainedSamples(samples, order, moves=self.changes_batch_size)
-        self._checkpoints.trains_on(trained)
+        self._checkpoints.set_samples(trained)
 
     @property
     def origin(self) -> SamplePosition:
@@ -300,7 +300,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def writes_checkpoints(self) -> bool:
-        return self._checkpoints.are_kept
+        return self._checkpoints.is_enabled
 
     def leaves_with_checkpoint(self) -> bool:
         if self.position.checkpoint_at != self.step or not self.position.leaves():
