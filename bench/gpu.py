@@ -10,7 +10,7 @@ steps. Copies of the state for peers are not included: one member has no peer.
 - `syncs_STRATEGY`: calls in which the host waits for a stream, a device or an event.
 - `to_host_STRATEGY`, `to_device_STRATEGY`: copies to and from the host.
 - `pageable_STRATEGY`: copies among these that use pageable memory, for which the host waits.
-- The peer of each figure: the same for plain steps of the model with torch alone. It has no
+- The peer of each figure is the same count for plain steps of the model with torch alone. It has no
   clipping, loss scaling or BatchNorm, whatever the variant.
 
 Variants with `-amp` scale their losses (GradScaler, fp16); `-clip` clips gradients; `-batchnorm`

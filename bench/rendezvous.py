@@ -11,7 +11,8 @@ either store, Shoal's group reads the store by Python code that watches for list
 `store_host_kill` and `store_host_halt`: SIGKILL and SIGSTOP of rank 0, the host of the TCPStore,
 while the three others bring the group up; seconds until the last of them raises an error, at most
 GIVE_UP_S. The exit or the halt is reported to the coordinator, as `shoal run` does.
-`store_leader_kill`: the same with the leading coordinator, while another is on standby.
+`store_leader_kill`: the same time after a SIGKILL of the leading coordinator, while another is on
+standby.
 """
 
 import json

@@ -12,7 +12,8 @@
   the steps of one start up to 7 % longer than the steps of another. Both systems shuffle the data.
   The model is small (2.1 MB): copies at peers and checks take a larger share of a step than with a
   real model.
-- `step_overhead_session`: the same for one rank and "ddp": the cost of `session.step()` itself.
+- `step_overhead_session`: the same ratio for one rank and "ddp". It is the cost of `session.step()`
+itself.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
 - `bytes_per_step_STRATEGY`: bytes that one of four ranks passes to collectives in a step, counted

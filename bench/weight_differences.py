@@ -11,7 +11,7 @@ the learning rate times N(0, 1), clipped at 3, and are rounded before and after.
 - `_over_xor`: bytes of the difference over bytes of the exclusive or, compressed by zstandard at
   level 1, which other systems send;
 - `_encode`, `_decode`: GB of the full version per second of CPU time on one core, best of the
-  rounds; `_xor`: the same for encoding by exclusive or and zstandard.
+  rounds; `_xor`: the same rate for encoding by exclusive or and zstandard.
 
 Each result is compared with the target, bit for bit.
 """

@@ -23,7 +23,8 @@ Data = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data, and how it is trained: the same for one process as for several workers."""
+    """A model, its data, and how it is trained. One process and several workers train the same
+    task."""
 
     data: Callable[[], Data]
     new_model: Callable[[bool], nn.Module]

@@ -28,7 +28,7 @@ def test_a_joiner_whose_time_limit_expired_is_started_again(
     first = shoal_command.start(*arguments)
     lines = read_until(first, "started again in 0.5 s (restart 1 of 3)")
     assert "no generation formed within 10 s: 1 of at least 2 members were ready" in "".join(lines)
-    assert "ended with an error that may pass (exit code 1)" in lines[-1]
+    assert "ended with a temporary error (exit code 1)" in lines[-1]
     second = shoal_command.start(*arguments)
     for process in (first, second):
         code, output = finish(process)

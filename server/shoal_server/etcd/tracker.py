@@ -1,4 +1,4 @@
-"""State of a watch: what was delivered, and what comes next. Pure, and the same for every store.
+"""State of a watch: what was delivered, and what comes next. Pure; every store uses it.
 
 A watch can continue from any revision as long as etcd keeps that history. After a compaction, the
 only way on is to read the current keys and deliver the difference, for which the watch must know

@@ -67,7 +67,7 @@ class FailedSample:
     """Index of the sample; None: a batch was not collated or sent, or `__getitems__` failed."""
     error: str
     trace: str
-    may_pass: bool
+    is_temporary: bool
     """True if a later attempt may succeed: an OSError, or a lack of memory."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
@@ -78,9 +78,9 @@ class FailedSample:
         text = f"{type(error).__name__}: {error}"[:500]
         trace = "".join(traceback.format_exception(error))[-_LARGEST_TRACE:]
         lacks = lacks_resources(error)
-        may_pass = lacks or isinstance(error, OSError)
-        fix = {"fix": REMEDY} if lacks or (is_unsent and may_pass) else {}
-        return cls(index, text, trace, may_pass, is_unsent=is_unsent, **fix)
+        is_temporary = lacks or isinstance(error, OSError)
+        fix = {"fix": REMEDY} if lacks or (is_unsent and is_temporary) else {}
+        return cls(index, text, trace, is_temporary, is_unsent=is_unsent, **fix)
 
     def raised(self) -> SampleFailed | LoadingFailed:
         """Return the error to raise in the trainer."""
@@ -88,7 +88,7 @@ class FailedSample:
         done = "loaded and collated" if self.index is None else "loaded"
         if self.is_unsent:
             subject, done = "a batch that was loaded", "sent to the trainer"
-        kind = LoadingFailed if self.may_pass else SampleFailed
+        kind = LoadingFailed if self.is_temporary else SampleFailed
         failed = kind(
             f"{subject} could not be {done}",
             seen=self.error,

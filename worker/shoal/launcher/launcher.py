@@ -285,7 +285,7 @@ class Launcher:
             MembershipEnding.PASSING,
         ):
             return False
-        if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
+        if last.code > 0 and not last.is_temporary and self._config.restart.restart_on == "signal":
             return False
         # The answer to the exit report contains the job's phase.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)

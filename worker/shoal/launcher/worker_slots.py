@@ -37,7 +37,7 @@ class Exit:
     ending: MembershipEnding
 
     @property
-    def may_pass(self) -> bool:
+    def is_temporary(self) -> bool:
         """True if the process failed by no fault of its script: it was fenced, hit a time limit, or
         could not reach a part of the cluster."""
         return self._failed and self.ending in (MembershipEnding.FENCED, MembershipEnding.PASSING)
@@ -51,7 +51,7 @@ class Exit:
     @property
     def is_scripts_own(self) -> bool:
         """True if the script itself has failed."""
-        return self._failed and not self.may_pass and not self.joined_too_late
+        return self._failed and not self.is_temporary and not self.joined_too_late
 
     @property
     def _failed(self) -> bool:
@@ -60,10 +60,10 @@ class Exit:
     def __str__(self) -> str:
         if self.joined_too_late:
             return f"was not needed: the job was finished without it (exit code {self.code})"
-        if self.may_pass and self.ending is MembershipEnding.FENCED:
+        if self.is_temporary and self.ending is MembershipEnding.FENCED:
             return f"had been declared lost and was fenced (exit code {self.code})"
-        if self.may_pass:
-            return f"ended with an error that may pass (exit code {self.code})"
+        if self.is_temporary:
+            return f"ended with a temporary error (exit code {self.code})"
         return describe(self.code)
 
 
@@ -116,9 +116,9 @@ class WorkerSlot:
     @property
     def pause_s(self) -> float:
         """Pause before the next process is started."""
-        if not self.exits[-1].may_pass:
+        if not self.exits[-1].is_temporary:
             return 0.0
-        before = sum(each.may_pass for each in self.exits[:-1])
+        before = sum(each.is_temporary for each in self.exits[:-1])
         return doubled_s(PASSING_PAUSE_S, MAX_PASSING_PAUSE_S, before)
 
 

@@ -53,7 +53,7 @@ class Share:
     """A member's share of the global batch of a step."""
 
     index: int
-    """Index of the share; the same for members that work on the same samples."""
+    """Index of the share. Members that work on the same samples have the same index."""
     num_samples: int
     """Number of samples, or `UNKNOWN`."""
 

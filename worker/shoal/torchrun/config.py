@@ -75,7 +75,7 @@ def _run_id(run_id: str) -> str:
             "the job has no name",
             seen=f"--rdzv-id={run_id}",
             expected="a different name for every job",
-            fix="Pass --rdzv-id=NAME, the same to every node, and not a finished job's name.",
+            fix="Pass --rdzv-id=NAME to every node: the same name, and not a finished job's.",
         )
     return run_id
 

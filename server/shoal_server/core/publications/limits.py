@@ -39,4 +39,5 @@ less may only be restarting."""
 LOST_AFTER_S = 60.0
 """Time after which a segment that no server has is lost, and its version with it."""
 DURABLE_LOST_AFTER_S = 600.0
-"""The same for a segment of a durable version: the disks of its holders may come back."""
+"""Time after which a segment of a durable version is lost if no server has it. It is longer than
+LOST_AFTER_S, since the disks of its holders may come back."""

@@ -53,7 +53,8 @@ class PublishedVersion:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over the digests of layout and segments: the same for versions of equal bytes."""
+        """SHA-256 over the digests of layout and segments. Versions of equal bytes have the same
+        digest."""
         return content_digest(self.layout_digest, (s.digest for s in self.segments))
 
     @property

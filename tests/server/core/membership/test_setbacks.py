@@ -167,7 +167,7 @@ def test_a_member_that_fails_only_with_a_joiner_is_not_left_out() -> None:
 
 
 def test_the_only_member_with_the_state_is_waited_for() -> None:
-    """The state would be lost with this member, for a failure that may pass."""
+    """A temporary failure does not remove the member: the state would be lost with it."""
     w = running("a")
     w.failing.add("a")
     w.join("c")

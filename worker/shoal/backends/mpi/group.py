@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""Default limit of each wait for another rank; the same as torch's for Gloo."""
+"""Default limit of each wait for another rank. It equals torch's default for Gloo."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
