@@ -4,7 +4,7 @@
 
 It also writes the tables and figures of docs/report.md, from docs/benchmarks/results.
 
-Sections of benchmarks without a result in bench/results stay as they are, with their day. The
+Sections of benchmarks without a result in bench/results stay unchanged, with their date. The
 section `gpu` is made from docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a
 machine with a GPU.
 """

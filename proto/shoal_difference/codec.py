@@ -91,7 +91,7 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
     """Write the target into `into`, which is as large as the base and does not overlap it.
 
-    Raises MalformedMessage if `difference` is not a difference of that size.
+    Raises MalformedMessage if `difference` is not a difference of buffers of this size.
     """
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)

@@ -135,7 +135,7 @@ class CertificateFolder:
         for each in (path, path.with_suffix(".key")):
             if each.exists():
                 raise InvalidSpec(
-                    "there is a certificate of that name already",
+                    "there is a certificate of this name already",
                     seen=str(each),
                     expected="another --name",
                     fix="`shoal certs renew` issues the existing ones again.",

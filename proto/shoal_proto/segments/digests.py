@@ -16,7 +16,7 @@ AT_ONCE = 4
 
 
 def num_chunks(num_bytes: int) -> int:
-    """Return the number of chunks of a segment of that size."""
+    """Return the number of chunks of a segment of `num_bytes`."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
@@ -59,8 +59,8 @@ def check_chunk(index: int, chunk: Buffer, of_chunks: bytes) -> None:
 
 
 def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
-    """Raise MalformedMessage or ChecksumMismatch if these are not the digests of the chunks of a
-    segment of that size and digest."""
+    """Raise MalformedMessage or ChecksumMismatch unless `of_chunks` are the digests of the chunks
+    of a segment of `num_bytes` with the digest `expected`."""
     if len(of_chunks) != num_chunks(num_bytes) * DIGEST_BYTES:
         raise MalformedMessage(
             "the digests of chunks do not match the segment's size",

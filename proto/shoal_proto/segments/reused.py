@@ -37,7 +37,7 @@ class ReusedMemory:
         _owners.add(self)
 
     def writer(self, num_bytes: int) -> SegmentWriter:
-        """Return a writer, on idle pages of that size if there are any, else on new ones. Raises
+        """Return a writer, on idle pages of `num_bytes` if there are any, else on new pages. Raises
         Overloaded if the system has no memory."""
         with self._lock:
             fitting = [each for each in self._idle if each.num_bytes == num_bytes]

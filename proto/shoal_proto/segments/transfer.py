@@ -495,7 +495,7 @@ def _ranges(indices: Sequence[int]) -> list[range]:
 
 
 def requested_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """Return the requested chunks of a segment of that size; all if none are named. Raises
+    """Return the requested chunks of a segment of `num_bytes`; all if none are named. Raises
     InvalidSpec if the segment does not have them, or they are not in rising order."""
     last = num_chunks(num_bytes)
     requested = [range(each.start, each.stop) for each in request.chunks] or [range(last)]

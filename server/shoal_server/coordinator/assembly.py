@@ -201,7 +201,7 @@ class Coordinator:
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
         """Take over every job. Each write to etcd carries `conditions` and fails if they no longer
-        hold. Raises what the store raises; call `step_down` in that case too."""
+        hold. Raises what the store raises; call `step_down` after such an error, too."""
         self.term.begin(conditions)
         await self.plug_in.begin()
         await self.resetting.read()

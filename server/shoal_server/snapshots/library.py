@@ -71,9 +71,9 @@ class SnapshotLibrary:
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
-        """Snapshot of that number; 0: the newest that is not damaged.
+        """Snapshot with `number`; 0: the newest that is not damaged.
 
-        Raises SnapshotDamaged if all snapshots of that number (0: all) are damaged, UnknownSnapshot
+        Raises SnapshotDamaged if all snapshots with `number` (0: all) are damaged, UnknownSnapshot
         if there are none, Unavailable.
         """
         manifests, damaged = self.read_all()

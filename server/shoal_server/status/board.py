@@ -150,7 +150,7 @@ class StatusBoard:
             self.event(job, "generation_changed", change.line, generation=change.generation)
 
     def snapshot_taken(self, job: str, unix_s: float, message: str) -> None:
-        """Record a complete snapshot of the job, taken at that time."""
+        """Record a complete snapshot of the job, taken at `unix_s`."""
         self._board(job).snapshot_unix_s = unix_s
         self.event(job, "snapshot_taken", message)
 

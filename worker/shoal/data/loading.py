@@ -322,8 +322,9 @@ class BatchLoader:
             self._look(signs)
 
     def _look(self, signs: LoadingProgress) -> None:
-        """Check on a late batch. If it takes too long, or if `on_wait` raises an error, kills the
-        processes, which may not react to requests, and raises LoadingFailed or that error."""
+        """Check on a late batch. If the batch takes too long, or if `on_wait` raises an error,
+        kills the processes, which may not react to requests. Then raises LoadingFailed or the error
+        of `on_wait`."""
         try:
             self._check(signs)
         except BaseException:

@@ -30,7 +30,7 @@ class SessionEnd:
         source: Callable[[], BatchSource | None],
         leave: Callable[..., None],
     ) -> None:
-        """`source()` gives the batches, if any; `leave` is `Session.leave`."""
+        """`source()` returns the source of batches, or None; `leave` is `Session.leave`."""
         self._controller = controller
         self._trained = trained
         self._source = source
@@ -74,8 +74,8 @@ class SessionEnd:
             self._leave(reason="left before the last batch")
 
     def leave_on_error(self, error: BaseException) -> None:
-        """Leave because of an error that the caller raises. A failure while leaving is logged and
-        added to that error as a note, not raised."""
+        """Leave because of an error that the caller raises. A failure while leaving is not raised:
+        it is logged, and added to the caller's error as a note."""
         try:
             self._leave(reason=reason_of(error))
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised

@@ -293,7 +293,8 @@ class MicroBatches:
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
         """Return the loss function with a check of each loss against the samples in its targets.
-        For strategies that call it several times. `look` is called with each loss."""
+        For strategies that call the loss function several times. `look` is called with each
+        loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)

@@ -113,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def given_schedule(self) -> LRScheduler | None:
-        """The schedule given by that option, if there is one."""
+        """The schedule that the script gave by `schedule_option`; None if it gave none."""
         return None
 
     @property

@@ -58,8 +58,8 @@ class Pauses:
         return pause
 
     def end(self, member: MemberState, number: int = 0) -> Pause | None:
-        """End the member's pause if it has that number or an earlier one (0: any number). Returns
-        the pause; None if there was no such pause."""
+        """End the member's pause if its number is `number` or lower (0: any number). Returns the
+        pause; None if there was no such pause."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None

@@ -34,7 +34,7 @@ def may_send_another(
     `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
     leases that this leader does not know. Versions with unknown leases are kept in addition, so
     that training need not wait until those leases have ended. So there may be up to twice as many
-    versions in all, however many leaders follow each other in that time.
+    versions in all, however many leaders follow each other until then.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

@@ -38,7 +38,8 @@ class MemberNumbers:
             self.add(name, member["incarnation"])
 
     def add(self, name: str, incarnation: str) -> None:
-        """Give the next number to this member, instead of any earlier one of that name."""
+        """Give the next number to this member. It replaces the number of an earlier member of the
+        same name."""
         self._numbers[name] = len(self._names)
         self._names.append(name)
         self._incarnations.append(incarnation)
@@ -50,7 +51,7 @@ class MemberNumbers:
         return number if known else None
 
     def member(self, number: int) -> tuple[str, str]:
-        """Name and incarnation. Raises ValueError if no member has that number."""
+        """Name and incarnation of the member with `number`. Raises ValueError if there is none."""
         if not 0 <= number < len(self._names):
             raise ValueError(f"a delta of member {number}; expected below {len(self._names)}")
         return self._names[number], self._incarnations[number]

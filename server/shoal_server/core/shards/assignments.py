@@ -70,9 +70,10 @@ class ShardAssignment:
     on_disk: str = ""
     """Id of the server whose journal has all pushes acknowledged as durable; empty: there are none.
 
-    A primary acknowledges no push as durable before this names its own server, and a server's
-    journal keeps the shard while this names that server. So if every process that held a shard is
-    gone, one disk has all of it, and a process of that server can become primary from the disk.
+    A primary acknowledges no push as durable before this field names its own server. A server's
+    journal keeps the shard while this field names the server. So if every process that held a shard
+    is gone, one disk has all of it, and a new process of the disk's server can become primary from
+    it.
     """
     disk_epoch: int = 0
     disk_version: int = 0

@@ -190,7 +190,7 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
 
 
 def shard_bytes(total_bytes: int) -> int:
-    """Approximate size of the shards of a model of that size."""
+    """Approximate size of the shards of a model of `total_bytes`."""
     few = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
     if few <= LARGE_SHARD_BYTES:
         return few
@@ -198,7 +198,7 @@ def shard_bytes(total_bytes: int) -> int:
 
 
 def max_block_bytes(total_bytes: int) -> int:
-    """Maximum size of a block, in a model of that size."""
+    """Maximum size of a block, in a model of `total_bytes`."""
     return _round_up(shard_bytes(total_bytes) // BLOCKS_PER_SHARD, BLOCK_BYTES) or BLOCK_BYTES
 
 

@@ -43,17 +43,17 @@ class ShardLog(Generic[RecordT]):
         self.num_bytes += record.num_bytes
 
     def trim(self, version: int) -> None:
-        """Discard the records up to that version."""
+        """Discard the records up to `version`."""
         while self.start < min(version, self.version):
             self.num_bytes -= self._records.popleft().num_bytes
             self.start += 1
 
     def restart_after(self, version: int) -> None:
-        """Discard all records, and begin again after that version."""
+        """Discard all records, and begin again after `version`."""
         self._records.clear()
         self.start = self.version = version
         self.num_bytes = 0
 
     def records_after(self, version: int) -> Iterator[RecordT]:
-        """Yield the records after that version that were not discarded."""
+        """Yield the records after `version` that were not discarded."""
         yield from islice(self._records, max(0, version - self.start), None)

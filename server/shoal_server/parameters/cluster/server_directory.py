@@ -30,19 +30,20 @@ class ServerDirectory:
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 
     def address(self, holder: Holder) -> str | None:
-        """Return the address of that process; None if it is not registered, or if another process
-        is registered under its id."""
+        """Return the address of `holder`; None if it is not registered, or if another process is
+        registered under its id."""
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 
     def address_of(self, server_id: str) -> str | None:
-        """Return the address of the process that is registered under that id, if any."""
+        """Return the address of the process that is registered under `server_id`; None if there is
+        none."""
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
     async def find_address(self, holder: Holder) -> str | None:
-        """Return the address of that process, as `address` does; if it is unknown, look it up in
-        etcd first. Raises RetryError if etcd cannot be reached for that."""
+        """Return the address of `holder`, as `address` does. If it is unknown, first look it up in
+        etcd. Raises RetryError if etcd cannot be reached."""
         if self.address(holder) is None:
             await self._servers.look_up(holder.server_id)
         return self.address(holder)

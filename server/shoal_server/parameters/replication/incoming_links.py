@@ -22,8 +22,8 @@ class IncomingLinks:
         task.add_done_callback(self._reading.pop)
 
     async def read_to_end(self, peer: Holder) -> None:
-        """Keep that server from sending more over its links; return once everything that it has
-        sent is read."""
+        """Keep `peer` from sending more over its links; return once everything that it has sent is
+        read."""
         tasks = [task for task, (other, _) in self._reading.items() if other == peer]
         for task in tasks:
             _, end_reading = self._reading[task]

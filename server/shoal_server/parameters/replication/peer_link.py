@@ -51,8 +51,8 @@ class LinkOwner(Protocol):
     """The owner of a link, which has the shards' images and receives the link's events."""
 
     async def find_address(self, holder: Holder) -> str | None:
-        """Return the address of that process; None if etcd does not list it. Raises RetryError if
-        the process is unknown here and etcd cannot be asked about it."""
+        """Return the address of `holder`; None if etcd does not list it. Raises RetryError if the
+        process is unknown here and etcd cannot be asked about it."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:

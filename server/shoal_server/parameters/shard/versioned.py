@@ -107,7 +107,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def growth_bytes(self, batch: BatchT, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at that time may grow the body."""
+        """Return the most bytes by which a push at `at_unix_s` may grow the body."""
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:

@@ -120,9 +120,9 @@ class TableContent:
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at that time may grow the memory: the growth if all
-        its new ids are admitted. New rows first use the memory of evicted rows, including the rows
-        that this push will evict as idle.
+        """Return the most bytes by which a push at `at_unix_s` may grow the memory: the growth if
+        all new ids of the push are admitted. New rows first use the memory of evicted rows,
+        including the rows that this push will evict as idle.
         """
         if len(batch.ids) <= self._rows.num_spare:
             return 0
@@ -210,7 +210,7 @@ class TableContent:
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
 
     def _idle(self, now_s: float) -> Rows:
-        """Return the rows that a push at that time evicts because they were idle too long."""
+        """Return the rows that a push at `now_s` evicts because they were idle too long."""
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)

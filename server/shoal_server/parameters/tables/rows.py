@@ -125,12 +125,12 @@ class RowStore:
         self._free = np.concatenate([self._free, rows])
 
     def touch(self, rows: Rows, at_unix_s: float) -> None:
-        """Note that the rows were pushed at that time."""
+        """Note that the rows were pushed at `at_unix_s`."""
         self._save(rows)
         self._numbers(LAST_PUSHED)[rows] = at_unix_s
 
     def idle_since(self, before_unix_s: float) -> Rows:
-        """Return all rows that were last pushed before that time."""
+        """Return all rows that were last pushed before `before_unix_s`."""
         last_pushed = self._numbers(LAST_PUSHED)[: self._top]
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))

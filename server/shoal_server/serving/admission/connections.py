@@ -42,7 +42,7 @@ class ConnectionCounts:
         return f"too many {kind}; expected at most {most}"
 
     def count_closed(self, reason: str) -> None:
-        """Count an open connection that is closed for that reason."""
+        """Count an open connection that is closed for `reason`."""
         self.refused[reason] += 1
 
     @contextmanager

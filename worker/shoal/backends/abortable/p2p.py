@@ -53,11 +53,11 @@ class AbortableP2P:
         return name
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> P2PMessage:
-        """Begin to send the tensor, the only one of the list, to that rank of the group."""
+        """Begin to send the only tensor of the list to rank `to` of the group."""
         return self._wrapped(self.group.send(tensors, to, tag))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> P2PMessage:
-        """Begin to receive the tensor, the only one of the list, from that rank of the group."""
+        """Begin to receive the only tensor of the list from rank `source` of the group."""
         return self._wrapped(self.group.recv(tensors, source, tag))
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:

@@ -36,7 +36,7 @@ class Stateful(Protocol):
         """Return the state, as plain values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Continue from that state."""
+        """Continue from `state_dict`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class ReplicationLinks:
         yield from self.connect(peer)
 
     def is_used(self, peer: Holder, key: Key) -> bool:
-        """True if the shard uses the link to that server."""
+        """True if the shard uses the link to `peer`."""
         return key in self._used.get(peer, ())
 
     def remove_use(self, peer: Holder, key: Key) -> Iterator[Effect]:
@@ -82,7 +82,7 @@ class ReplicationLinks:
         return link is not None and link.number == number
 
     def keys(self, peer: Holder) -> list[Key]:
-        """Shards that use the link to that server."""
+        """Shards that use the link to `peer`."""
         return sorted(self._used[peer])
 
     def mark_open(self, peer: Holder) -> None:

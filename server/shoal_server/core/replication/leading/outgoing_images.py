@@ -50,8 +50,8 @@ class OutgoingImages:
         return list(self._waiting)
 
     def next_image(self, number: int) -> Key | None:
-        """Make the next waiting shard current, under that number. None if a shard is current
-        already, or none waits."""
+        """Make the next waiting shard current, under `number`. None if a shard is current already,
+        or none waits."""
         if self.current is not None or not self._waiting:
             return None
         self.current = OutgoingImage(self._waiting.popleft(), number)
