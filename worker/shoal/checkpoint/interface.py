@@ -38,11 +38,11 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is to be written after `step` committed steps."""
 
     def join(self, world_size: int) -> None:
-        """From now on, write checkpoints together with all ranks of the default group, or alone if
-        it has one rank. Writes nothing itself. Collective."""
+        """Select that later checkpoints are written together with all ranks of the default group,
+        or alone if it has one rank. Writes nothing. Collective."""
 
     def leave(self) -> None:
-        """From now on, write checkpoints alone. Writes nothing itself."""
+        """Select that this rank writes later checkpoints alone. Writes nothing."""
 
     def offer(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
         """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""
