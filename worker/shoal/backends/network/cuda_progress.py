@@ -66,8 +66,10 @@ class _CaptureLock:
 
     def watch(self) -> None:
         """Track each capture that begins from now on. May be called again."""
-        before_calls(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: self._count(1))
-        after_calls(torch.cuda.CUDAGraph, "capture_end", lambda: self._count(-1))
+        graph, ended = torch.cuda.CUDAGraph, lambda: self._count(-1)
+        # A capture that could not begin has no `capture_end`.
+        before_calls(graph, "capture_begin", lambda *_, **__: self._count(1), failed=ended)
+        after_calls(graph, "capture_end", ended)
 
     def _count(self, change: int) -> None:
         with self._lock:
