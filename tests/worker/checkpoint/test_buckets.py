@@ -152,7 +152,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
 
 
 def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> None:
-    """Its files stay: the index does not say which of them are leftovers of a dead writer."""
+    """The files stay: the index does not say which of them are leftovers of a dead writer."""
     with Checkpoints(place, every_steps=1) as checkpoints:
         checkpoints.offer(at(1))
     old = checkpoints.newest()
