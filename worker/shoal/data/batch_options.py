@@ -166,7 +166,8 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
-    seed, generator = None, loader.generator
+    seed: int | None = None
+    generator = loader.generator
     if isinstance(sampler, DistributedSampler):
         # The session replaces the sampler's padding and shares, and keeps its shuffle and seed.
         shuffle, seed = sampler.shuffle, sampler.seed
