@@ -80,7 +80,7 @@ class MetricsEndpoint:
             raise AddressInUse(
                 f"cannot serve metrics at {self._host}:{self._port}",
                 seen=str(error),
-                expected="a free port",
+                expected="an address of this machine, and a free port that this user may open",
                 fix="Choose another one; port 0 takes any free one.",
             ) from error
         # Each connection occupies a thread: a silent one must end.

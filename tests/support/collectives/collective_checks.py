@@ -19,6 +19,7 @@ from shoal.backends.process_group.uneven import (
     reduce_scatter_uneven,
 )
 from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
+from shoal_proto.errors import InvalidSpec
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {}
 ReduceOp = dist.ReduceOp
@@ -89,6 +90,29 @@ def all_reduce_knows_each_kind_of_number(device: torch.device) -> None:
         tensor = torch.full((5,), rank + 1, dtype=dtype, device=device)
         dist.all_reduce(tensor)
         equal(tensor, [size * (size + 1) // 2] * 5)
+
+
+@check
+def a_sum_of_truth_values_is_true_where_any_of_them_is(device: torch.device) -> None:
+    if dist.get_backend() == "gloo":
+        return  # torch's Gloo refuses truth values
+    rank, _ = place()
+    tensor = torch.tensor([rank == 0, True, False], device=device)
+    dist.all_reduce(tensor)
+    assert tensor.view(torch.uint8).tolist() == [1, 1, 0], "and each is one byte, 0 or 1"
+
+
+@check
+def an_average_of_whole_numbers_is_refused(device: torch.device) -> None:
+    if dist.get_backend() in ("gloo", "nccl"):
+        return  # torch's own round or refuse it, by backend
+    tensor = torch.ones(3, dtype=torch.int64, device=device)
+    try:
+        dist.all_reduce(tensor, op=ReduceOp.AVG)
+    except (InvalidSpec, dist.DistBackendError) as error:
+        assert "avg of torch.int64" in str(error)
+    else:
+        raise AssertionError(f"saw {tensor}")
 
 
 @check

@@ -103,6 +103,27 @@ def fit_split(name: str) -> Fitted:
     return weights(model), held, whole
 
 
+def sharing_model() -> Any:
+    """Make a model in which the first of two layers of a Sequential is also used by itself."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    shared = keras.layers.Dense(7, activation="relu")
+    pair = keras.Sequential([shared, keras.layers.Dense(5)])
+    return keras.Model(inputs, keras.layers.Concatenate()([pair(inputs), shared(inputs)]))
+
+
+def outputs_alone() -> Tensor:
+    outputs: Tensor = sharing_model()(torch.as_tensor(samples()[0])).detach()
+    return outputs
+
+
+def outputs_of_split() -> Tensor:
+    model = sharing_model()
+    model.compile(optimizer=optimizer("sgd"), loss="mse")
+    outputs: Tensor = distribute(model, "tensor")(torch.as_tensor(samples()[0])).detach()
+    return outputs
+
+
 def embedded_model() -> Any:
     """Make a model with a split embedding, moving averages, and two layers that are no pair."""
     keras.utils.set_random_seed(0)

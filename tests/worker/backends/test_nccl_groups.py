@@ -289,6 +289,28 @@ def test_a_device_that_has_failed_is_no_longer_watched() -> None:
     assert [each["event"] for each in logs] == ["device_not_watched"]
 
 
+class FailingGraph:
+    """A CUDA graph whose capture cannot begin."""
+
+    def capture_begin(self) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def capture_end(self) -> None:
+        raise AssertionError("torch does not end a capture that has not begun")
+
+
+def test_a_stall_is_seen_after_a_capture_that_could_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FailingGraph)
+    cuda_progress(torch.device("cuda", 0))  # tracks captures from here on
+    with pytest.raises(RuntimeError, match="not permitted"):
+        torch.cuda.CUDAGraph().capture_begin()
+    progress = DeviceProgress(Event)
+    assert progress.stalled_since_s(1.0) is None
+    assert progress.stalled_since_s(2.0) == 1.0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_stall_check_does_not_break_the_capture_of_a_cuda_graph() -> None:
     progress = cuda_progress(torch.device("cuda", 0))

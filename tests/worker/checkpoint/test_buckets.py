@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.bucket_paths import BucketPath, located
+from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
 from shoal.checkpoint.writing import write
@@ -148,6 +149,21 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
     newest.remove([file])
     with pytest.raises(MalformedMessage, match=f"truncated; saw no file {file}"):
         read(newest, whole_chunk)
+
+
+def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> None:
+    """The files stay: the index does not say which of them are leftovers of a dead writer."""
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        checkpoints.offer(at(1))
+    old = checkpoints.newest()
+    assert isinstance(old, BucketPath)
+    (old / METADATA).write_bytes(b"damaged")
+    (old / f"{'0' * 16}.begun").write_bytes(b"")
+    files = sorted(old.names())
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        checkpoints.offer(at(2))
+    assert sorted(complete(located(place))) == [1, 2]
+    assert sorted(old.names()) == files
 
 
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:

@@ -53,11 +53,20 @@ def order_of(dataset: Any, **given: Any) -> Order:
             {"shuffle": True, "seed": 9},
         ),
         (
+            DataLoader(
+                DATASET,
+                4,
+                sampler=RandomSampler(DATASET, generator=torch.Generator().manual_seed(9)),
+                generator=torch.Generator().manual_seed(5),
+            ),
+            {"shuffle": True, "seed": 9},
+        ),
+        (
             DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 1, 0, seed=3)),
             {"shuffle": True, "seed": 3},
         ),
     ],
-    ids=["plain", "shuffled", "drop_last", "generator", "DistributedSampler"],
+    ids=["plain", "shuffled", "drop_last", "generator", "RandomSampler", "DistributedSampler"],
 )
 def test_settings_that_the_call_leaves_out_are_those_of_the_data_loader(
     loader: DataLoader[Any], expected: dict[str, Any]

@@ -1,7 +1,8 @@
 """The elastic sampler: order by seed and epoch, shares by the roster, weights that add up."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -288,3 +289,19 @@ def test_columns_in_a_list_or_dict_are_refused() -> None:
             dataset_size(columns)  # type: ignore[arg-type]
     for samples in ([images, images], [images, images[:2]], {0: images, 1: images}):
         assert dataset_size(samples) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_steps_are_counted_to_the_last_of_an_epoch_also_where_the_batch_size_changed(
+    drop_last: bool,
+) -> None:
+    before = Order(num_samples=23, global_batch_size=5, num_epochs=3, drop_last=drop_last)
+    for size, first in product(range(1, 24), range(before.num_steps)):
+        order = replace(before, global_batch_size=size, origin=before.position(first))
+        steps = range(first, order.num_steps + 1)
+        places = [order.place(step) for step in steps]
+        assert [epoch for epoch, _ in places] == [order.position(step).epoch for step in steps]
+        assert places[-1] == (order.num_epochs, 0)
+        for (epoch, number), following in pairwise(places):
+            is_last = number == order.steps_per_epoch - 1
+            assert following == ((epoch + 1, 0) if is_last else (epoch, number + 1))

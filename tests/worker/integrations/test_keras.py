@@ -132,6 +132,13 @@ def test_the_layers_of_a_keras_module_are_split():
         )
 
 
+@pytest.mark.long
+def test_a_layer_that_is_shared_by_a_pair_and_another_caller_gives_both_all_columns():
+    alone = keras_ranks.outputs_alone()
+    for outputs in run_on_gloo(2, keras_ranks.outputs_of_split):
+        assert (outputs - alone).abs().max() <= TOLERANCE
+
+
 def test_keras_models_that_cannot_be_distributed_are_refused():
     with pytest.raises(InvalidSpec, match="built=True compiled=False"):
         distribute(keras_ranks.dense_model())

@@ -208,3 +208,28 @@ def test_an_evaluation_during_fit_of_weights_held_in_parts_is_refused(
     run = Fit(coordinator=cluster.coordinator, job="keras-stale", member_id="a", strategy="zero2")
     with pytest.raises(InvalidSpec, match="Evaluate after fit"):
         bodies.fit(lambda kind, **data: None, run, validation_data=bodies.data())
+
+
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(5, 33), (20, 15)])
+def test_fit_continues_a_checkpoint_of_another_batch_size_to_the_jobs_end(
+    tmp_path: Path, batch_size: int, num_steps: int
+) -> None:
+    """50 samples, 4 epochs, batches of 10 up to step 7. The job's last step is that of the samples,
+    and Keras counts each step once and gets the weights back."""
+    fitted: list[tuple[bodies.Counted, Any]] = []
+    for size, every_steps in ((10, 7), (batch_size, 100)):
+        with shoal.join() as session:
+            model = bodies.new_model()
+            model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            checkpoints = shoal.Checkpoints(tmp_path, every_steps=every_steps)
+            session.distribute(model, model.optimizer, "zero2", checkpoints=checkpoints)
+            epochs = 4 if size == batch_size else 2
+            batches = SessionBatches(model, bodies.data(), global_batch_size=size, epochs=epochs)
+            fitted.append((bodies.Counted(), model))
+            model.fit(batches, epochs=epochs, verbose=0, callbacks=[fitted[-1][0]])
+            first = session.step_number - fitted[-1][0].steps
+    counted, model = fitted[-1]
+    assert first == 7
+    assert first + counted.steps == num_steps
+    assert counted.shown == [False] * (counted.steps - 1) + [True]
+    assert len(counted.losses) == 3, "epochs of Keras: the rest of the second, and two more"

@@ -29,7 +29,9 @@ from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
 from support.training import lightning_bodies
 from support.training.lightning_bodies import ORDER, Net, Run, data, trainer_of
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -495,3 +497,66 @@ def test_the_lightning_example_trains_with_two_workers(cluster: LocalCluster) ->
     shares = re.findall(r"rank \d: ([\d.]+)% right after 380 steps", done.stdout + done.stderr)
     assert len(shares) == 2
     assert all(float(share) > 95 for share in shares)
+
+
+class Counting(Net):
+    """Records the Trainer's epoch and index of each batch, and the epochs that have ended."""
+
+    def __init__(self, session: shoal.Session, checkpoints: shoal.Checkpoints) -> None:
+        super().__init__(session, say_nothing, Run(**NOBODY))
+        self.checkpoints = checkpoints
+        self.seen: list[tuple[int, int]] = []
+        self.ended: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        own = lightning_bodies.optimizer_of(self.layers)
+        self.each_epoch = StepLR(own, 1, 0.5)
+        self.layers, optimizer = self.session.distribute(
+            self.layers, own, "ddp", checkpoints=self.checkpoints
+        )
+        return [optimizer], [self.each_epoch]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        self.seen.append((self.trainer.current_epoch, batch_idx))
+        return cross_entropy(self.layers(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.ended.append(self.trainer.current_epoch)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "places"),
+    [
+        (5, [(1, index) for index in range(4, 10)] + [(2, index) for index in range(10)]),
+        (20, [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]),
+    ],
+)
+def test_epochs_after_a_change_of_the_batch_size_are_those_of_the_samples(
+    tmp_path: Path, batch_size: int, places: list[tuple[int, int]]
+) -> None:
+    """50 samples, 3 epochs, batches of 10 up to step 7. Batches of the epoch within which the size
+    changes are numbered towards its last; counters, schedules and the end follow the samples."""
+    for size, epochs, every_steps in ((10, 2, 7), (batch_size, 3, 100)):
+        with shoal.join() as session:
+            module = Counting(session, shoal.Checkpoints(tmp_path, every_steps=every_steps))
+            elastic = SessionStrategy(session)
+            batches = elastic.batches(data(), global_batch_size=size)
+            trainer = trainer_of(elastic, max_epochs=epochs)
+            trainer.fit(module, batches)
+    assert module.seen == places
+    assert module.ended == [1, 2]
+    assert trainer.current_epoch == 3
+    assert trainer.global_step == session.step_number == 7 + len(places)
+    assert module.each_epoch.last_epoch == 3
+
+
+def test_max_steps_beyond_the_samples_of_its_epochs_is_refused(tmp_path: Path) -> None:
+    """Batches are smaller than before the change: the planned epochs have too few steps."""
+    with pytest.raises(InvalidSpec, match="max_steps=14"):
+        for size, max_steps, every_steps in ((10, 10, 7), (5, 14, 100)):
+            with shoal.join() as session:
+                module = Counting(session, shoal.Checkpoints(tmp_path, every_steps=every_steps))
+                elastic = SessionStrategy(session)
+                batches = elastic.batches(data(), global_batch_size=size)
+                trainer = trainer_of(elastic, max_epochs=-1, max_steps=max_steps)
+                trainer.fit(module, batches)

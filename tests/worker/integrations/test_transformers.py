@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,55 @@ def test_a_trainer_that_would_not_generate_is_refused(
 ) -> None:
     with pytest.raises(InvalidSpec, match=r"predict_with_generate.*SessionSeq2SeqTrainer"):
         SessionTrainer(session, **translating(tmp_path))
+
+
+class Followed(TrainerCallback):
+    """Records the rate after each step, and the epoch that Trainer shows."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.epochs: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.rates.append(given["lr_scheduler"].get_last_lr()[0])
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs.append(state.epoch)
+
+
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(4, 22), (16, 6)])
+def test_a_checkpoint_of_another_batch_size_is_trained_to_the_end_of_the_samples(
+    tmp_path: Path, batch_size: int, num_steps: int
+) -> None:
+    """46 samples, 3 epochs, batches of 8 up to step 7: the second epoch has 38 samples left. The
+    schedule falls to 0 in the job's last step, and not before."""
+    options = {"gradient_accumulation_steps": 1, "eval_strategy": "no", "warmup_steps": 0}
+    options["lr_scheduler_type"] = "linear"
+    for size, epochs, every_steps in ((8, 2, 7), (batch_size, 3, 100)):
+        with shoal.join() as session:
+            inputs = inputs_of(per_device_train_batch_size=size, num_train_epochs=epochs, **options)
+            followed = Followed()
+            trainer = SessionTrainer(
+                session,
+                **inputs,
+                callbacks=[followed],
+                checkpoints=shoal.Checkpoints(tmp_path, every_steps=every_steps),
+            )
+            trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == session.step_number
+    assert len(followed.rates) == num_steps
+    assert session.step_number == 7 + len(followed.rates)
+    assert followed.epochs == [2.0, 3.0]
+    assert followed.rates[-1] == 0.0
+    assert all(now < before for before, now in pairwise(followed.rates))
+
+
+def test_max_steps_beyond_the_samples_of_its_epochs_is_refused(tmp_path: Path) -> None:
+    """Batches are smaller than before the change: the planned epochs have too few steps."""
+    options = {"gradient_accumulation_steps": 1, "eval_strategy": "no"}
+    with pytest.raises(InvalidSpec, match="max_steps=12"):
+        for size, max_steps, every_steps in ((8, 8, 7), (4, 12, 100)):
+            with shoal.join() as session:
+                inputs = inputs_of(per_device_train_batch_size=size, max_steps=max_steps, **options)
+                checkpoints = shoal.Checkpoints(tmp_path, every_steps=every_steps)
+                SessionTrainer(session, **inputs, checkpoints=checkpoints).train()

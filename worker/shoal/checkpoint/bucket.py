@@ -107,7 +107,11 @@ class BucketDraft(Draft):
         for name in self._path.parent.folders():
             path = self._path.parent / name
             if STEP.fullmatch(name) or name == self._path.name:
-                self._sweep(path)
+                try:
+                    self._sweep(path)
+                except ShoalError as error:
+                    # A damaged index does not say which files are leftovers: all stay.
+                    log.warning("leftover_not_removed", path=str(path), error=str(error))
 
     def _sweep(self, path: BucketPath) -> None:
         names = path.names()

@@ -167,7 +167,8 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
-    seed = None
+    seed: int | None = None
+    generator = loader.generator
     if isinstance(sampler, DistributedSampler):
         # The session replaces the sampler's padding and shares, and keeps its shuffle and seed.
         shuffle, seed = sampler.shuffle, sampler.seed
@@ -179,13 +180,13 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         if sampler.replacement or sampler.num_samples != len(sampler.data_source):
             drawn = f"RandomSampler of {sampler.num_samples} samples"
             raise _unkept("sampler", drawn, "each sample once an epoch")
-        shuffle = True
+        shuffle, generator = True, sampler.generator or generator
     elif type(sampler) is SequentialSampler:
         shuffle = False
     else:
         raise _unkept("sampler", type(sampler).__name__, "shuffle=True or shuffle=False")
-    if seed is None and isinstance(loader.generator, torch.Generator):
-        seed = loader.generator.initial_seed()
+    if seed is None and isinstance(generator, torch.Generator):
+        seed = generator.initial_seed()
     return replace(
         options,
         global_batch_size=(

@@ -98,6 +98,17 @@ class Order:
         whole, rest = divmod(num_left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
+    @cached_property
+    def num_steps_more(self) -> int:
+        """Number of steps that a job with batches of this size alone takes more than this one up to
+        the same sample; below 0 if earlier batches were smaller."""
+        return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and the step's number in that epoch, from 0. The last step of
+        each epoch has number `steps_per_epoch - 1`, also in the epoch of the origin."""
+        return divmod(step + self.num_steps_more, self.steps_per_epoch)
+
     def position(self, step: int) -> SamplePosition:
         """Return the position at which the step begins. Raises InvalidSpec for a step before the
         origin."""

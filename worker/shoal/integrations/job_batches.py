@@ -1,15 +1,16 @@
 """A job's batches for trainers that have their own loop: Keras and Lightning."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch.utils.data import DataLoader
 
 from shoal.data.batch_options import BatchOptions, LoadingOptions
 from shoal.data.batches import Batch, Dataset
+from shoal.data.order import Order
 from shoal.data.samples import Collate
 
 if TYPE_CHECKING:
+    from shoal.session.batch_sources import Batches
     from shoal.session.session import Session
 
 
@@ -42,16 +43,23 @@ class JobBatches:
         }
         self._loading = loading
         loader = BatchOptions.of(**self._options, options=loading).loader(dataset)
-        self._order = loader.order
+        self._planned = loader.order
         self.num_columns = loader.num_columns
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Batches | None = None
+
+    @property
+    def _order(self) -> Order:
+        # That of the session has the position at which a checkpoint's batch size ended.
+        return self._planned if self._batches is None else self._batches.order
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
         return self._order.steps_per_epoch
 
     @property
     def num_steps(self) -> int:
+        """Number of steps of the whole job, from the first batch on."""
         return self._order.num_steps
 
     @property
@@ -60,13 +68,17 @@ class JobBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the last committed step was the last of its epoch, and before the first step."""
-        return self._session.step_number % self._order.steps_per_epoch == 0
+        """True if the last committed step was the last of its epoch; also before the first step."""
+        return self.place(self._session.step_number)[1] == 0
 
     @property
     def last_is_done(self) -> bool:
         """True if this member has committed the job's last step."""
         return self._session.step_number >= self._order.num_steps
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step and its number in that epoch, as `Order.place`."""
+        return self._order.place(step)
 
     def take(self) -> Batch | None:
         """Take this member's part of the job's next step, and return it; None after the last."""

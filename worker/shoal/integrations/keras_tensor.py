@@ -1,5 +1,6 @@
 """Splits the Dense and Embedding layers of a Keras model over ranks that take the same samples."""
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -54,9 +55,10 @@ def split_layers(model: Any, optimizer: Any) -> None:
     """Split the model's layers in place. Its optimizer, without state yet, is left unchanged.
 
     Two consecutive plain Dense layers of a Sequential, with an elementwise activation between them,
-    are split by columns and by rows. Other plain Dense layers and Embeddings with enough units are
-    split by units, and their outputs gathered. Raises UnsupportedOptimizer for an optimizer that is
-    not elementwise or clips by norm, and InvalidSpec if no layer can be split.
+    are split by columns and by rows, unless one of them is also used elsewhere. Other plain Dense
+    layers and Embeddings with enough units are split by units, and their outputs gathered. Raises
+    UnsupportedOptimizer for an optimizer that is not elementwise or clips by norm, and InvalidSpec
+    if no layer can be split.
     """
     check_elementwise(optimizer)
     if optimizer.clipnorm or optimizer.global_clipnorm:
@@ -172,11 +174,18 @@ def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
 def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
     """Map the first layer of each pair (by id) to the id of the second."""
     pairs: dict[int, int] = {}
+    owners = Counter(
+        id(layer)
+        for part in model._flatten_layers()
+        for layer in part._flatten_layers(include_self=False, recursive=False)
+    )
     for part in model._flatten_layers():
         layers = part.layers if type(part) is keras.Sequential else []
         for first, second in pairwise(layers):
+            # A layer that something else calls too needs whole inputs and outputs.
+            is_pair = owners[id(first)] == owners[id(second)] == 1
             free = _is_plain(first) and _is_plain(second) and id(first) not in pairs.values()
-            if free and _activation(first) in _ELEMENTWISE and first.units >= ranks:
+            if is_pair and free and _activation(first) in _ELEMENTWISE and first.units >= ranks:
                 pairs[id(first)] = id(second)
     return pairs
 

@@ -43,7 +43,7 @@ from shoal.data.samples import Collate
 from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
 from shoal.integrations.job_batches import JobBatches
 from shoal.integrations.lightning_batches import CollatedByScript, LightningBatches
-from shoal.integrations.trainer_limits import JobCounters, refuse_parts_of_epochs
+from shoal.integrations.trainer_limits import refuse_parts_of_epochs
 from shoal.session.session import Session
 from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
@@ -137,7 +137,7 @@ class SessionStrategy(SingleDeviceStrategy):
         trainer, batches = self._trainer(), self._present_batches()
         if trainer.train_dataloader is not batches:
             raise _other_batches()
-        batches.begin(JobCounters(trainer, len(batches)))
+        batches.begin(trainer)
 
     def on_train_end(self) -> None:
         """End the job if a callback stopped the Trainer before the last step."""
@@ -243,7 +243,7 @@ class SessionStrategy(SingleDeviceStrategy):
             if config.interval == "epoch":
                 if not batches.epoch_is_done:
                     continue
-                count //= len(batches)
+                count = batches.num_epochs_done
             if count % config.frequency == 0:
                 module.lr_scheduler_step(config.scheduler, None)
 

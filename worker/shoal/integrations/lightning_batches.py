@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 from shoal.data.batches import Batch
 from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
-from shoal.integrations.trainer_limits import JobCounters, epochs_of
+from shoal.integrations.trainer_limits import NO_LIMIT, JobCounters, epochs_of
+from shoal_proto.errors import InvalidSpec
 
 
 class CollatedByScript:
@@ -42,20 +43,34 @@ class LightningBatches:
         self._batch: Batch | None = None
         self._ahead: Batch | None = None
         self._counters: JobCounters | None = None
+        self._until = 0
+        """Number of steps from which the number of epochs was derived; 0: it was given."""
         self.is_over = False
         """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """Decide and return the number of epochs. Raises what `epochs_of` raises."""
+        """Decide the number of epochs. Raises InvalidSpec if two settings contradict each other."""
+        if self._epochs is None and trainer.max_epochs == NO_LIMIT:
+            self._until = max(trainer.max_steps, 0)
         epochs = epochs_of(trainer, self._epochs, len(self))
         self._job = self._job_of(epochs, self._collate)
         return epochs
 
-    def begin(self, counters: JobCounters) -> None:
-        """Wait for the job's first batch, and set the counters to its step."""
-        self._counters, self._ahead = counters, self._job.take()
+    def begin(self, trainer: Trainer) -> None:
+        """Wait for the job's first batch, and set the Trainer's counters to its step. Raises
+        InvalidSpec if `max_steps` needs more epochs than were planned for it."""
+        self._counters, self._ahead = JobCounters(trainer, self._job), self._job.take()
+        if self._job.num_steps < self._until:
+            raise InvalidSpec(
+                "max_steps, with larger batches in the checkpoint",
+                seen=f"max_steps={self._until}, and samples for {self._job.num_steps} steps in the"
+                " epochs of this batch size",
+                expected="max_epochs without max_steps, or the checkpoint's batch size",
+            )
         self.is_over = self._ahead is None
-        counters.before_epoch(self._job.step_number if self._ahead is None else self._ahead.step)
+        self._counters.before_epoch(
+            self._job.step_number if self._ahead is None else self._ahead.step
+        )
 
     def end(self) -> None:
         """Set the number of committed steps: Lightning must not count the last attempt."""
@@ -108,6 +123,11 @@ class LightningBatches:
     def epoch_is_done(self) -> bool:
         """True if the step committed last was the last of its epoch."""
         return self._job.epoch_is_done
+
+    @property
+    def num_epochs_done(self) -> int:
+        """Number of epochs whose last step is committed."""
+        return self._job.place(self._job.step_number)[0]
 
     @property
     def is_last(self) -> bool:

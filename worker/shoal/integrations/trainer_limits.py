@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from shoal.integrations.job_batches import JobBatches
 from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
@@ -78,19 +79,19 @@ def _is_part(limit: int | float | None) -> bool:
 class JobCounters:
     """Sets a Trainer's counters to the job's position."""
 
-    def __init__(self, trainer: Trainer, steps_per_epoch: int) -> None:
+    def __init__(self, trainer: Trainer, batches: JobBatches) -> None:
         self._loop: Any = trainer.fit_loop
-        self._steps_per_epoch = steps_per_epoch
+        self._batches = batches
 
     def before_epoch(self, step: int) -> None:
         """Set the counters to their values before the epoch of this step."""
-        epoch = step // self._steps_per_epoch
+        epoch, _ = self._batches.place(step)
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
 
     def set_before_count(self, step: int) -> None:
         """Set the counters before Lightning counts this step's batch."""
-        self._take(step, ready=step % self._steps_per_epoch)
+        self._take(step, ready=self._batches.place(step)[1])
 
     def count_steps(self, step: int) -> None:
         """Set the number of committed steps, without the attempts that Lightning counted."""
@@ -98,14 +99,14 @@ class JobCounters:
 
     def set_after_count(self, step: int) -> None:
         """Set the counters to this step, taken in place of a batch that Lightning has counted."""
-        ready = step % self._steps_per_epoch + 1
+        ready = self._batches.place(step)[1] + 1
         self._take(step, ready=ready)
-        is_last = ready >= self._steps_per_epoch
+        is_last = ready >= self._batches.steps_per_epoch
         self._loop.epoch_loop.batch_progress.is_last_batch = is_last
         self._loop._data_fetcher.done = is_last
 
     def _take(self, step: int, *, ready: int) -> None:
-        epoch, done = divmod(step, self._steps_per_epoch)
+        epoch, done = self._batches.place(step)
         self._set_epoch(ready=epoch + 1, done=epoch)
         self._set_steps(step)
         progress = self._loop.epoch_loop.batch_progress

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import LabelSmoother
 
 from shoal.data.batches import Batch
+from shoal.data.order import Order
 from shoal.session.batch_sources import Batches
 from shoal.session.session import Session
 from shoal.session.step import Step
@@ -36,6 +37,11 @@ class TrainerSteps:
         """Weight of the next loss in `backward`; None: its number of samples."""
         self.is_over = False
         """True if all members have reached the job's end."""
+
+    @property
+    def order(self) -> Order:
+        """Order of the job's samples; valid once `position` has returned."""
+        return self._batches.order
 
     def position(self) -> int:
         """Return the job's current step; after the loss of a member, first wait for the others."""

@@ -8,12 +8,14 @@ The job trains as one process would with these arguments: its global batch has
 `per_device_train_batch_size` times `gradient_accumulation_steps` samples, and each member takes a
 share. When a member is lost, Trainer's loop continues from the job's current step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
@@ -136,6 +138,7 @@ class SessionTrainer(Trainer):
             )
         session = self._session
         self.create_optimizer()
+        makes_schedule = self.lr_scheduler is None
         self.create_scheduler(num_training_steps=max_steps)
         session.register("transformers-schedule", self.lr_scheduler)
         session.register("transformers-trainer", TrainerCounts(self))
@@ -150,7 +153,34 @@ class SessionTrainer(Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.state.global_step = self._steps.position()
-        return self.state.global_step // num_update_steps_per_epoch, 0
+        self._adapt_length(makes_schedule=makes_schedule)
+        return self._steps.order.place(self.state.global_step)[0], 0
+
+    def _adapt_length(self, *, makes_schedule: bool) -> None:
+        """Adapt the planned number of steps, and the schedule that Trainer has made for it, to a
+        checkpoint of another batch size. Raises InvalidSpec if `max_steps` of the arguments was
+        given, and needs more epochs than were planned for it."""
+        order, state = self._present().order, self.state
+        if self.args.max_steps > 0:
+            if order.num_steps < state.max_steps:
+                raise refused(
+                    "max_steps, with larger batches in the checkpoint",
+                    f"max_steps={state.max_steps}, and samples for {order.num_steps} steps in"
+                    f" {state.num_train_epochs} epochs of this batch size",
+                    "num_train_epochs without max_steps, or the checkpoint's batch size",
+                )
+            return
+        state.max_steps -= order.num_steps_more
+        schedule = self.lr_scheduler
+        if makes_schedule and order.num_steps_more and isinstance(schedule, LambdaLR):
+            # Only a partial depends on the length. In its place a partial again: a schedule's state
+            # shows the kind of function, and members that join compare it before they come here.
+            schedule.lr_lambdas = [
+                partial(_rate_of_later_step, each, order.num_steps_more)
+                if isinstance(each, partial)
+                else each
+                for each in schedule.lr_lambdas
+            ]
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -188,7 +218,8 @@ class SessionTrainer(Trainer):
         while True:
             try:
                 while number <= epoch and not control.should_training_stop:
-                    steps.skip = self.state.global_step - number * num_update_steps_per_epoch
+                    reached, taken = steps.order.place(self.state.global_step)
+                    steps.skip = taken + (reached - number) * num_update_steps_per_epoch
                     super()._run_epoch(
                         epoch=number,
                         num_update_steps_per_epoch=num_update_steps_per_epoch,
@@ -200,7 +231,8 @@ class SessionTrainer(Trainer):
                 return
             except StepRetaken:
                 self._restore_position()
-                control, number = self.control, self.state.global_step // num_update_steps_per_epoch
+                control = self.control
+                number, _ = steps.order.place(self.state.global_step)
                 if number <= epoch:
                     self.control = control = self.callback_handler.on_epoch_begin(
                         self.args, self.state, control
@@ -388,6 +420,10 @@ class SessionTrainer(Trainer):
         return self._steps
 
 
+def _rate_of_later_step(rate: Callable[[int], float], num_steps_more: int, step: int) -> float:
+    return rate(step + num_steps_more)
+
+
 class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
     """SessionTrainer that extends Seq2SeqTrainer, whose evaluations generate sequences."""
 
@@ -429,16 +465,14 @@ class _Position(TrainerCallback):
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
 
-    def _steps_per_epoch(self) -> int:
-        num_parts = int(self._trainer.args.gradient_accumulation_steps)
-        num_batches = len(self._trainer.callback_handler.train_dataloader)
-        return num_batches // num_parts
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.epoch = state.global_step / self._steps_per_epoch()
+        order = self._trainer._present().order
+        epoch, taken = order.place(state.global_step)
+        state.epoch = epoch + taken / order.steps_per_epoch
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_epoch_stop and state.global_step % self._steps_per_epoch():
+        order = self._trainer._present().order
+        if control.should_epoch_stop and order.place(state.global_step)[1]:
             raise refused(
                 "an epoch that ends before its samples do",
                 "control.should_epoch_stop",

@@ -27,8 +27,8 @@ def parse_address(text: str) -> tuple[str, int]:
 def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
     """Serve the metrics within the block; no effect without an address.
 
-    Raises InvalidSpec if prometheus_client is not installed, and AddressInUse if the server cannot
-    listen at the address.
+    Raises InvalidSpec if prometheus_client is not installed, AddressInUse if the address
+    cannot be listened on.
     """
     if not address:
         yield
@@ -48,7 +48,9 @@ def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
         server, thread = prometheus.start_http_server(port, host, registry)
     except OSError as error:
         raise AddressInUse(
-            f"cannot serve metrics at {host}:{port}", seen=str(error), expected="a free port"
+            f"cannot serve metrics at {host}:{port}",
+            seen=str(error),
+            expected="an address of this machine, and a free port that this user may open",
         ) from error
     try:
         yield

@@ -10,6 +10,7 @@ from typing import cast
 import structlog
 
 from shoal.data.batches import Batch, Loader
+from shoal.data.order import Order
 from shoal.membership.draining import Drained
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
@@ -42,6 +43,12 @@ class BatchSource(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]: ...
+
+    @property
+    def order(self) -> Order:
+        """Order of the samples. The position at which a checkpoint's batch size ended is known from
+        the first batch on."""
+        return self._loader.order
 
     @property
     @abstractmethod
@@ -285,6 +292,11 @@ class Batches(Iterator[Batch]):
         self._batches = iter(source)
         self._is_over = False
 
+    @property
+    def order(self) -> Order:
+        """Order of the job's samples: see `BatchSource.order`."""
+        return self._source.order
+
     def __iter__(self) -> Iterator[Batch]:
         """Yield the remaining batches. Raises InvalidSpec if an earlier loop has reached the last
         batch."""
@@ -321,7 +333,7 @@ def second_loop(what: str) -> InvalidSpec:
         seen="perhaps one loop for each epoch",
         expected="one loop over session.batches(data, epochs=n) for all epochs",
         fix="batch.epoch is the epoch of a batch. An epoch has ended if"
-        " `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself makes,"
+        " `(len(batches) - batch.step - 1) % steps_per_epoch == 0`. For data that training makes,"
         " such as rollouts, take steps without session.batches: docs/loop.md.",
     )
 

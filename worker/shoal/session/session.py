@@ -329,7 +329,7 @@ class Session:
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)
         if self._reports is not None:
-            self._reports.trains_for(self._source.num_steps)
+            self._reports.trains_on(self._source)
         return Batches(self._source)
 
     def step(self) -> Step:

@@ -11,6 +11,7 @@ import structlog
 from torch import Tensor
 
 from shoal.membership.health import HealthReporter
+from shoal.session.batch_sources import BatchSource
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.run_origin import run_origin
 from shoal.session.usage import UsageMeter, memory_bytes
@@ -150,16 +151,16 @@ class StepReports:
         self._strategy: Strategy | None = None
         self._reported_s = 0.0
         self._samples = 0
-        self._num_steps: int | None = None
+        self._source: BatchSource | None = None
         self._unreported: tuple[Tensor | None, StepTimes] | None = None
         self._parts = StepPartsMeter()
         self._usage = UsageMeter()
         self._origin: RunOrigin | None = None
         self._origin_reader: threading.Thread | None = None
 
-    def trains_for(self, num_steps: int | None) -> None:
-        """Set the number of steps of the job; None if it is unknown."""
-        self._num_steps = num_steps
+    def trains_on(self, source: BatchSource) -> None:
+        """Set the source of the job's batches, whose number of steps is reported."""
+        self._source = source
 
     def step_begins(self) -> None:
         """Note that a step begins. The member that reports for the job reads its command line and
@@ -242,7 +243,8 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            num_steps=self._num_steps,
+            # Read anew: another batch size than a checkpoint's is known from the first batch on.
+            num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,
             writes_checkpoints=strategy.writes_checkpoints,

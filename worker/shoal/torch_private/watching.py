@@ -7,14 +7,21 @@ from typing import Any
 _WATCHED = "_shoal_watched"
 
 
-def before_calls(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Install `look`, which is called before each call of `owner.name`, with its arguments. If
-    `look` raises, the call is not made. Only the first hook on a function has an effect."""
+def before_calls(
+    owner: Any, name: str, look: Callable[..., None], *, failed: Callable[[], None] = lambda: None
+) -> None:
+    """Call `look` from now on before each call of `owner.name`, with its arguments; if `look`
+    raises, the call is not made. `failed` is called after a call that raised. Only the first hook
+    on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         look(*args, **kwargs)
-        return plain(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        except BaseException:
+            failed()
+            raise
 
     _replace(owner, name, plain, watched)
 

@@ -28,6 +28,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
     for rank, length in enumerate(lengths):
         if length > MAX_MESSAGE_BYTES:
+            barrier_after_collective(group)
             raise MalformedMessage(
                 f"rank {rank} sent a message that is too long",
                 seen=f"{length} bytes",

@@ -42,9 +42,8 @@ class AbortableP2P:
         self.takes_batches = takes_batches(group, device)
         """True if a rank's messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
-        self._has_thread = False
-        # The thread ends even if the owner does not call `close`.
-        weakref.finalize(self, self._orders.put, None)
+        self._end_thread: Callable[[], object] | None = None
+        """Lets the waiting thread end; None if there is none."""
 
     @property
     def group_name(self) -> str:
@@ -94,18 +93,21 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread once its current waits are over. A later wait starts another
-        thread. Does not block; may be called twice."""
-        if self._has_thread:
-            self._orders.put(None)
-            self._has_thread = False
+        """End the waiting thread, after the waits that it has begun; a later wait starts another.
+        Does not block; may be called twice."""
+        if self._end_thread is not None:
+            self._end_thread()
+            self._end_thread = None
 
     def _wrapped(self, work: P2PMessage) -> P2PMessage:
         return _Message(work, self._await) if self._waits_in_thread else work
 
     def _await(self, work: P2PMessage) -> None:
-        if not self._has_thread:
-            self._has_thread = True
+        if self._end_thread is None:
+            # Of its own: the thread before may still wait for a message that Gloo does not end.
+            self._orders = queue.SimpleQueue()
+            # The thread ends even if the owner does not call `close`.
+            self._end_thread = weakref.finalize(self, self._orders.put, None)
             arguments = (self._orders,)
             threading.Thread(
                 target=_wait_for_orders, args=arguments, name="shoal-p2p", daemon=True
@@ -116,6 +118,7 @@ class AbortableP2P:
             reason = completion.wait()
         self._waiter.forget()
         if reason:
+            self.close()
             # Every backend recognises this class as a failure of the group.
             raise dist.DistBackendError(reason)
 

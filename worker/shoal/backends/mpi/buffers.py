@@ -8,6 +8,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from shoal.backends.process_group.reductions import check_has_mean
 from shoal_proto.errors import InvalidSpec
 
 _Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
@@ -46,8 +47,11 @@ class StagedTensor:
                 seen=f"{op} of {tensor.dtype}",
                 expected="sum, avg, product, min, max, band, bor or bxor, of a dtype that MPI has",
             )
+        if op == _Op.AVG:
+            check_has_mean(tensor)
         self._tensor, self._divisor = tensor, size if op == _Op.AVG else 1
-        self.op = _OPS[op]
+        # torch's sum of truth values is their "or"; a sum of their bytes may be 2.
+        self.op = MPI.BOR if tensor.dtype == torch.bool and op == _Op.SUM else _OPS[op]
         wide = tensor.float() if tensor.dtype in _HALVES else tensor
         self._flat = wide.contiguous()
         memory = _checked(self._flat).view(-1)

@@ -22,10 +22,21 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+def check_has_mean(tensor: Tensor) -> None:
+    """Raise InvalidSpec for whole numbers, among which a mean may have no value."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise InvalidSpec(
+            "this reduction is not supported",
+            seen=f"avg of {tensor.dtype}",
+            expected="sum, or avg of floating point or complex numbers",
+        )
+
+
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
     """Reduce the ranks' tensors, in the order of ranks: the same bits, whichever rank does it.
 
-    Raises InvalidSpec for an unsupported reduction, ValueError if shapes or dtypes differ.
+    Raises InvalidSpec for an unsupported reduction, such as an average of whole numbers; ValueError
+    if shapes or dtypes differ.
     """
     fold = _FOLDS.get(op)
     if fold is None:
@@ -41,6 +52,8 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
                 f"the ranks' tensors differ: {tuple(first.shape)} {first.dtype} "
                 f"and {tuple(part.shape)} {part.dtype}"
             )
+    if op == _Op.AVG:
+        check_has_mean(first)
     total = first.clone()
     for part in parts[1:]:
         fold(total, part, out=total)
