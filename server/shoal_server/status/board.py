@@ -297,7 +297,7 @@ class StatusBoard:
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
-            if known.losses and known.losses[-1][0] >= health.step:
+            while known.losses and known.losses[-1][0] >= health.step:
                 known.losses.pop()  # the step was redone, or reported twice
             known.losses.append((health.step, health.loss))
 
