@@ -2,7 +2,7 @@
 
 from support.clusters.status_world import health
 
-from shoal_server.status.board import StatusBoard
+from shoal_server.status.board import MAX_JOBS, StatusBoard
 
 
 def test_a_jobs_losses_are_in_the_order_of_its_steps_after_a_rollback() -> None:
@@ -12,3 +12,24 @@ def test_a_jobs_losses_are_in_the_order_of_its_steps_after_a_rollback() -> None:
         board.report("job", "w0", health("w0", step=step, loss=loss))
     process = health("w0").public_id
     assert list(board.losses("job", "w0", process)) == [(10, 3.0), (15, 2.5), (25, 1.5)]
+
+
+def test_no_board_of_a_live_job_is_dropped() -> None:
+    ended: set[str] = set()
+    board = StatusBoard(is_live=lambda job: job not in ended)
+    jobs = [f"job-{number}" for number in range(MAX_JOBS + 10)]
+    for job in jobs:
+        board.event(job, "phase_running", "it trains")
+    assert all(board.events(job) for job in jobs)
+    ended.update(jobs[5:30])
+    board.event("another", "phase_running", "it trains")
+    assert [job for job in jobs if not board.events(job)] == jobs[5:16]
+    assert board.events("another")
+
+
+def test_ended_jobs_are_kept_up_to_a_bound() -> None:
+    board = StatusBoard()
+    for number in range(MAX_JOBS + 1):
+        board.event(f"job-{number}", "member_joined", "it asked")
+    assert not board.events("job-0")
+    assert board.events("job-1")
