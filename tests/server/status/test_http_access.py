@@ -319,7 +319,7 @@ def test_the_command_prints_tokens_and_stores_their_hashes(
 
 
 def test_a_token_is_added_to_a_file_without_an_end_of_its_last_line(tmp_path: Path) -> None:
-    """Some editors save such files."""
+    """Editors may save such files."""
     file = tmp_path / "tokens"
     first = tokens.add(file, "ann", HttpRole.VIEWER)
     file.write_text(file.read_text().rstrip("\n"))

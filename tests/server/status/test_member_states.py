@@ -11,7 +11,7 @@ def states(w: World) -> dict[str, str]:
 
 
 def test_members_on_standby_are_shown_as_such_whatever_they_wait_for() -> None:
-    """One member is beyond the maximum of the job; later the job has too few members."""
+    """A member is beyond the maximum of the job; later the job has too few members."""
     w = World(JobSpec(job="j", min_members=2, max_members=2, desired_members=2))
     for name in ("a", "b"):
         w.join(name)

@@ -128,7 +128,7 @@ async def test_a_failed_cut_leaves_no_image_open(monkeypatch: pytest.MonkeyPatch
 async def test_the_first_cut_of_a_run_has_a_push_in_progress_completely_or_not_at_all(
     members: Members,
 ) -> None:
-    """One server admits its part of the push before the cut, and applies it later. The other server
+    """A server admits its part of the push before the cut, and applies it later. The other server
     gets its part during the cut."""
     old, new = [StepId(await members.admit(name), 1) for name in ("old", "new")]
     first, second = Server(members.fence, 1), Server(members.fence, 2)
