@@ -64,7 +64,7 @@ def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> No
         if len(members) == 1 and members[0]["waiting_for"] == "1 more member, no limit":
             why = http.get(f"{url}/members/{members[0]['member_id']}/why").json()
             if why["waiting_s"] >= for_s:
-                assert why["state"] == "waiting"
+                assert why["state"] == "standby"
                 return
         assert time.monotonic() < give_up_s, members
         time.sleep(0.1)

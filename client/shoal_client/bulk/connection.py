@@ -168,7 +168,14 @@ class BulkConnection:
     def _next_frame(self, sending: Sending, give_up_s: float) -> Frame:
         received_s = time.monotonic()
         while (frame := self._reader.next()) is None:
-            sending.send_available()
+            try:
+                sending.send_available()
+            except OSError:
+                # A server that refuses a call sends the reason and hangs up: read it first.
+                if not self._receive():
+                    raise
+                received_s = time.monotonic()
+                continue
             if self._receive():
                 received_s = time.monotonic()
                 continue

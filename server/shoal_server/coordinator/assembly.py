@@ -33,6 +33,7 @@ from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
+from shoal_server.core.membership.phases import OVER
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
@@ -57,7 +58,7 @@ class Coordinator:
         """`parameters`: options for jobs with parameters on servers; None: they are not served."""
         bounds = bounds or JobLimits()
         self.term = Term()
-        self.board = StatusBoard()
+        self.board = StatusBoard(is_live=self._is_live)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
         self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
         self._server_calls = ServerCalls()
@@ -153,6 +154,11 @@ class Coordinator:
             return ""
         self.plug_in.inherit(job, actor.trainers())
         return actor.job.phase.value
+
+    def _is_live(self, job: str) -> bool:
+        """True if the job is known and has not ended."""
+        actor = self.registry.actor_if_known(job)
+        return actor is not None and actor.job.phase not in OVER
 
     def _num_members(self, job: str) -> int:
         actor = self.registry.actor_if_known(job)

@@ -4,6 +4,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import structlog
@@ -21,6 +22,7 @@ log = structlog.get_logger(__name__)
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
 MAX_JOBS = 256
+"""Bound on jobs, above which those that have ended are dropped."""
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
 DETAILS = frozenset(
@@ -100,15 +102,22 @@ class _JobBoard:
 
 
 class StatusBoard:
-    """Health and events of the 256 jobs that were written to last. It belongs to one event loop and
-    does no I/O.
+    """Health and events of jobs: of all live ones, and of ended ones as long as there are at most
+    256 jobs in all. It belongs to one event loop and does no I/O.
 
     For each job it keeps the newest 1000 events, and the latest report and 60 losses of each of
     the 4096 members that reported last.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        is_live: Callable[[str], bool] = lambda job: False,
+    ) -> None:
+        """`is_live`: returns True for a job that has not ended; its board is never dropped. The
+        caller bounds the number of these jobs."""
         self._clock = clock
+        self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
         # Ids start at the clock's milliseconds, so that they rise from leader to leader as long as
         # there are fewer than 1000 events a second.
@@ -299,7 +308,7 @@ class StatusBoard:
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
-            if known.losses and known.losses[-1][0] >= health.step:
+            while known.losses and known.losses[-1][0] >= health.step:
                 known.losses.pop()  # the step was redone, or reported twice
             known.losses.append((health.step, health.loss))
 
@@ -352,8 +361,15 @@ class StatusBoard:
         return known if known and known.latest.public_id == process else None
 
     def _board(self, job: str) -> _JobBoard:
-        board = self._jobs.setdefault(job, _JobBoard())
+        board = self._jobs.get(job)
+        if board is None:
+            self._drop_ended(len(self._jobs) + 1 - MAX_JOBS)
+            board = self._jobs[job] = _JobBoard()
         self._jobs.move_to_end(job)
-        if len(self._jobs) > MAX_JOBS:
-            self._jobs.popitem(last=False)
         return board
+
+    def _drop_ended(self, num_surplus: int) -> None:
+        """Drop up to so many boards of ended jobs, those first that were written to longest ago."""
+        ended = (job for job in tuple(self._jobs) if not self._is_live(job))
+        for job in islice(ended, max(num_surplus, 0)):
+            del self._jobs[job]

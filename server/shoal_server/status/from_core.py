@@ -242,4 +242,4 @@ def _state_outside(member: MemberState) -> str:
         return "joining"
     if not member.settled:
         return "settling"
-    return "standby" if member.waiting_for.startswith("standing by") else "waiting"
+    return "standby" if member.is_standby else "waiting"

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -63,7 +64,9 @@ class ShardReader:
         self._store = store
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        """Time and content of the last answer about each job; the oldest comes first."""
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks of the jobs that are being read."""
 
     async def read(self, job: str) -> ShardsView | None:
         """The job's shards, or None if it has none. Raises Unavailable without etcd, and
@@ -72,17 +75,11 @@ class ShardReader:
             read_at_s, view = self._answers.get(job, (float("-inf"), None))
             if time.monotonic() - read_at_s > MAX_AGE_S:
                 view = await self._read(job)
+                self._answers.pop(job, None)
                 self._answers[job] = (time.monotonic(), view)
-        self._forget_oldest()
+                if len(self._answers) > MAX_JOBS:
+                    del self._answers[next(iter(self._answers))]
         return view
-
-    def _forget_oldest(self) -> None:
-        """Forget the oldest answers beyond MAX_JOBS, but none of a job that is being read."""
-        idle = [name for name in self._answers if not self._locks[name].locked()]
-        idle.sort(key=lambda name: self._answers[name][0])
-        for name in idle[: max(0, len(self._answers) - MAX_JOBS)]:
-            del self._answers[name]
-            del self._locks[name]
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
         """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
@@ -110,7 +107,8 @@ class ShardReader:
         listed = await registered.read(self._store)
         present = {server.holder.server_id: server for server in listed}
         addresses = {shard.server_id: shard.address for shard in shards}
-        await self._forget_channels_but(set(addresses.values()))
+        used = {*addresses.values(), *(server.address for server in listed)}
+        await self._forget_channels_but(used)
         answers = await asyncio.gather(
             *(self._ask(job, server, address) for server, address in sorted(addresses.items()))
         )
@@ -136,8 +134,9 @@ class ShardReader:
         # This only bounds the channels to servers that are gone: all jobs have few servers.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
-            for key in set(self._channels) - kept:
-                await self._channels.pop(key).close()
+            gone = [self._channels.pop(key) for key in set(self._channels) - kept]
+            # Another job may be asking one of them: its call ends by itself in this time.
+            await asyncio.gather(*(channel.close(ANSWER_WITHIN_S) for channel in gone))
 
 
 def _view(

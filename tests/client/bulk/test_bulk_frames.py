@@ -26,7 +26,7 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.pieces import Buffer
-from shoal_proto.status import from_detail
+from shoal_proto.status import from_detail, to_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import (
@@ -262,6 +262,16 @@ def test_a_slow_server_that_sends_heartbeats_is_waited_for(
 def test_a_closed_connection_is_an_error_and_no_end_of_the_call(ends: Ends) -> None:
     ends[1].close()
     with pytest.raises(Unavailable, match="server"):
+        list(ends[0].pull(PULL, [], 60.0))
+
+
+def test_the_reason_of_a_server_that_hung_up_is_raised(ends: Ends) -> None:
+    """The server refuses the call while the client still sends it."""
+    refusal = InvalidSpec("too many shards", seen="9", expected="at most 8")
+    ends[1].sendall(bulk.header(FrameKind.BEAT))
+    ends[1].sendall(bulk.message(FrameKind.ERROR, to_detail(refusal).SerializeToString()))
+    ends[1].close()
+    with pytest.raises(InvalidSpec, match="too many shards"):
         list(ends[0].pull(PULL, [], 60.0))
 
 

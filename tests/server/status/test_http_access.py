@@ -318,6 +318,17 @@ def test_the_command_prints_tokens_and_stores_their_hashes(
         token(TokenConfig("create", name="ann", file=file))
 
 
+def test_a_token_is_added_to_a_file_without_an_end_of_its_last_line(tmp_path: Path) -> None:
+    """Editors may save such files."""
+    file = tmp_path / "tokens"
+    first = tokens.add(file, "ann", HttpRole.VIEWER)
+    file.write_text(file.read_text().rstrip("\n"))
+    second = tokens.add(file, "bob", HttpRole.VIEWER)
+    known = Tokens(file)
+    assert [known.holder(secret) is not None for secret in (first, second)] == [True, True]
+    assert len(file.read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
 def test_a_file_that_its_group_can_read_is_accepted(tmp_path: Path, mode: int) -> None:
     """Files of a Kubernetes Secret belong to root and the pod's group."""

@@ -209,7 +209,8 @@ class TablePushKind:
     def _push(self, part: TablePushPart, at_unix_s: float) -> ShardPushResult[None]:
         push = part.push(self._session, self._header.sequence, at_unix_s, self.scope)
         what = f"more rows in shard {part.shard_id} of job {part.replica.job}"
-        return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))
+        with self._memory.growth(what) as reserve:
+            return part.shard.push(push, self._is_live, reserve)
 
     def refusal(self, shard_id: int, error: ShoalError) -> TablePushOutcome:
         """Return the answer for a refused shard, with its new route if the shard moved while its

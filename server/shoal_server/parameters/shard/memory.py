@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shoal_proto.errors import Overloaded
 from shoal_server.parameters.shard.catalog import Catalog
@@ -19,7 +20,7 @@ class Memory:
     other reservations, such as for published weights.
 
     The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
-    the event loop; `take` may be called from any thread.
+    the event loop; `growth` may be used on any thread.
     """
 
     def __init__(
@@ -65,13 +66,28 @@ class Memory:
         if self.held_bytes > self.limit_bytes:
             raise self._full(what, 0)
 
-    def take(self, num_bytes: int, what: str) -> None:
-        """Count bytes by which a shard is about to grow. Raises Overloaded if they do not fit."""
-        if num_bytes <= 0:
-            return
-        with self._lock:
-            self._check_fits(num_bytes, what)
-            self._taken_bytes += num_bytes
+    @contextmanager
+    def growth(self, what: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function to call with the bytes by which a shard is about to grow; it raises
+        Overloaded if they do not fit. The shard grows within the block.
+
+        The bytes are reserved until the block ends: a sum over the shards meanwhile may miss them.
+        """
+        reserved_bytes = 0
+
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved_bytes
+            if num_bytes <= 0:
+                return
+            with self._lock:
+                self._check_fits(num_bytes, what)
+                self._reserved_bytes += num_bytes
+            reserved_bytes += num_bytes
+
+        try:
+            yield reserve
+        finally:
+            self.settle(reserved_bytes, is_held=True)
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
         """Reserve memory that is about to be used. Raises Overloaded if there is too little, unless

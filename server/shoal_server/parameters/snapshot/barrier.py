@@ -162,14 +162,20 @@ class SnapshotBarrier:
         self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}
         return True
 
-    def forget(self, is_live: Callable[[str], bool]) -> None:
-        """Forget the sessions that are not live."""
-        for session in [name for name in self._sessions if not is_live(name)]:
-            del self._sessions[session]
+    def forget_ended_steps(self) -> None:
+        """Forget the steps of which no part is in progress."""
+        in_progress = {
+            session: {n: known for n, known in steps.items() if known.num_inside}
+            for session, steps in self._sessions.items()
+        }
+        self._sessions = OrderedDict((name, steps) for name, steps in in_progress.items() if steps)
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
+    def is_quiet(self, is_live: Callable[[str], bool]) -> bool:
+        """True if no cut and no part of a step is in progress, and no session is live."""
+        return self.phase is BarrierPhase.OPEN and not any(
+            is_live(session) or any(known.num_inside for known in steps.values())
+            for session, steps in self._sessions.items()
+        )
 
     @staticmethod
     def _is_whole(step: StepId, known: _StepState, lacking: Lacking) -> bool:

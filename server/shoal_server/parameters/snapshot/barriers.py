@@ -256,26 +256,24 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Forget the steps of an earlier run of the job: that run's shards have been replaced, so
-        no cut may wait for these steps."""
+        """Forget the steps of an earlier run of the job: its shards have been replaced, so no cut
+        waits for these steps. Parts in progress stay known, as they may be of the new run."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.run and cut.run != run and is_idle:
-            self._jobs[job] = _JobBarrier(run)
+            cut.barrier.forget_ended_steps()
+            # Learn again what the shards remember: some of them may be of the new run.
+            cut.run, cut.known = run, {}
         elif not cut.run:
             cut.run = run
 
     def _forget_quiet_jobs(self) -> None:
-        """Drop the barriers of jobs without live sessions or images."""
+        """Drop the barriers of jobs without live sessions or images. A later barrier of such a job
+        learns the steps that its shards remember."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
-            cut.barrier.forget(self._is_live)
-            if (
-                not cut.barrier.num_sessions
-                and cut.barrier.phase is BarrierPhase.OPEN
-                and not cut.images
-            ):
+            if cut.barrier.is_quiet(self._is_live) and not cut.images:
                 del self._jobs[job]
 
 

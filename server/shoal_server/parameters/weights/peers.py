@@ -76,12 +76,24 @@ class WeightPeers:
             raise from_rpc_error(error, server.address) from error
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, SegmentConnection.open, offer, server.address)
-        connection = await opening
         try:
-            return await loop.run_in_executor(self._threads, partial(_closing, connection, call))
+            connection = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread continues: close the connection that it opens.
+            opening.add_done_callback(_discard)
+            raise
+        try:
+            # Even if this is cancelled before a thread is free, the thread closes the connection.
+            calling = loop.run_in_executor(self._threads, partial(_closing, connection, call))
+            return await asyncio.shield(calling)
         except asyncio.CancelledError:
             connection.abort()
             raise
+
+
+def _discard(opening: "asyncio.Future[SegmentConnection]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _closing(connection: SegmentConnection, call: Callable[[SegmentConnection], T]) -> T:

@@ -84,9 +84,8 @@ class WeightUpkeep:
                 done += [
                     await self._ensure_on_disk(self._disk, *each) for each in self._not_on_disk()
                 ]
-                done += [
-                    await self._ensure_off_disk(self._disk, *each) for each in self._disk.all()
-                ]
+                on_disk = await self._in_thread(self._disk.all)
+                done += [await self._ensure_off_disk(self._disk, *each) for each in on_disk]
             if all(done):
                 pauses.reset()
             else:

@@ -77,9 +77,13 @@ def add(path: Path, name: str, role: HttpRole) -> str:
             f"{path} is full", seen=f"{len(holders)} tokens", expected=f"at most {MAX_TOKENS}"
         )
     token = new_token()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "a") as file:
-        file.write(f"{name} {role.value} {digest_of(token)}\n")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a+") as file:
+        file.seek(0)
+        known = file.read()
+        # An editor may have left the last line without an end.
+        begin = "\n" if known and not known.endswith("\n") else ""
+        file.write(f"{begin}{name} {role.value} {digest_of(token)}\n")
     return token
 
 

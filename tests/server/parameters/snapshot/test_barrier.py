@@ -40,7 +40,7 @@ def test_an_open_barrier_admits_all_steps() -> None:
     barrier = SnapshotBarrier()
     for step in (A1, A2, B1, A3):
         passed(barrier, step)
-    assert barrier.phase is BarrierPhase.OPEN and barrier.num_sessions == 2
+    assert barrier.phase is BarrierPhase.OPEN
 
 
 def test_a_closed_barrier_admits_only_steps_that_have_begun_here() -> None:
@@ -146,9 +146,17 @@ def test_only_the_newest_steps_are_remembered() -> None:
     assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
     # A repetition of a forgotten step is admitted: its shards do not apply it again.
     assert barrier.may_enter(StepId("a", 3)) and not barrier.may_enter(StepId("a", 100))
-    barrier.open("cut")
-    barrier.forget(lambda session: False)
-    assert barrier.num_sessions == 0
+
+
+def test_a_barrier_is_quiet_once_its_sessions_and_their_parts_have_ended() -> None:
+    barrier = SnapshotBarrier()
+    passed(barrier, A1)
+    assert not barrier.is_quiet(always) and barrier.is_quiet(lambda session: False)
+    barrier.enter(A2, None)
+    assert not barrier.is_quiet(lambda session: False)
+    barrier.leave(A2, applied_are(A2))
+    barrier.close("cut")
+    assert not barrier.is_quiet(lambda session: False)
 
 
 def test_a_step_of_all_shards_on_one_server_is_merged_as_one_of_all_shards() -> None:

@@ -1,21 +1,103 @@
 """A server's part in a cut: images of all its shards, or of none."""
 
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import cast
 
 import pytest
+import pytest_asyncio
 
+from shoal_proto.errors import Fenced
+from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
+from shoal_server.core.shards.steps import StepId, merged
+from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import new_dense_shard
+from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
-from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
+from shoal_server.parameters.snapshot.barriers import MAX_QUIET_JOBS, SnapshotBarriers
 
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+
+
+@pytest_asyncio.fixture
+async def members() -> AsyncIterator["Members"]:
+    store = MemoryStore()
+    async with Fence(store) as fence:
+        yield Members(store, fence)
+
+
+class Members:
+    """The members of a job, as their records in etcd say."""
+
+    def __init__(self, store: MemoryStore, fence: Fence) -> None:
+        self._store = store
+        self.fence = fence
+
+    async def admit(self, member_id: str) -> str:
+        """Return the session of a new member."""
+        record = json.dumps({"incarnation": member_id})
+        await self._store.put(keys.member("job", member_id), record.encode())
+        return await self._check(member_id, member_id)
+
+    async def remove(self, member_id: str) -> None:
+        await self._store.delete(keys.member("job", member_id))
+        with pytest.raises(Fenced):
+            await self._check(member_id, "another")
+
+    async def _check(self, member_id: str, incarnation: str) -> str:
+        """Have the fence look the member up, unless it knows that incarnation."""
+        token = Token(job="job", member_id=member_id, incarnation=incarnation)
+        return await self.fence.check(token)
+
+
+class Server:
+    """A server with shards, and the barrier for pushes to them."""
+
+    def __init__(self, fence: Fence, *shard_ids: int) -> None:
+        self.run = "first"
+        self._catalog = Catalog(MemoryStore(), Holder("ps", "one"))
+        self._fence = fence
+        self.barriers = SnapshotBarriers(self._catalog, fence, lambda job: self.run)
+        self._add(*shard_ids)
+
+    def _add(self, *shard_ids: int) -> None:
+        for each in map(new_replica, shard_ids):
+            assert self._catalog.add(each)
+
+    def start_over(self) -> None:
+        """Replace the shards by new ones, of another run."""
+        replicas = self._catalog.of_job("job")
+        for each in replicas:
+            self._catalog.remove(each)
+        self._add(*(each.shard_id for each in replicas))
+        self.run = "second"
+
+    def apply(self, step: StepId, shard_id: int) -> None:
+        replica = self._catalog.find("job", shard_id)
+        assert replica is not None and is_dense(replica.state)
+        push = DensePush(
+            session=step.session,
+            sequence=step.sequence,
+            epoch=1,
+            base_version=1,
+            lr=None,
+            blocks=(0,),
+            gradient=struct.pack("4f", 1, 1, 1, 1),
+        )
+        replica.state.push(push, self._fence.is_live)
+
+    async def push(self, step: StepId, shard_id: int) -> None:
+        async with self.barriers.admit_part("job", step.session, step.sequence):
+            self.apply(step, shard_id)
 
 
 def new_replica(shard_id: int) -> ShardReplica:
@@ -41,3 +123,49 @@ async def test_a_failed_cut_leaves_no_image_open(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MemoryError):
         await barriers.freeze("job", "cut", begun, wait_s=1.0, take_torn=False)
     assert not whole.state.body.images
+
+
+async def test_the_first_cut_of_a_run_has_a_push_in_progress_completely_or_not_at_all(
+    members: Members,
+) -> None:
+    """A server admits its part of the push before the cut, and applies it later. The other server
+    gets its part during the cut."""
+    old, new = [StepId(await members.admit(name), 1) for name in ("old", "new")]
+    first, second = Server(members.fence, 1), Server(members.fence, 2)
+    for server, shard_id in ((first, 1), (second, 2)):
+        await server.push(old, shard_id)
+        server.start_over()
+    async with AsyncExitStack() as stack:
+        admitted = first.barriers.admit_part("job", new.session, new.sequence)
+        await stack.enter_async_context(admitted)
+        begun = merged(each.barriers.close("job", "cut", 60.0) for each in (first, second))
+        late = asyncio.create_task(second.push(new, 2))
+        first.apply(new, 1)
+    cuts = [
+        await each.barriers.freeze("job", "cut", begun, wait_s=10.0, take_torn=False)
+        for each in (first, second)
+    ]
+    await late
+    assert [stamp.version for stamps, _ in cuts for stamp in stamps] == [2, 2]
+    assert begun == {new: None}
+    for each in (first, second):
+        each.barriers.abort("job", "cut", "the test ends")
+
+
+async def test_a_step_that_a_dead_member_left_half_applied_is_named_with_any_number_of_jobs(
+    members: Members,
+) -> None:
+    left, other = [StepId(await members.admit(name), 1) for name in ("dead", "live")]
+    server = Server(members.fence, 1, 2)
+    await server.push(left, 1)
+    for shard_id in (1, 2):
+        await server.push(other, shard_id)
+    server.barriers.close("job", "first", 60.0)
+    server.barriers.open("job", "first")
+    await members.remove("dead")
+    for number in range(MAX_QUIET_JOBS + 1):
+        server.barriers.close(f"job-{number}", "cut", 60.0)
+    begun = server.barriers.close("job", "second", 60.0)
+    _, torn = await server.barriers.freeze("job", "second", begun, wait_s=1.0, take_torn=True)
+    assert torn == [left]
+    server.barriers.abort("job", "second", "the test ends")

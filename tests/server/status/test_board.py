@@ -1,0 +1,35 @@
+"""The board of health and events: what it keeps of each job."""
+
+from support.clusters.status_world import health
+
+from shoal_server.status.board import MAX_JOBS, StatusBoard
+
+
+def test_a_jobs_losses_are_in_the_order_of_its_steps_after_a_rollback() -> None:
+    """Members go back over several reports; the losses of those steps are no longer shown."""
+    board = StatusBoard()
+    for step, loss in ((10, 3.0), (20, 2.0), (30, 1.0), (15, 2.5), (25, 1.5)):
+        board.report("job", "w0", health("w0", step=step, loss=loss))
+    process = health("w0").public_id
+    assert list(board.losses("job", "w0", process)) == [(10, 3.0), (15, 2.5), (25, 1.5)]
+
+
+def test_no_board_of_a_live_job_is_dropped() -> None:
+    ended: set[str] = set()
+    board = StatusBoard(is_live=lambda job: job not in ended)
+    jobs = [f"job-{number}" for number in range(MAX_JOBS + 10)]
+    for job in jobs:
+        board.event(job, "phase_running", "it trains")
+    assert all(board.events(job) for job in jobs)
+    ended.update(jobs[5:30])
+    board.event("another", "phase_running", "it trains")
+    assert [job for job in jobs if not board.events(job)] == jobs[5:16]
+    assert board.events("another")
+
+
+def test_ended_jobs_are_kept_up_to_a_bound() -> None:
+    board = StatusBoard()
+    for number in range(MAX_JOBS + 1):
+        board.event(f"job-{number}", "member_joined", "it asked")
+    assert not board.events("job-0")
+    assert board.events("job-1")

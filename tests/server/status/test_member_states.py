@@ -1,0 +1,27 @@
+"""The state of a member, as the page and the metrics show it."""
+
+from support.members.job_world import World
+
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.status.from_core import job_view
+
+
+def states(w: World) -> dict[str, str]:
+    return {each.member_id: each.state for each in job_view(w.job, last_seen={}).members}
+
+
+def test_members_on_standby_are_shown_as_such_whatever_they_wait_for() -> None:
+    """A member is beyond the maximum of the job; later the job has too few members."""
+    w = World(JobSpec(job="j", min_members=2, max_members=2, desired_members=2))
+    for name in ("a", "b"):
+        w.join(name)
+    w.run(1.0)
+    w.train(7)
+    w.join("c")
+    w.run(2.0)
+    assert states(w) == {"a": "training", "b": "training", "c": "standby"}
+    for name in ("b", "c"):
+        w.kill(name, seen_by_launcher=True)
+    w.run(3.0)
+    assert w.job.members["a"].waiting_for == "1 more member, no limit"
+    assert states(w) == {"a": "standby"}
