@@ -254,10 +254,14 @@ class Registry:
         self._unread[name] = state
         try:
             stored = await self._read(name)
-        except ShoalError:
-            self.quarantine(name, why)
+        except BaseException:  # also the cancellation of the call
+            if self._unread.get(name) is state:
+                self.quarantine(name, why)
             raise
-        actor = self._take_up(stored, self._dependencies.clock()) if stored is not None else None
+        self._quarantine.check(name)
+        if stored is None or self._unread.get(name) is not state:
+            raise self.known_leader.not_leader()  # stepped down meanwhile
+        actor = self._take_up(stored, self._dependencies.clock())
         self._quarantine.check(name)
         return actor
 
