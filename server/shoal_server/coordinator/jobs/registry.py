@@ -275,9 +275,11 @@ class Registry:
         tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
-        for actor in self._actors.values():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for actor in self.actors():
             await actor.end()
+        # Last: while one actor ends, a write of another may fail, and quarantine its job.
+        await asyncio.gather(*self._ending, return_exceptions=True)
         self._reading = None
         for table in (self._tasks, self._actors, self._unread, self._quarantine):
             table.clear()
