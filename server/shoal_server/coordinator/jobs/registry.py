@@ -319,6 +319,15 @@ class Registry:
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)
 
+    async def secret_digest(self, job: str) -> str:
+        """Digest of the secret of a job, which may be quarantined. Empty if there is no such job,
+        it has no secret, or its record in etcd does not show one. Raises NotLeader, and Unavailable
+        while etcd cannot be reached."""
+        self.require_leading()
+        if (actor := self._actors.get(job)) is not None:
+            return actor.job.spec.secret_digest
+        return await self._dependencies.stored.secret_digest(job)
+
     def is_free(self, name: str) -> bool:
         """True if no job of that name is known to this coordinator."""
         tables = (self._actors, self._unread, self._resetting)
