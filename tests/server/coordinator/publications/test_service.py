@@ -310,6 +310,18 @@ async def test_a_write_of_unknown_outcome_is_made_once(
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
 
 
+async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWithServers) -> None:
+    """The record of a server may be dropped between the choice of servers and the first call."""
+    world.servers["s1"].held.add(b"d")
+    async with world.leading() as client:
+        stores = client.service._stores
+        await stores.mirror.wait_in_sync()
+        asked = asyncio.create_task(stores.query_holders(SERIES, {"s1": [b"d"]}))
+        asyncio.get_running_loop().call_soon(stores.mirror.forget, "s1")
+        ((server, _, answer),) = await asked
+        assert server.server_id == "s1" and answer.held == {b"d"}
+
+
 async def test_numbers_continue_under_the_next_leader_and_the_next_generation(
     world: WorldWithServers,
 ) -> None:
