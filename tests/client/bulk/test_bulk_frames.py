@@ -265,6 +265,14 @@ def test_a_closed_connection_is_an_error_and_no_end_of_the_call(ends: Ends) -> N
         list(ends[0].pull(PULL, [], 60.0))
 
 
+@pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.ERROR])
+def test_an_answer_that_does_not_parse_is_an_error(ends: Ends, kind: FrameKind) -> None:
+    ends[1].sendall(bulk.message(kind, b"\xff"))
+    with pytest.raises(MalformedMessage, match="the server at server is malformed"):
+        list(ends[0].pull(PULL, [], 60.0))
+    assert not ends[0].is_usable
+
+
 def test_an_abandoned_call_makes_the_connection_unusable(ends: Ends) -> None:
     """Data in transit must not be read as the answer to the next call."""
     version = bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
