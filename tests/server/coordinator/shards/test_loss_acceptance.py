@@ -58,15 +58,18 @@ async def test_shards_that_were_given_up_before_etcd_failed_have_an_event() -> N
         for i in range(NUM_SHARDS)
     ]
     await records.place(store, JobAssignments(job="j", copies=1, shards=tuple(lost), run="r"))
-    log = LossLog(lambda job, kind, reason: events.append(reason) if "accepted" in kind else None)
     acceptance = LossAcceptance(
-        LeaderStore(store, lambda: (), lambda reason: None), log, NoLedger(), lambda: None
+        LeaderStore(store, lambda: (), lambda reason: None),
+        LossLog(lambda job, kind, reason: events.append(f"{kind}: {reason}")),
+        NoLedger(),
+        lambda: None,
     )
     request = AcceptLossRequest(job="j", by="ann")
     store.num_left = 1
     with pytest.raises(Unavailable):
         await acceptance.accept(request)
-    assert len(events) == 1 and f" and {NUM_SHARDS - 1 - 8} more was accepted" in events[0]
+    assert len(events) == 1 and events[0].startswith("loss_accepted: the loss of shard 0 ")
+    assert f" and {NUM_SHARDS - 1 - 8} more was accepted" in events[0]
     store.num_left = 1
     reply = await acceptance.accept(request)
     assert [shard.shard_id for shard in reply.shards if not shard.before] == [NUM_SHARDS - 1]
