@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,20 +124,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _carry_out(given)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe. Without this, Python would complain again in its last
-        # flush.
+        if not _is_stdout_closed():
+            raise  # of a socket or of another pipe
+        # Without this, Python would complain again in its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code
 
 
+def _is_stdout_closed() -> bool:
+    """True if the reader of stdout has closed the pipe."""
+    polled = select.poll()
+    polled.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return bool(polled.poll(0))
+
+
 def _carry_out(given: Sequence[str]) -> int:
     try:
-        run = parse(given)
-    except (CycloptsError, ValueError) as error:
-        print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
-        return BAD_ARGUMENTS
-    try:
+        try:
+            run = parse(given)
+        except (CycloptsError, ValueError) as error:
+            print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
+            return BAD_ARGUMENTS
         tracing.from_environment(_name_of(given))
         return run()
     except ShoalError as error:

@@ -2,13 +2,15 @@
 
 The status code shows any gRPC client the kind of failure; the trailing metadata entry
 `shoal-error-bin` has the error, from which a Shoal client raises the same class again. If the error
-is larger than 4 KiB, this entry has its texts cut, and some of its details left out.
+is larger than 4 KiB, its texts are cut there, and some of its details left out. The text of the
+status takes at most 1 KiB.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import (
     AccessDenied,
@@ -84,24 +86,43 @@ def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str,
     detail = to_detail(error)
     if detail.ByteSize() > _MAX_DETAIL_BYTES:
         detail = _shortened(detail)
-    return code, str(error)[:1024], ((ERROR_METADATA_KEY, detail.SerializeToString()),)
+    return code, _status_text(str(error)), ((ERROR_METADATA_KEY, detail.SerializeToString()),)
 
 
 _MAX_DETAIL_BYTES = 4096
+_MAX_TEXT_BYTES = 1024
+
+
+def _status_text(text: str) -> str:
+    """Beginning of the text that fits into the header. gRPC encodes each byte that is not printable
+    ASCII, and the percent sign, as three characters."""
+    num_bytes = 0
+    for at, character in enumerate(text):
+        is_plain = " " <= character <= "~" and character != "%"
+        num_bytes += 1 if is_plain else 3 * len(character.encode())
+        if num_bytes > _MAX_TEXT_BYTES:
+            return text[:at]
+    return text
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    """Beginning of the text, at most that long in UTF-8."""
+    return text.encode()[:max_bytes].decode(errors="ignore")
 
 
 def _shortened(detail: ErrorDetail) -> ErrorDetail:
     short = ErrorDetail(
         kind=detail.kind,
-        what=detail.what[:1000],
-        seen=detail.seen[:500],
-        expected=detail.expected[:500],
-        fix=detail.fix[:500],
+        what=_cut(detail.what, 1000),
+        seen=_cut(detail.seen, 500),
+        expected=_cut(detail.expected, 500),
+        fix=_cut(detail.fix, 500),
     )
     for key in sorted(detail.details):
-        short.details[key[:100]] = detail.details[key][:200]
+        name = _cut(key, 100)
+        short.details[name] = _cut(detail.details[key], 200)
         if short.ByteSize() > _MAX_DETAIL_BYTES:
-            del short.details[key[:100]]
+            del short.details[name]
             break
     return short
 
@@ -115,9 +136,10 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
         if key == ERROR_METADATA_KEY:
             # Binary entries (their key ends in -bin) are bytes by gRPC's own rule.
             assert isinstance(value, bytes)
-            detail = ErrorDetail()
-            detail.ParseFromString(value)
-            return from_detail(detail)
+            try:
+                return from_detail(ErrorDetail.FromString(value))
+            except DecodeError as malformed:
+                return MalformedMessage(f"the error of {target} is malformed", seen=str(malformed))
     return _unexplained(error.code(), error.details() or "", target)
 
 

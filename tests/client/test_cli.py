@@ -1,6 +1,7 @@
 """The command line as a whole: help, wrong arguments, refusals, and completion."""
 
 import dataclasses
+import errno
 import importlib.util
 import os
 import socket
@@ -16,6 +17,7 @@ from cyclopts import Parameter
 from support.processes.load import unhurried
 
 from shoal.launcher.run_config import RunConfig
+from shoal_client import cli
 from shoal_client.cli import build_app, installed_commands, main, parse
 
 COMMANDS = sorted(installed_commands())
@@ -281,6 +283,27 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_a_pipe_that_is_not_stdout_is_no_closed_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken socket of a command is shown with its traceback, as any unexpected error."""
+
+    def run() -> int:
+        raise BrokenPipeError(errno.EPIPE, "a socket")
+
+    monkeypatch.setattr(cli, "parse", lambda given: run)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["status"])
+
+
+def test_an_interrupt_ends_a_command_that_is_still_being_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert main(["status"]) == 130
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import mmap
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -252,6 +253,32 @@ def test_memory_is_reused_once_no_reference_is_left() -> None:
     gc.collect()
     assert place_of(filled(memory, b"Weights")) == place
     assert (second.view(), apart.view(), apart.digest) == (b"WEIGHTS", b"weights", digest)
+
+
+def test_memory_may_come_back_while_more_is_requested() -> None:
+    """Regression: a garbage collection within a request freed the last view, and the thread then
+    waited for a lock that it held itself."""
+    memory = ReusedMemory()
+    done = threading.Event()
+
+    def run() -> None:
+        for threshold in range(1, 40):
+            cycle: list[object] = [filled(memory, b"weights").view()]
+            cycle.append(cycle)
+            del cycle
+            gc.set_threshold(threshold)
+            writer = memory.writer(7)
+            gc.set_threshold(*before)
+            assert os.fstat(writer.descriptor).st_size == 7
+        done.set()
+
+    before = gc.get_threshold()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        assert done.wait(20.0), "a request for memory waits for ever"
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
 
 
 def test_reusable_memory_is_not_shared_with_another_process() -> None:

@@ -37,6 +37,7 @@ LARGE_BYTES = 4 * 1024 * 1024
 """Minimum number of bytes copied into slots by a call that polls. A smaller call is answered soon
 in any case."""
 
+Parsed = TypeVar("Parsed")
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
@@ -224,12 +225,9 @@ class BulkConnection:
         if frame.kind is FrameKind.BEAT:
             return None
         if frame.kind is FrameKind.ERROR:
-            raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+            raise from_detail(self._parsed(frame, ErrorDetail.FromString))
         if frame.kind is FrameKind.MESSAGE:
-            try:
-                return parse(bytes(frame.body))
-            except DecodeError as error:
-                raise self._malformed(f"a reply that does not parse ({error})") from error
+            return self._parsed(frame, parse)
         checksum: int | None = frame.checksum
         if frame.kind is FrameKind.PIECE:
             data = frame.body
@@ -239,6 +237,12 @@ class BulkConnection:
         else:
             raise self._malformed(f"a frame of kind {frame.kind.name}")
         return OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, checksum))
+
+    def _parsed(self, frame: Frame, parse: Callable[[bytes], Parsed]) -> Parsed:
+        try:
+            return parse(bytes(frame.body))
+        except DecodeError as error:
+            raise self._malformed(f"a reply that does not parse ({error})") from error
 
     def _malformed(self, seen: str) -> MalformedMessage:
         return MalformedMessage(

@@ -17,7 +17,10 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 
 CLOCK_SKEW = timedelta(minutes=5)
-CA_VALID = timedelta(days=3650)
+MAX_VALID = timedelta(days=3650)
+"""Longest validity of a certificate."""
+CA_VALID = MAX_VALID + timedelta(days=1)
+"""Longer than that of certificates, which are issued a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,8 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """Issue a certificate with a new key. Raises InvalidSpec if the certificate would outlive
-        this authority."""
+        """A certificate with a new key. Raises InvalidSpec if it would outlive this authority, or
+        for a host that no certificate can name."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
             raise InvalidSpec(
                 "a certificate would outlive its authority",
@@ -176,8 +179,19 @@ def _general(hosts: Iterable[str]) -> list[x509.GeneralName]:
         try:
             found.append(x509.IPAddress(ip_address(host)))
         except ValueError:
-            found.append(x509.DNSName(host))
+            found.append(_dns_name(host))
     return found
+
+
+def _dns_name(host: str) -> x509.DNSName:
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise InvalidSpec(
+            "a host's name cannot be in a certificate",
+            seen=repr(host),
+            expected="ASCII only: a name with other letters in its form xn--...",
+        ) from error
 
 
 def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> IssuedCertificate:

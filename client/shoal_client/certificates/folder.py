@@ -54,10 +54,10 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, for ten years, and a certificate for each role. `valid`: duration of
-        these certificates. `hosts`: names and addresses of the coordinator. Raises InvalidSpec if
-        there is an authority already, if `valid` is not less than ten years, if the folder cannot
-        be made, or if other users have access to it.
+        """Make the authority, and a certificate for each role. `hosts`: names and addresses of
+        the coordinator. Raises InvalidSpec if there is an authority or a certificate of a role
+        already, if the folder cannot be made, if other users have access to it, or as
+        `Authority.issue` does. There is no new authority then.
         """
         if self.has_authority:
             raise InvalidSpec(
@@ -75,18 +75,24 @@ class CertificateFolder:
             ) from error
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
-        _write_new(self.path / CA_KEY_FILE, own.key)
-        _write_new(self.path / CA_FILE, own.cert)
+        # All before the first file, so that an `init` that is refused can be repeated.
+        issued = {}
         for role in roles:
             named = hosts if role is CertificateRole.COORDINATOR else ()
             holder = CertificateHolder(caller=Caller(role, role.value), hosts=named, valid=valid)
-            self._keep_new(authority, holder)
+            issued[self._new_path(holder)] = authority.issue(holder)
+        _write_new(self.path / CA_KEY_FILE, own.key)
+        _write_new(self.path / CA_FILE, own.cert)
+        for path, certificate in issued.items():
+            _write_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
         """Issue one more certificate; return its file. Raises InvalidSpec, for example if there is
         a certificate of this name already."""
         self._check_private()
-        return self._keep_new(self._authority(), holder)
+        authority, path = self._authority(), self._new_path(holder)
+        _write_pair(path, authority.issue(holder))
+        return path
 
     def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
         """Issue a certificate, and keep no file of it in this folder. Raises InvalidSpec."""
@@ -130,7 +136,8 @@ class CertificateFolder:
     def _authority(self) -> Authority:
         return Authority(_bytes_of(self.path / CA_FILE), _bytes_of(self.path / CA_KEY_FILE))
 
-    def _keep_new(self, authority: Authority, holder: CertificateHolder) -> Path:
+    def _new_path(self, holder: CertificateHolder) -> Path:
+        """Path of a new certificate. Raises InvalidSpec for a taken name."""
         path = self.path / f"{holder.caller.name}.crt"
         for each in (path, path.with_suffix(".key")):
             if each.exists():
@@ -140,9 +147,6 @@ class CertificateFolder:
                     expected="another --name",
                     fix="`shoal certs renew` issues the existing ones again.",
                 )
-        issued: IssuedCertificate = authority.issue(holder)
-        _write_new(path.with_suffix(".key"), issued.key)
-        _write_new(path, issued.cert)
         return path
 
     def _check_private(self) -> None:
@@ -184,6 +188,11 @@ def _write_new(path: Path, data: bytes) -> None:
         ) from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
+
+
+def _write_pair(path: Path, issued: IssuedCertificate) -> None:
+    _write_new(path.with_suffix(".key"), issued.key)
+    _write_new(path, issued.cert)
 
 
 def _replace(path: Path, data: bytes) -> None:

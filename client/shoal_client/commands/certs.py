@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal_client.certificates.authority import CertificateHolder
+from shoal_client.certificates.authority import MAX_VALID, CertificateHolder
 from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, SERIES_RULE, is_name, is_series
 from shoal_proto.tls.names import Caller, CertificateRole
 
 DEFAULT_FOLDER = Path("shoal-certs")
-MAX_VALID_H = 24.0 * 3650
+MAX_VALID_H = MAX_VALID.total_seconds() / 3600
 _ROLES = ", ".join(role.value for role in CertificateRole)
 
 

@@ -7,14 +7,16 @@ it is not shared with other processes, and only its owner may keep a view of it.
 
 import ctypes
 import os
-import threading
 import weakref
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 
 from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
-"""Maximum number of memory files that are kept while they are not in use."""
+"""Maximum number of memory files that are kept while they are not in use; a few more if several
+come back at the same moment."""
 _owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
 
 
@@ -31,40 +33,50 @@ class ReusedMemory:
     """Memory files of one owner. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[_Pages] = []
+        # Pages come back from finalizers. Those run wherever the garbage collector does, also on a
+        # thread that is in a method of this class: a lock of it would block that thread for ever.
+        self._idle: SimpleQueue[_Pages] = SimpleQueue()
         self._is_closed = False
         _owners.add(self)
 
     def writer(self, num_bytes: int) -> SegmentWriter:
         """Return a writer, on idle pages of `num_bytes` if there are any, else on new pages. Raises
         Overloaded if the system has no memory."""
-        with self._lock:
-            fitting = [each for each in self._idle if each.num_bytes == num_bytes]
-            # Pages of another size belong to another model or other ranks: not needed again soon.
-            others = [each for each in self._idle if each.num_bytes != num_bytes]
-            pages = fitting.pop() if fitting else None
-            self._idle = fitting
-        for each in others:
-            each.close()
-        return _ReusingWriter(pages or _Pages(num_bytes), self)
+        fitting = []
+        for each in self._take_idle():
+            if each.num_bytes == num_bytes:
+                fitting.append(each)
+            else:
+                # They belong to another model or other ranks: not needed again soon.
+                each.close()
+        pages = fitting.pop() if fitting else _Pages(num_bytes)
+        for each in fitting:
+            self._give_back(each)
+        return _ReusingWriter(pages, self)
 
     def close(self) -> None:
         """Free the idle memory now, and memory in use as soon as its last view is gone."""
-        with self._lock:
-            idle, self._idle, self._is_closed = self._idle, [], True
-        for each in idle:
+        self._is_closed = True
+        for each in self._take_idle():
             each.close()
 
     def _forget(self) -> None:
-        self._lock, self._idle, self._is_closed = threading.Lock(), [], True
+        self._idle, self._is_closed = SimpleQueue(), True
+
+    def _take_idle(self) -> "Iterator[_Pages]":
+        while True:
+            try:
+                yield self._idle.get_nowait()
+            except Empty:
+                return
 
     def _give_back(self, pages: "_Pages") -> None:
-        with self._lock:
-            if not self._is_closed and len(self._idle) < MAX_IDLE:
-                self._idle.append(pages)
-                return
-        pages.close()
+        if self._idle.qsize() >= MAX_IDLE:
+            pages.close()
+            return
+        self._idle.put(pages)
+        if self._is_closed:
+            self.close()
 
 
 class _Pages(SegmentWriter):
@@ -130,6 +142,11 @@ class _ReusingWriter(SegmentWriter):
         weakref.finalize(window, owner._give_back, pages).atexit = False
         self._window: ctypes.Array[ctypes.c_ubyte] | None = window
         self._buffer = memoryview(window).cast("B")
+
+    @property
+    def descriptor(self) -> int:
+        assert self._pages is not None, "closed"
+        return self._pages.descriptor
 
     def populate(self, start: int, num_bytes: int) -> bool:
         assert self._pages is not None

@@ -388,6 +388,9 @@ class SegmentConnection:
         frame = self._frame(give_up_s)
         if frame.kind is not FrameKind.MESSAGE:
             raise self._malformed(frame.kind.name, kind.__name__)
+        return self._parsed(frame, kind)
+
+    def _parsed(self, frame: Frame, kind: type[M]) -> M:
         try:
             return kind.FromString(bytes(frame.body))
         except DecodeError as error:
@@ -409,7 +412,7 @@ class SegmentConnection:
                 self._check_time(until_s)
                 self._fill()
             if frame.kind is FrameKind.ERROR:
-                raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+                raise from_detail(self._parsed(frame, ErrorDetail))
             if frame.kind is not FrameKind.BEAT:
                 return frame
             self._on_beat()

@@ -43,14 +43,16 @@ class _Job:
         self._waiting: list[tuple[ClockPosition, int, asyncio.Event]] = []
         """A heap, ordered by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
-        """Event of each member's newest wait."""
+        """Event of each member that waits. All of its calls share it: a retry may be open beside a
+        call whose connection is half open."""
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may be able to advance, is lost, or calls again, or the job is
-        dropped. Raises NoClock if the member has no clock."""
-        self.wake(who.member_id)  # ends an earlier call of the same member
-        event = self._by_name[who.member_id] = asyncio.Event()
+        """Wait until the member may be able to advance or is lost, another wait of it ends, or the
+        job is dropped. Raises NoClock if the member has no clock."""
+        event = self._by_name.get(who.member_id)
+        if event is None or event.is_set():
+            event = self._by_name[who.member_id] = asyncio.Event()
         self._num_waits += 1
         if len(self._waiting) > 2 * len(self._by_name) + MAX_GIVEN_UP:
             self._waiting = [each for each in self._waiting if not each[2].is_set()]

@@ -50,6 +50,16 @@ def test_existing_certificates_are_not_overwritten(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_an_init_that_is_refused_can_be_repeated(tmp_path: Path) -> None:
+    """It leaves no authority without certificates."""
+    folder = tmp_path / "certs"
+    with pytest.raises(InvalidSpec, match=r"saw 'schräg\.example'.*xn--"):
+        certs(folder, "init", "--host", "schräg.example")
+    assert list(folder.iterdir()) == []
+    certs(folder, "init", "--valid-h", "87600")
+    assert (folder / "coordinator.crt").exists()
+
+
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     folder.mkdir(mode=0o755)

@@ -179,7 +179,7 @@ async def test_a_bound_that_is_too_large_is_refused() -> None:
             )
 
 
-def permissive_service() -> ClocksService:
+def permissive_service(clock: Callable[[], float] = time.monotonic) -> ClocksService:
     """Make a service that accepts every token, and must declare no member lost."""
 
     async def any_caller(token: Token) -> None:
@@ -188,7 +188,7 @@ def permissive_service() -> ClocksService:
     async def none_is_lost(job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who} of {job} was declared lost: {reason}")
 
-    return ClocksService(any_caller, none_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
+    return ClocksService(any_caller, none_is_lost, clock, stuck_after_s=DEADLINE_S)
 
 
 async def test_a_call_that_waits_when_its_job_is_reset_is_refused() -> None:
@@ -203,6 +203,28 @@ async def test_a_call_that_waits_when_its_job_is_reset_is_refused() -> None:
         NotLeader, match="the clocks of job j were dropped; saw a job that was reset"
     ):
         await waits
+
+
+async def test_two_calls_of_a_member_wait_without_waking_each_other() -> None:
+    """A retry waits beside the call of a half-open connection; both are answered together."""
+    readings = count()
+    service = permissive_service(lambda: float(next(readings)))
+    service.inherit("j", [MemberProcess(name, f"{name}-1") for name in "ab"])
+
+    def advance(name: str, wait_s: float) -> "asyncio.Task[pb.AdvanceReply]":
+        token = Token(job="j", member_id=name, incarnation=f"{name}-1")
+        request = pb.AdvanceRequest(token=token, clock=7, bound=0, wait_s=wait_s)
+        return asyncio.create_task(service.Advance(request, None))
+
+    waits = [advance("a", DEADLINE_S) for _ in range(2)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    before = next(readings)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert next(readings) == before + 1, "decided again, although no clock has moved"
+    assert (await advance("b", 0.0)).allowed
+    assert all(reply.allowed for reply in await asyncio.gather(*waits))
 
 
 async def test_the_refusal_of_a_stuck_member_fails_no_other_call() -> None:

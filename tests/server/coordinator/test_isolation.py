@@ -1,7 +1,7 @@
 """Faults of one job quarantine that job and no other; the term continues."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from shoal_proto.v1.repair_pb2 import RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
+from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.core.driver.job_driver import JobDriver
+from shoal_server.core.generations.progress import JobResult
+from shoal_server.core.generations.roster import JobSpec, Step
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Effect, MemberEvent, StepReported
 from shoal_server.etcd import keys
@@ -89,6 +92,36 @@ async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.Monke
         assert (await ask(world, lambda c: RepairsStub(c).Repair, repair)).goes_on
         assert quarantined(world) == []
         assert not good.is_broken(1) and not bad.failure
+
+
+@pytest.mark.parametrize(
+    ("method", "operate"),
+    [
+        ("stop", lambda actor: actor.stop("r")),
+        ("abandon", lambda actor: actor.abandon("r")),
+        ("retry", lambda actor: actor.retry("r", from_scratch=False)),
+        (
+            "keep_result",
+            lambda actor: actor.keep_result(JobResult(step=Step(1), loss=None, num_samples=None)),
+        ),
+    ],
+)
+async def test_an_operation_that_fails_quarantines_its_job(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    operate: Callable[[JobActor], Awaitable[None]],
+) -> None:
+    """Like a member's event, it may leave a state that is half-changed."""
+
+    def fail(job: Job, *arguments: object, **options: object) -> Sequence[Effect]:
+        raise KeyError("w7")
+
+    async with served(MemoryStore()) as world:
+        actor = world.coordinator.registry.find_or_create(JobSpec(job="bad", max_members=1))
+        monkeypatch.setattr(Job, method, fail)
+        with pytest.raises(JobQuarantined, match=r"KeyError\('w7'\)"):
+            await operate(actor)
+        assert quarantined(world) == ["bad"]
 
 
 async def test_one_heartbeat_of_a_request_fails_without_the_others(

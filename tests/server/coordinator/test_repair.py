@@ -26,6 +26,7 @@ from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
 from shoal_server.core.generations.roster import Generation, JobSpec, Step
 from shoal_server.etcd import keys
+from shoal_server.etcd.api import RangeResult
 from shoal_server.etcd.memory import MemoryStore
 
 FATAL = [each for each in all_garbage() if each.is_fatal]
@@ -255,6 +256,37 @@ async def test_a_new_member_of_a_quarantined_job_is_refused_with_the_key() -> No
         await asyncio.to_thread(client.join)
         await asyncio.to_thread(propose, client)
         await asyncio.to_thread(client.await_generation, 0, 10.0)
+
+
+async def test_a_repair_that_is_cancelled_can_be_repeated() -> None:
+    """The job is still quarantined afterwards, and neither refuses calls as one that is being read
+    nor stays so until the next leader."""
+    store = SlowMembers()
+    async with served(store) as world:
+        await world.training("a")
+        registry = world.coordinator.registry
+        registry.quarantine("j", ValueError("a record that does not parse"))
+        repair = asyncio.create_task(registry.resume_quarantined("j"))
+        await store.is_read.wait()
+        repair.cancel()
+        await asyncio.wait([repair])
+        with pytest.raises(JobQuarantined, match="a record that does not parse"):
+            registry.find("j")
+        assert (await ask(world, "j", apply=True)).goes_on
+
+
+class SlowMembers(MemoryStore):
+    """Store that does not answer the first read of a job's members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read = asyncio.Event()
+
+    async def range(self, prefix: str) -> RangeResult:
+        if prefix == keys.members("j") and not self.is_read.is_set():
+            self.is_read.set()
+            await asyncio.Event().wait()
+        return await super().range(prefix)
 
 
 async def test_a_repair_of_a_good_job_changes_nothing() -> None:

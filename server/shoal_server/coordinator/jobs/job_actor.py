@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
@@ -123,36 +124,34 @@ class JobActor:
         If the event is refused, raises the refusal once its reason is durable. Raises the error
         that ended the actor, such as NotLeader or JobQuarantined.
         """
-        call = asyncio.get_running_loop().create_future()
-        with self._failing_job():
-            self._apply_step(self._driver.submit(event, call, self._dependencies.clock()))
-        await self._answered(call)
+        await self._decided(partial(self._driver.submit, event))
 
     async def stop(self, reason: str) -> None:
         """Have all members leave at a step boundary; does nothing if the job is over. The decision
         is durable once this returns. Raises the error that ended the actor, as the next three
         methods do."""
-        call = asyncio.get_running_loop().create_future()
-        self._apply_step(self._driver.stop(reason, call, self._dependencies.clock()))
-        await self._answered(call)
+        await self._decided(partial(self._driver.stop, reason))
 
     async def abandon(self, reason: str) -> None:
         """Declare the job failed; does nothing if it has members or is over."""
-        call = asyncio.get_running_loop().create_future()
-        self._apply_step(self._driver.abandon(reason, call, self._dependencies.clock()))
-        await self._answered(call)
+        await self._decided(partial(self._driver.abandon, reason))
 
     async def keep_result(self, result: JobResult) -> None:
         """Store the result of the job in its own record; does nothing unless the job is over."""
-        call = asyncio.get_running_loop().create_future()
-        self._apply_step(self._driver.keep_result(result, call, self._dependencies.clock()))
-        await self._answered(call)
+        await self._decided(partial(self._driver.keep_result, result))
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
-        """Allow members to join the job again. Raises the refusal if the job is finished or has
-        members, or if its records were removed and `from_scratch` is False."""
-        call, now_s = asyncio.get_running_loop().create_future(), self._dependencies.clock()
-        self._apply_step(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
+        """Allow members to join the job again. Raises the refusal of a job that is finished or has
+        members, and without `from_scratch` of a job whose records were removed."""
+        await self._decided(partial(self._driver.retry, reason, from_scratch=from_scratch))
+
+    async def _decided(
+        self, decide: Callable[[Call, float], Sequence[Action[NoticeStream, Call]]]
+    ) -> None:
+        """Carry out a step of the state machine, and wait until it is durable."""
+        call = asyncio.get_running_loop().create_future()
+        with self._failing_job():
+            self._apply_step(decide(call, self._dependencies.clock()))
         await self._answered(call)
 
     async def wait_durable(self, within_s: float) -> None:

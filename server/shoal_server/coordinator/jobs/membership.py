@@ -210,8 +210,8 @@ class MembershipService(MembershipServicer):
     async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
         if not is_name(request.job):
             raise InvalidSpec("job is not a valid name", seen=repr(request.job), expected=NAME_RULE)
-        if (known := self._registry.actor_if_known(request.job)) is not None:
-            check_asker(known.job.spec, self._who(request, context))
+        digest = await self._registry.secret_digest(request.job)
+        check_asker(request.job, digest, self._who(request, context))
         existed, last_generation = await self._reset(request.job)
         return pb.ResetJobReply(existed=existed, last_generation=last_generation)
 

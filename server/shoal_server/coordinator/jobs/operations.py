@@ -41,7 +41,7 @@ class JobOperations:
 
     def _found(self, job: str, who: CallerProof) -> JobActor:
         actor = self._registry.find(job)
-        check_asker(actor.job.spec, who)
+        check_asker(job, actor.job.spec.secret_digest, who)
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:

@@ -185,7 +185,7 @@ class OutputsService(OutputsServicer):
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")
         actor = self._find(job)
-        check_asker(actor.job.spec, who)
+        check_asker(job, actor.job.spec.secret_digest, who)
         member, ended = (job, member_id), ""
         for launcher in reversed(self._serving.get(member, [])):
             if _owns(launcher, actor, member_id):

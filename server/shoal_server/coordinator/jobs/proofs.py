@@ -28,14 +28,12 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
         )
 
 
-def check_asker(spec: JobSpec, who: CallerProof) -> None:
+def check_asker(job: str, secret_digest: str, who: CallerProof) -> None:
     """Raise AccessDenied if the job has a secret, and the caller neither presents it nor has
     another proof (`CallerProof.is_known`)."""
-    if spec.secret_digest and not (
-        who.is_known or matches_digest(who.job_secret, spec.secret_digest)
-    ):
+    if secret_digest and not (who.is_known or matches_digest(who.job_secret, secret_digest)):
         raise AccessDenied(
-            f"job {spec.job} has a secret",
+            f"job {job} has a secret",
             seen="another secret" if who.job_secret else "no secret",
             expected="the job's secret, or an operator: by a certificate, or a token over HTTP",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",

@@ -254,10 +254,14 @@ class Registry:
         self._unread[name] = state
         try:
             stored = await self._read(name)
-        except ShoalError:
-            self.quarantine(name, why)
+        except BaseException:  # also the cancellation of the call
+            if self._unread.get(name) is state:
+                self.quarantine(name, why)
             raise
-        actor = self._take_up(stored, self._dependencies.clock()) if stored is not None else None
+        self._quarantine.check(name)
+        if stored is None or self._unread.get(name) is not state:
+            raise self.known_leader.not_leader()  # stepped down meanwhile
+        actor = self._take_up(stored, self._dependencies.clock())
         self._quarantine.check(name)
         return actor
 
@@ -271,9 +275,11 @@ class Registry:
         tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
-        for actor in self._actors.values():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for actor in self.actors():
             await actor.end()
+        # Last: while one actor ends, a write of another may fail, and quarantine its job.
+        await asyncio.gather(*self._ending, return_exceptions=True)
         self._reading = None
         for table in (self._tasks, self._actors, self._unread, self._quarantine):
             table.clear()
@@ -312,6 +318,15 @@ class Registry:
 
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)
+
+    async def secret_digest(self, job: str) -> str:
+        """Digest of the secret of a job, which may be quarantined. Empty if there is no such job,
+        it has no secret, or its record in etcd does not show one. Raises NotLeader, and Unavailable
+        while etcd cannot be reached."""
+        self.require_leading()
+        if (actor := self._actors.get(job)) is not None:
+            return actor.job.spec.secret_digest
+        return await self._dependencies.stored.secret_digest(job)
 
     def is_free(self, name: str) -> bool:
         """True if no job of that name is known to this coordinator."""

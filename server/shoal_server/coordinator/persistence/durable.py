@@ -109,10 +109,15 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
+        # Each transaction is repeated by itself. An earlier one without the job's record would not
+        # succeed after the one that wrote the record.
+        for batch in _batches(operations):
+            await self._until_applied(job, batch)
+
+    async def _until_applied(self, job: str, batch: Sequence[Operation]) -> None:
         while True:
             try:
-                for batch in _batches(operations):
-                    await self.apply_to(job, batch)
+                await self.apply_to(job, batch)
                 return
             except NotLeader:
                 raise

@@ -6,6 +6,7 @@ or `shoal rm`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 
 import structlog
 
@@ -70,11 +71,8 @@ class Quarantine:
     def check(self, job: str) -> None:
         """Raise JobQuarantined if the job is quarantined."""
         if entry := self._jobs.get(job):
-            why, _ = entry
-            # A new error for each caller: an exception that is raised keeps its traceback.
-            raise JobQuarantined(
-                why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
-            )
+            # A copy for each caller: an exception that is raised keeps its traceback.
+            raise copy(entry[0])
 
     def __contains__(self, job: str) -> bool:
         return job in self._jobs

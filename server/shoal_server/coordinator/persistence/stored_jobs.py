@@ -19,7 +19,11 @@ from shoal_server.coordinator.persistence.stored_generations import (
     size_problem,
     stored_record,
 )
-from shoal_server.coordinator.persistence.stored_json import name_in_key, state_from_json
+from shoal_server.coordinator.persistence.stored_json import (
+    name_in_key,
+    secret_digest_from,
+    state_from_json,
+)
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import (
     Generation,
@@ -33,7 +37,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership.member import MemberState, Wait
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, Keyspace, KeyValue
-from shoal_server.etcd.json_fields import UnreadableRecord
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
@@ -160,6 +164,17 @@ class StoredJobs:
             return _state(job, item)
         except UnreadableRecord as error:
             raise unreadable(job, item.key, error) from error
+
+    async def secret_digest(self, job: str) -> str:
+        """Digest of the job's secret, also from a record with other fields that cannot be read;
+        empty if the job has no secret, or if the record does not show one."""
+        item = await self._store.get(keys.job_state(job))
+        if item is None:
+            return ""
+        try:
+            return secret_digest_from(Fields.parsed(item.value))
+        except UnreadableRecord:
+            return ""
 
     async def load(self, state: StateRecord) -> StoredJob:
         """An unfinished job with its newest records and its members. Raises JobQuarantined."""

@@ -111,6 +111,17 @@ def spec_from(bounds: Fields) -> JobSpec:
     )
 
 
+def secret_digest_from(fields: Fields) -> str:
+    """Digest of the job's secret from the fields of its own record, of which others may be
+    unreadable; empty if it has no secret, or no readable bounds. Raises UnreadableRecord for an
+    unreadable digest."""
+    try:
+        bounds = fields.object("spec")
+    except UnreadableRecord:
+        return ""
+    return bounds.text("secret_digest", "")
+
+
 def name_in_key(prefix: str, key: str, *, suffix: str = "") -> str | None:
     """Name of the job, member or server in a key under the prefix; None if the key has no valid
     name."""

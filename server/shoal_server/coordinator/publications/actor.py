@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -105,15 +106,15 @@ class SeriesActor:
     def check_lives(self) -> None:
         """Raise the error with which the actor ended, if it has."""
         if self.ended is not None:
-            why = self.ended
-            raise type(why)(why.what, seen=why.seen, expected=why.expected, details=why.details)
+            raise copy(self.ended)
 
     def end(self, why: ShoalError) -> None:
         """End the actor: waiting and later calls raise this error."""
+        # Each call gets a copy: an exception that is raised keeps its traceback.
         self.ended = why
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(type(why)(why.what, seen=why.seen, details=why.details))
+                answer.set_exception(copy(why))
         self.notify()
 
     @property

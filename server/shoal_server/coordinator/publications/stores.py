@@ -73,9 +73,11 @@ class Stores:
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
         """Ask servers if they hold segments. `questions`: the segments' digests, by server id.
         Returns each server that answered, with its digests and its answer."""
-        present = {each.server_id: each for each in self.present}
+        present, addresses = {each.server_id: each for each in self.present}, self.addresses
         calls = [(present[each], digests) for each, digests in questions.items() if each in present]
-        answers = await asyncio.gather(*(self._ask(series, *each) for each in calls))
+        answers = await asyncio.gather(
+            *(self._ask(series, *each, addresses[each[0].server_id]) for each in calls)
+        )
         return [
             (server, digests, answer)
             for (server, digests), answer in zip(calls, answers, strict=True)
@@ -83,13 +85,13 @@ class Stores:
         ]
 
     async def _ask(
-        self, series: str, server: StoreServer, digests: Sequence[bytes]
+        self, series: str, server: StoreServer, digests: Sequence[bytes], address: str
     ) -> HoldsAnswer | None:
         request = pb.HoldsSegmentsRequest(series=series, digests=digests)
         try:
             reply: pb.HoldsSegmentsReply = await self._calls.call_on(
                 WeightStoreStub,
-                self.addresses[server.server_id],
+                address,
                 lambda stub: stub.Holds,
                 request,
                 ANSWER_S,

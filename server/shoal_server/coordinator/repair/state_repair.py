@@ -4,7 +4,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from shoal_server.coordinator.persistence.stored_json import MAX_MEMBERS, result_from, spec_from
+from shoal_server.coordinator.persistence.stored_json import (
+    MAX_MEMBERS,
+    result_from,
+    secret_digest_from,
+    spec_from,
+)
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobProgress, LifetimeFigures
 from shoal_server.core.generations.roster import (
@@ -43,7 +48,7 @@ def repaired_state(
     numbers = frozenset(generations)
     last = _count(fields, "last_generation")
     record = StateRecord(
-        spec=replace(bounds or _spec(job, fields), secret_digest=_secret_digest(fields)),
+        spec=replace(bounds or _spec(job, fields), secret_digest=secret_digest_from(fields)),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
         reason="its own record could not be read, and was rewritten",
@@ -64,16 +69,6 @@ def _spec(job: str, fields: Fields) -> JobSpec:
     if problem := spec.problem():
         raise UnreadableRecord(problem)
     return spec
-
-
-def _secret_digest(fields: Fields) -> str:
-    """Digest of the job's secret; empty if the record has no readable bounds. Raises
-    UnreadableRecord for an unreadable digest: a repair must not open a job that has a secret."""
-    try:
-        bounds = fields.object("spec")
-    except UnreadableRecord:
-        return ""
-    return bounds.text("secret_digest", "")
 
 
 def _progress(

@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -155,7 +156,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._clock = clock
         self._write_interval_s = write_interval_s
         self._open: OrderedDict[str, _OpenLedger] = OrderedDict()
-        self._opening = asyncio.Lock()
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks of the jobs whose ledger is being opened, or kept closed."""
         self._writing = asyncio.Lock()
         self._losses: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._num_losses = 0
@@ -214,10 +216,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     async def open_existing(self, job: str) -> None:
         """Open the ledger of a job that has one, so that `summary` has it after a leader failover.
 
-        At most MAX_OPEN / 2 are opened; others when a member asks for samples. Raises Unavailable
+        About MAX_OPEN / 2 are opened; others when a member asks for samples. Raises Unavailable
         while etcd cannot be reached, JobQuarantined if the ledger cannot be read.
         """
-        async with self._opening:
+        async with self._opening_lock(job):
             if job not in self._open and len(self._open) < MAX_OPEN // 2:
                 opened = await self._read(job)
                 if opened is not None:
@@ -241,7 +243,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     async def _ledger(self, job: str) -> SampleLedger | None:
         opened = self._open.get(job)
         if opened is None:
-            async with self._opening:
+            async with self._opening_lock(job):
                 # The ledger is not open here, so etcd has all its changes.
                 opened = self._open.get(job) or await self._read(job)
         return opened.ledger if opened is not None else None
@@ -258,9 +260,14 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     @asynccontextmanager
     async def closed(self, job: str) -> AsyncIterator[None]:
         """Keep the job's ledger closed in the block, with no write of it in progress."""
-        async with self._opening, self._writing:
-            self._close(job)
+        async with self._opening_lock(job):
+            async with self._writing:
+                self._close(job)
+            # The other ledgers are written meanwhile, and this one is in no later pass.
             yield
+
+    def _opening_lock(self, job: str) -> asyncio.Lock:
+        return self._opening.setdefault(job, asyncio.Lock())
 
     async def hand_over(self) -> None:
         """Write all ledgers whole and close them: call it when stepping down.
@@ -318,7 +325,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         dataset, and the error of reading the ledger."""
         opened = self._open.get(job)
         if opened is None:
-            async with self._opening:
+            async with self._opening_lock(job):
                 opened = self._open.get(job) or await self._read(job)
                 if opened is None:
                     ledger = SampleLedger(dataset_size=dataset_size, num_epochs=num_epochs)

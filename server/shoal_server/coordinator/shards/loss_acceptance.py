@@ -97,18 +97,21 @@ class LossAcceptance:
         counts = await self._samples.counts(job)
         now_unix_s = time.time()
         given_up: list[ShardAssignment] = []
-        while True:
-            plan = await self._plan(request, choice)
-            if request.dry_run or not plan.lost:
-                break
-            if plan.samples is None:
-                raise _samples_not_chosen(plan, counts)
-            # The choice of the first transaction holds for all others.
-            choice = plan.samples
-            given_up += await self._give_up(plan, by, now_unix_s)
-        if given_up:
-            anew = choice is SamplesAfterLoss.ANEW
-            self._losses.record_acceptance(job, given_up, by, _samples_in_words(counts, anew=anew))
+        try:
+            while True:
+                plan = await self._plan(request, choice)
+                if request.dry_run or not plan.lost:
+                    break
+                if plan.samples is None:
+                    raise _samples_not_chosen(plan, counts)
+                # The choice of the first transaction holds for all others.
+                choice = plan.samples
+                await self._give_up(plan, by, now_unix_s, given_up)
+        finally:
+            # Also if etcd fails after some were given up: to a repeated request they are not lost.
+            if given_up:
+                anew = choice is SamplesAfterLoss.ANEW
+                self._losses.accepted(job, given_up, by, _samples_in_words(counts, anew=anew))
         by_this_call = plan.lost if request.dry_run else given_up
         return _reply(plan, by_this_call, plan.samples if request.dry_run else choice, counts)
 
@@ -124,11 +127,12 @@ class LossAcceptance:
             samples=losses.samples_after(current, {shard.shard_id for shard in lost}, choice),
         )
 
-    async def _give_up(self, plan: _Plan, by: str, now_unix_s: float) -> list[ShardAssignment]:
-        """Give up the lost shards. Returns those that were given up; the records of the others have
-        changed and must be read again."""
+    async def _give_up(
+        self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
+    ) -> None:
+        """Give up the lost shards, and append each to `given_up` once it is. The records of the
+        others have changed and must be read again."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
-        done: list[ShardAssignment] = []
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:
             if anew:
@@ -145,8 +149,7 @@ class LossAcceptance:
                 # the rest of the samples.
                 also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
-                done += batch if is_done else []
-        return done
+                given_up += batch if is_done else []
 
     async def _read(self, job: str) -> tuple[JobAssignments, dict[int, records.StoredShard]]:
         listed = await self._store.range(keys.assignments(job))

@@ -176,6 +176,23 @@ async def test_a_jobs_secret_outlives_its_members_and_its_leader() -> None:
         assert await refusal(later, attends("b", JOB)) is None
 
 
+async def test_a_quarantined_job_is_reset_only_with_its_secret() -> None:
+    """The secret counts even if another field of the job's record cannot be read."""
+    store = MemoryStore()
+    async with served(store) as world:
+        member = await training(world, job_secret=JOB)
+        await asyncio.to_thread(member.leave, completed=False, reason="done for today")
+    item = await store.get(keys.job_state("j"))
+    assert item is not None
+    await store.put(item.key, item.value.replace(b'"finished": false', b'"finished": 0'))
+    async with served(store) as later:
+        assert list(later.coordinator.registry.quarantined) == ["j"]
+        assert isinstance(await refusal(later, acts("")["resets"]), AccessDenied)
+        assert await store.get(item.key) is not None
+        assert await refusal(later, acts(JOB)["resets"]) is None
+        assert await store.get(item.key) is None
+
+
 async def test_calls_with_a_jobs_secret_join_and_stop_it() -> None:
     async with served(MemoryStore()) as world:
         await training(world, job_secret=JOB)

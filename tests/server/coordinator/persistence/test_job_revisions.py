@@ -2,11 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from support.clusters.coordinator_world import jobs_in, served
 
-from shoal_proto.errors import DeadlineExceeded, InternalError, JobQuarantined, NotLeader
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InternalError,
+    JobQuarantined,
+    NotLeader,
+    Unavailable,
+)
+from shoal_server.coordinator.persistence.durable import MAX_TRANSACTION
 from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
@@ -39,6 +47,31 @@ class UnknownOutcomes(MemoryStore):
                 await super().transact(compares, then)
             raise DeadlineExceeded("no answer", details={"outcome": "unknown"})
         return await super().transact(compares, then, otherwise)
+
+
+class RestartingStore(MemoryStore):
+    """Store that restarts after it applied the first transaction with the job's record: that one is
+    not answered, and the next is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_away = False
+        self.was_away = False
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if self._is_away:
+            self._is_away, self.was_away = False, True
+            raise Unavailable("etcd restarts")
+        result = await super().transact(compares, then, otherwise)
+        if not self.was_away and any(each.key == KEY for each in then):
+            self._is_away = True
+            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
+        return result
 
 
 def write(generation: int) -> JobWrite:
@@ -90,6 +123,18 @@ async def test_a_write_that_arrives_after_its_repetition_changes_nothing() -> No
     await jobs.persist(write(2), StoredGenerations())
     compares, then = store.late[0]
     assert not (await store.transact(compares, then)).succeeded
+    assert await newest(store) == 2
+
+
+async def test_a_write_of_several_transactions_survives_a_restart_of_etcd() -> None:
+    """The transaction with the job's record takes effect but is not answered, and etcd is away for
+    a moment: the write continues, and does not begin again with the members."""
+    store = RestartingStore()
+    jobs = jobs_in(store)
+    departed = {f"m{number}": None for number in range(2 * MAX_TRANSACTION)}
+    await jobs.persist(replace(write(1), members=departed), StoredGenerations())
+    assert store.was_away
+    await jobs.persist(write(2), StoredGenerations())
     assert await newest(store) == 2
 
 

@@ -16,6 +16,7 @@ from shoal_client.cli import parse
 from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
+    InternalError,
     InvalidSpec,
     MalformedMessage,
     NoServers,
@@ -308,6 +309,33 @@ async def test_a_write_of_unknown_outcome_is_made_once(
         assert (await client.contribute(world.put(part(2)))).number == 2
         view = await client.view()
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
+
+
+async def test_a_series_that_another_process_wrote_ends_with_advice(
+    world: WorldWithServers,
+) -> None:
+    """Calls that wait, and later ones, raise the whole error."""
+    async with world.leading() as client:
+        await world.published(client, 1)
+        head = await world.store.get(keys.series_head(SERIES))
+        assert head is not None
+        await world.store.put(head.key, head.value)
+        with pytest.raises(InternalError, match="changed by another process") as raised:
+            await client.contribute(world.put(part(2)))
+        assert raised.value.expected == "the one that this coordinator has written"
+        assert raised.value.fix == "Try again: the record is then read again."
+
+
+async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWithServers) -> None:
+    """The record of a server may be dropped between the choice of servers and the first call."""
+    world.servers["s1"].held.add(b"d")
+    async with world.leading() as client:
+        stores = client.service._stores
+        await stores.mirror.wait_in_sync()
+        asked = asyncio.create_task(stores.query_holders(SERIES, {"s1": [b"d"]}))
+        asyncio.get_running_loop().call_soon(stores.mirror.forget, "s1")
+        ((server, _, answer),) = await asked
+        assert server.server_id == "s1" and answer.held == {b"d"}
 
 
 async def test_numbers_continue_under_the_next_leader_and_the_next_generation(

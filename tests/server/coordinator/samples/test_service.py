@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 
@@ -173,6 +174,35 @@ async def test_a_member_waits_while_others_hold_the_last_samples(world: World) -
     assert lease.range is None
     assert not lease.exhausted
     assert lease.retry_after_s > 0
+
+
+async def test_a_ledger_that_is_kept_closed_delays_no_other(world: World) -> None:
+    """While one job is reset, the ledgers of others are opened and written; its own only after
+    that."""
+    await world.join("a", "1")
+    sequences = count(1)
+
+    async def leased(service: SamplesService, job: str) -> samples_pb2.LeaseReply:
+        token = Token(job=job, member_id="a", incarnation="1")
+        request = samples_pb2.LeaseRequest(
+            token=token,
+            sequence=next(sequences),
+            num_samples=10,
+            dataset_size=100,
+            num_epochs=1,
+            reserve_samples=100,
+        )
+        return await service.Lease(request, None)
+
+    async with world.serving() as (service, _):
+        async with asyncio.timeout(10.0):
+            await leased(service, "open")
+            async with service.closed("closed"):
+                own = asyncio.create_task(leased(service, "closed"))
+                assert (await leased(service, "open")).HasField("range")
+                assert (await leased(service, "new")).HasField("range")
+                assert not own.done() and service.summary("closed") is None
+            assert (await own).HasField("range")
 
 
 async def test_a_restart_continues_from_the_ledger_written_on_close(world: World) -> None:
