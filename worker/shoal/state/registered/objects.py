@@ -1,7 +1,7 @@
 """Registered objects of a script, and their state as of the last committed step."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.state.optimizer_state import set_settings
 from shoal.state.plain_values import join_state, split_state
 from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
@@ -309,7 +310,7 @@ class RegisteredState:
                 ) from error
         if self._optimizer is not None and GROUPS in captured.values:
             settings = join_state(captured.values[GROUPS], _of(GROUPS, captured.tensors))
-            _set_groups(self._optimizer, settings)
+            set_settings(self._optimizer, settings)
 
 
 def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
@@ -374,17 +375,6 @@ def _values_of(captured: CapturedState) -> dict[str, Json]:
 def _of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = f"{name}/"
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-
-
-@torch.no_grad()
-def _set_groups(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        for key, value in own.items():
-            held = group.get(key)
-            if isinstance(held, Tensor) and isinstance(value, Tensor):
-                held.copy_(value)
-            else:
-                group[key] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
