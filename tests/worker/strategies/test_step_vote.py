@@ -103,7 +103,7 @@ def test_a_step_that_is_taken_again_with_other_settings_is_refused_with_its_memb
 
 def test_a_refusal_of_one_member_is_raised_on_all() -> None:
     refusal = InvalidSpec("a state that nobody can carry", seen="this", expected="that")
-    votes = {"a": VOTE, "b": replace(VOTE, refusal=refusal.to_dict())}
+    votes = {"a": VOTE, "b": replace(VOTE, refusal={**refusal.to_dict(), "of_a_later_release": 1})}
     with pytest.raises(InvalidSpec, match="a state that nobody can carry; saw this"):
         check_votes(votes, 7)
 
@@ -120,7 +120,8 @@ def test_different_layers_are_refused_by_member_and_layer() -> None:
         exchanges.end()
         record = exchanges.record()
         assert record is not None
-        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=vars(record))
+        sent = {**vars(record), "of_a_later_release": 1}
+        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=sent)
     assert need_whole_votes([ballot(each) for each in votes.values()])
     with pytest.raises(InvalidSpec, match="a: at the outputs of up; b: at the outputs of down"):
         check_votes(votes, 7)

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import barrier_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, record_of_json
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
@@ -356,7 +356,7 @@ def _packed(message: _CallMessage) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> _CallMessage:
-    return _CallMessage(**json.loads(message.numpy().tobytes()))
+    return record_of_json(_CallMessage, message.numpy().tobytes())
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
