@@ -1,5 +1,6 @@
 """Members' votes on a step: differences are reported by member, field and values."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_last_bits_are_no_difference() -> None:
     other = replace(VOTE, hyperparameters=({"lr": 0.5 * (1 + 1e-12)},))
     assert need_whole_votes([ballot(VOTE), ballot(other)])
     check_votes({"a": VOTE, "b": other}, 7)
+
+
+def test_a_schedule_that_ends_at_0_differs_by_its_last_bits_there() -> None:
+    """Near -1 the last bit of a cosine is a large share of what is left of the rate."""
+
+    def rate(cosine: float) -> StepVote:
+        return replace(VOTE, hyperparameters=({"lr": 0.1 * (1 + cosine) / 2},))
+
+    num_steps = 100_000
+    for step in (num_steps - 1, num_steps):
+        cosine = math.cos(math.pi * step / num_steps)
+        check_votes({"a": rate(cosine), "b": rate(math.nextafter(cosine, 0.0))}, step)
 
 
 def test_a_member_that_clips_alone_is_refused() -> None:

@@ -280,6 +280,18 @@ def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
         assert found[0].startswith("average.tensors.weight")
 
 
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (0.0, 1e-20), (0.1, 0.1 * (1 + 1e-7))])
+def test_numbers_that_differ_by_rounding_are_the_same_in_any_order(one: Any, other: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        assert difference({"a": {"best": first}, "b": {"best": second}}) is None
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (1, 1.1), (0.0, 1e-9), (1.0, "1.0"), (0, None)])
+def test_numbers_that_differ_do_so_in_any_order(one: Any, other: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        assert difference({"a": {"best": first}, "b": {"best": second}}) is not None
+
+
 def test_an_integer_that_cannot_be_written_as_text_is_refused_with_its_place() -> None:
     with pytest.raises(InvalidSpec, match=r"an integer of 16,610 bits at big\.0"):
         RegisteredState().add("counter", Counter(big=[10**5000]))
