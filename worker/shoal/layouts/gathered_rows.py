@@ -33,6 +33,7 @@ from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
 from shoal.model.gradients import is_on_host
 from shoal.state.host_copies import as_bytes
+from shoal.state.shards import outline_of
 from shoal.torch_private.compiling import eager
 from shoal_proto.errors import InvalidSpec
 
@@ -335,7 +336,7 @@ def _check(tensor: object) -> None:
 
 
 def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _MESSAGE_BYTES // 4]
+    return outline_of(tensor)[: _MESSAGE_BYTES // 4]
 
 
 def _description(message: _CallMessage) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.state.optimizer_state import set_settings
 from shoal.state.plain_values import join_state, split_state
 from shoal.state.replicated import State
-from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
+from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard, outline_of
 from shoal.torch_private.amp import scaler_state
 from shoal_proto.errors import InvalidSpec
 
@@ -284,8 +284,8 @@ class RegisteredState:
                 name, _, path = key.partition("/")
                 raise InvalidSpec(
                     f"a tensor in the state of {name!r} has changed its shape or dtype, or is gone",
-                    seen=f"{path}: {'nothing' if now is None else _outline(now)}",
-                    expected=_outline(before),
+                    seen=f"{path}: {'nothing' if now is None else outline_of(now)}",
+                    expected=outline_of(before),
                     fix="Create it with its final size, or use a list of numbers.",
                 )
 
@@ -336,14 +336,8 @@ def with_registered(state_shard: StateShard, captured: CapturedState) -> StateSh
 
 def of_shard(state_shard: StateShard) -> CapturedState:
     """Return the registered state that `with_registered` added."""
-    values: Any = state_shard.values.get("registered", {})
-    shards = {
-        name.removeprefix(REGISTERED): shard.tensor
-        for name, shard in state_shard.shards.items()
-        if name.startswith(REGISTERED)
-    }
-    kinds: Any = state_shard.values.get(KINDS, {})
-    return CapturedState(values=values, tensors=shards, kinds=kinds)
+    tensors = {name: shard.tensor for name, shard in state_shard.shards.items()}
+    return _added_state(tensors, state_shard.values)
 
 
 def into_state(state: State, captured: CapturedState) -> State:
@@ -358,14 +352,14 @@ def into_state(state: State, captured: CapturedState) -> State:
 def of_state(state: State) -> tuple[State, CapturedState]:
     """Split a state into the state before `into_state` and the registered state that it added."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
-    own = {
-        name.removeprefix(REGISTERED): t
-        for name, t in state.tensors.items()
-        if name.startswith(REGISTERED)
-    }
-    values: Any = state.values.get("registered", {})
-    kinds: Any = state.values.get(KINDS, {})
-    return replace(state, tensors=rest), CapturedState(values=values, tensors=own, kinds=kinds)
+    return replace(state, tensors=rest), _added_state(state.tensors, state.values)
+
+
+def _added_state(tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> CapturedState:
+    added: Any = values.get("registered", {})
+    kinds: Any = values.get(KINDS, {})
+    own = {k.removeprefix(REGISTERED): t for k, t in tensors.items() if k.startswith(REGISTERED)}
+    return CapturedState(values=added, tensors=own, kinds=kinds)
 
 
 def _values_of(captured: CapturedState) -> dict[str, Json]:
@@ -387,10 +381,6 @@ def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
     return target.copy_(tensor)
 
 
-def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
 def _figures(tensor: Tensor) -> list[Json]:
     """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
     sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
@@ -401,4 +391,4 @@ def _figures(tensor: Tensor) -> list[Json]:
     weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
     size = exact.abs().sum()
     figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ weights)
-    return [_outline(tensor), *(float(figure) for figure in figures)]
+    return [outline_of(tensor), *(float(figure) for figure in figures)]
