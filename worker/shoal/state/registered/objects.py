@@ -26,6 +26,7 @@ GROUPS = "param_groups"
 """Name of the settings of the optimizer's groups in the state: schedulers change them."""
 KINDS = "registered_kinds"
 """Key of the objects' classes in a state's values."""
+_BLOCK_ELEMENTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -184,9 +185,12 @@ class RegisteredState:
 
     def current(self) -> CapturedState:
         """Return a copy of the state after the last committed step."""
+        return self._now().copied()
+
+    def _now(self) -> CapturedState:
         if self._is_attempt and self._committed is not None:
-            return self._committed.copied()
-        return self._capture().copied()
+            return self._committed
+        return self._capture()
 
     def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
@@ -229,7 +233,7 @@ class RegisteredState:
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
         """Return the values that must be the same on all members, by name: plain values, and
         figures that describe the tensors."""
-        now = self.current()
+        now = self._now()
         found: dict[str, Json] = {}
         for name in self._objects:
             figures: dict[str, Json] = {}
@@ -385,10 +389,15 @@ def _figures(tensor: Tensor) -> list[Json]:
     """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
     sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
     so that rounding is small relative to it."""
+    # In blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
-    values = flat.abs() if flat.is_complex() else flat
-    exact = values.to("cpu", torch.float64)
-    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
-    size = exact.abs().sum()
-    figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ weights)
-    return [outline_of(tensor), *(float(figure) for figure in figures)]
+    size = signed = weighted = 0.0
+    for start in range(0, flat.numel(), _BLOCK_ELEMENTS):
+        block = flat[start : start + _BLOCK_ELEMENTS]
+        exact = (block.abs() if block.is_complex() else block).to("cpu", torch.float64)
+        positions = torch.arange(start, start + exact.numel(), dtype=torch.float64)
+        weights = positions.div_(max(flat.numel() - 1, 1)).add_(0.5)
+        size += float(exact.abs().sum())
+        signed += float(exact.sum())
+        weighted += float(exact @ weights)
+    return [outline_of(tensor), size, 2.0 * size + signed, 2.0 * size + weighted]
