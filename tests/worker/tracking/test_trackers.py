@@ -200,6 +200,18 @@ def test_a_location_that_mlflow_refuses_is_refused(monkeypatch: pytest.MonkeyPat
         shoal.MLflow("file:mlruns")
 
 
+@pytest.mark.long
+def test_a_tracking_server_of_databricks_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no lock file. Without the user's profile, the call fails without a connection."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(Exception, match=r"(?i)databricks"):
+        shoal.MLflow("databricks").open(Run(job="job", begun_unix_s=0.0))
+    assert not list(tmp_path.iterdir())
+
+
 class BusyTracker(Tracker):
     """A run that another process holds until `free` is set, and that stores up to step 2."""
 
