@@ -13,6 +13,7 @@ class ShoalError(Exception):
     code."""
 
     kinds: ClassVar[dict[str, type["ShoalError"]]] = {}
+    _PARTS: ClassVar = ("what", "seen", "expected", "fix", "details")
 
     def __init__(
         self,
@@ -40,15 +41,15 @@ class ShoalError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as a dictionary of JSON values."""
-        parts = {key: getattr(self, key) for key in ("what", "seen", "expected", "fix", "details")}
+        parts = {key: getattr(self, key) for key in ShoalError._PARTS}
         return {"kind": type(self).__name__, **parts}
 
     @staticmethod
     def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
         """Return the error of a `to_dict`; an InternalError if this release does not know its
-        kind."""
+        kind. Parts that this release does not know are ignored."""
         kind = ShoalError.kinds.get(parts["kind"], InternalError)
-        return kind(**{key: value for key, value in parts.items() if key != "kind"})
+        return kind(**{key: parts[key] for key in ShoalError._PARTS if key in parts})
 
     def _sentence(self) -> str:
         parts = [self.what]

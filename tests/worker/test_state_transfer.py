@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
@@ -64,6 +66,47 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
         step(other, other_optimizer)
     for key, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_tensor_of_the_script() -> None:
+    """The script changes the rate in place after it received another member's state."""
+    rate, other_rate = torch.tensor(0.5), torch.tensor(0.25)
+    model, optimizer = trained(lambda p: torch.optim.Adam(p, lr=rate), 1, seed=0)
+    other, other_optimizer = trained(lambda p: torch.optim.Adam(p, lr=other_rate), 1, seed=1)
+    ReplicatedState(model, optimizer).adopt(ReplicatedState(other, other_optimizer).state_shard(1))
+    assert rate.item() == 0.25
+    rate.fill_(0.125)
+    assert optimizer.param_groups[0]["lr"].item() == 0.125
+
+
+def test_groups_that_share_a_tensor_of_their_rate_get_their_own_rates() -> None:
+    def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+        return torch.optim.Adam(groups, lr=torch.tensor(0.5))
+
+    model, optimizer = trained(two_groups, 1, seed=0)
+    other, other_optimizer = trained(two_groups, 1, seed=1)
+    other_optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+    ReplicatedState(model, optimizer).adopt(ReplicatedState(other, other_optimizer).state_shard(1))
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+class NumbersRead(TorchFunctionMode):
+    """Count of tensors whose numbers were read, for which a GPU is awaited."""
+
+    num = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func in (Tensor.tolist, Tensor.item)
+        return func(*args, **(kwargs or {}))
+
+
+def test_capturing_a_state_reads_no_number_of_a_tensor() -> None:
+    model, optimizer = trained(OPTIMIZERS["adam-lr-tensor"], 1, seed=0)
+    keeper = ReplicatedState(model, optimizer)
+    with NumbersRead() as read:
+        keeper.capture(1)
+    assert read.num == 0
 
 
 def test_a_captured_state_is_not_touched_by_later_steps() -> None:

@@ -91,6 +91,12 @@ class SampleClient:
         with self._lock:
             return tuple(self._held)
 
+    @property
+    def has_unreported(self) -> bool:
+        """True if ranges were completed or given back in calls that had no answer."""
+        with self._lock:
+            return bool(self._unanswered is not None or self._unreported or self._given_back)
+
     def lease(
         self,
         num_samples: int,

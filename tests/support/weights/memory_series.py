@@ -114,6 +114,8 @@ class MemoryReader:
     def __init__(self, series: MemorySeries) -> None:
         self._series = series
         self.fetched_bytes = 0
+        self.bases: list[object] = []
+        """The base of each fetch."""
 
     def view(self) -> weights_pb2.SeriesView:
         return weights_pb2.SeriesView(series="job/policy", versions=self._series.records)
@@ -149,7 +151,9 @@ class MemoryReader:
         reuses_memory: bool = False,
     ) -> list[Segment]:
         assert record.number in self._series.leases, "a fetch without a lease"
+        self.bases.append(base)
         numbers = range(len(record.segments)) if segments is None else segments
+        self.fetched_bytes += sum(record.segments[each].num_bytes for each in numbers)
         found = [self._series.segments[record.segments[each].digest] for each in numbers]
         return [Segment.adopt(_duplicate(each), each.num_bytes) for each in found]
 

@@ -24,6 +24,8 @@ from shoal.checkpoint import storage
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import read
 from shoal.state.shards import StateShard, whole_chunk
+from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
+from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 
@@ -81,6 +83,19 @@ def test_a_checkpoint_that_cannot_be_read_back_replaces_no_other(tmp_path, place
     checkpoints.offer(at(3))
     checkpoints.close()
     assert sorted(storage.complete(checkpoints.directory)) == [3]
+
+
+def test_the_log_names_the_checkpoint_that_failed(tmp_path):
+    """The failure is noticed when the next checkpoint is due."""
+    checkpoints = GenerationCheckpoints(ScriptPosition())
+    checkpoints.keep(Checkpoints(tmp_path, every_steps=1))
+    with capture_logs() as logs:
+        for state_shard in (at(1), unreadable(2), at(3)):
+            checkpoints.write(state_shard.step, lambda given=state_shard: given, lambda _: True)
+        checkpoints.close()
+    (failed,) = [line for line in logs if line["event"] == "checkpoint_failed"]
+    assert failed["path"] == str(tmp_path / "step-00000002")
+    assert "step" not in failed
 
 
 @pytest.mark.parametrize("setting", ["every_steps", "keep"])

@@ -1,11 +1,11 @@
 """Members whose scripts wait for each other at different points find out, and no others do."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch.distributed as dist
 
-from shoal.layouts.layer_exchanges import LayerExchanges
+from shoal.layouts.layer_exchanges import ExchangeRecord, LayerExchanges
 from shoal.strategies.synchronous.script_points import LOOK_AFTER_S, ScriptPoint, ScriptPoints
 from shoal_proto.errors import InvalidSpec
 
@@ -42,6 +42,19 @@ def test_a_call_that_one_member_makes_alone_is_found_by_all() -> None:
         assert each.refusal(GENERATION + 1) is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LaterPoint(ScriptPoint):
+    """A point as a later release sends it."""
+
+    of_a_later_release: int = 1
+
+
+def test_points_of_a_later_release_are_compared() -> None:
+    """Members change their release one after the other."""
+    later = LaterPoint(step=CALL.step, num_calls=CALL.num_calls, what=CALL.what, is_call=True)
+    assert waited(crew(dist.HashStore()), STEP, later, STEP) == [True] * 3
+
+
 @pytest.mark.parametrize(
     "places",
     [
@@ -74,11 +87,13 @@ def test_a_wait_that_has_ended_is_not_compared_with_the_next() -> None:
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
 
 
-def splitting(store: dist.Store, layers: list[list[int]]) -> list[ScriptPoints]:
+def splitting(
+    store: dist.Store, layers: list[list[int]], kind: type[LayerExchanges] = LayerExchanges
+) -> list[ScriptPoints]:
     """Return members that split layers and have met for these in one step; -1 ends their passes."""
     found = []
     for rank, own in enumerate(layers):
-        exchanges = LayerExchanges()
+        exchanges = kind()
         exchanges.set_peers(range(len(layers)))
         sites = [exchanges.add_site(name) for name in ("first", "second", "third")]
         exchanges.begin()
@@ -108,6 +123,24 @@ def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
     for each in members:
         with pytest.raises(InvalidSpec, match="a: at the outputs of second; b: at the outputs of"):
             raise each.refusal(GENERATION) or AssertionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterRecord(ExchangeRecord):
+    """A record as a later release sends it."""
+
+    of_a_later_release: int = 1
+
+
+class LaterExchanges(LayerExchanges):
+    def record(self) -> ExchangeRecord | None:
+        own = super().record()
+        return LaterRecord(**vars(own)) if own is not None else None
+
+
+def test_layers_of_a_later_release_are_compared() -> None:
+    layers = [[0, 1, 2], [0, 2, -1], [0, 1, 2]]
+    assert stood(splitting(dist.HashStore(), layers, LaterExchanges)) == [True] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Members' votes on a step: differences are reported by member, field and values."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_step_that_is_taken_again_with_other_settings_is_refused_with_its_memb
 
 def test_a_refusal_of_one_member_is_raised_on_all() -> None:
     refusal = InvalidSpec("a state that nobody can carry", seen="this", expected="that")
-    votes = {"a": VOTE, "b": replace(VOTE, refusal=refusal.to_dict())}
+    votes = {"a": VOTE, "b": replace(VOTE, refusal={**refusal.to_dict(), "of_a_later_release": 1})}
     with pytest.raises(InvalidSpec, match="a state that nobody can carry; saw this"):
         check_votes(votes, 7)
 
@@ -120,7 +121,8 @@ def test_different_layers_are_refused_by_member_and_layer() -> None:
         exchanges.end()
         record = exchanges.record()
         assert record is not None
-        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=vars(record))
+        sent = {**vars(record), "of_a_later_release": 1}
+        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=sent)
     assert need_whole_votes([ballot(each) for each in votes.values()])
     with pytest.raises(InvalidSpec, match="a: at the outputs of up; b: at the outputs of down"):
         check_votes(votes, 7)
@@ -131,6 +133,18 @@ def test_last_bits_are_no_difference() -> None:
     other = replace(VOTE, hyperparameters=({"lr": 0.5 * (1 + 1e-12)},))
     assert need_whole_votes([ballot(VOTE), ballot(other)])
     check_votes({"a": VOTE, "b": other}, 7)
+
+
+def test_a_schedule_that_ends_at_0_differs_by_its_last_bits_there() -> None:
+    """Near -1 the last bit of a cosine is a large share of what is left of the rate."""
+
+    def rate(cosine: float) -> StepVote:
+        return replace(VOTE, hyperparameters=({"lr": 0.1 * (1 + cosine) / 2},))
+
+    num_steps = 100_000
+    for step in (num_steps - 1, num_steps):
+        cosine = math.cos(math.pi * step / num_steps)
+        check_votes({"a": rate(cosine), "b": rate(math.nextafter(cosine, 0.0))}, step)
 
 
 def test_a_member_that_clips_alone_is_refused() -> None:

@@ -13,6 +13,7 @@ from support.processes.torchrun_world import Nodes
 from support.torchrun import apart
 from support.torchrun.handlers import Join, await_change, parameters, together
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
@@ -156,6 +157,12 @@ def test_closing_the_job_fails_within_close_timeout(join: Join, outage: Wire) ->
     with pytest.raises((RendezvousTimeoutError, RendezvousConnectionError)):
         node.set_closed()
     assert time.monotonic() - began_s <= 1.0 + OVER_S
+    assert not node.is_closed()
+    outage.restore()
+    node.set_closed()
+    assert node.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        join(**options(outage))
 
 
 @pytest.mark.long

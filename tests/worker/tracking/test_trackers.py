@@ -1,24 +1,31 @@
 """`session.log`: each value of each step once, in the real trackers, over kills and joins."""
 
 import secrets
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, lose_all
 from support.members.logging_members import BEHIND_EACH, Logging, tracker, train
 from support.oracles.tracker_files import READ, Logged
 from support.processes.ranks import Ranks
+from support.processes.served_process import awaited
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
 import shoal
+from shoal.tracking.job_log import JobLog
+from shoal.tracking.tracker import OpenRun, Run, RunInUse, Tracker, WriteProgress
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Roster, RosterEntry
 
 TRACKERS = pytest.mark.parametrize(
     "name",
@@ -191,6 +198,70 @@ def test_a_location_that_mlflow_refuses_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     with pytest.raises(InvalidSpec, match="MLFLOW_ALLOW_FILE_STORE"):
         shoal.MLflow("file:mlruns")
+
+
+@pytest.mark.long
+def test_a_tracking_server_of_databricks_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no lock file. Without the user's profile, the call fails without a connection."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(Exception, match=r"(?i)databricks"):
+        shoal.MLflow("databricks").open(Run(job="job", begun_unix_s=0.0))
+    assert not list(tmp_path.iterdir())
+
+
+class BusyTracker(Tracker):
+    """A run that another process holds until `free` is set, and that stores up to step 2."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self.free = threading.Event()
+        self.steps: list[int] = []
+
+    def open(self, run: Run) -> OpenRun:
+        if not self.free.is_set():
+            self.num_refused += 1
+            raise RunInUse
+        return BusyRun(self.steps)
+
+
+class BusyRun(OpenRun):
+    written = WriteProgress(step=2, names=frozenset({"loss"}))
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+
+    def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        self._steps.append(step)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_steps_dropped_while_another_process_holds_the_run_are_lost_unless_it_stored_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.tracking.job_log.MAX_KEPT", 3)
+    tracker = BusyTracker()
+    job_log = JobLog("job", "a", [tracker])
+    roster = Roster(entries=[RosterEntry(member_id="a")])
+    job_log.record_generation(GenerationRecord(roster=roster), synchronous=True, step=1)
+    job_log.log({"loss": 1.0}, step=1, in_step=False)
+    awaited(lambda: tracker.num_refused > 1, 20.0, "the run is in use")
+    for step in range(2, 9):
+        job_log.log({"loss": 1.0}, step=step, in_step=False)
+    with capture_logs() as logs:
+        tracker.free.set()
+        job_log.flush(20.0)
+        job_log.close()
+    assert tracker.steps == [6, 7, 8]
+    lost = [line["num_steps"] for line in logs if line["event"] == "logged_values_lost"]
+    assert lost == [3]
 
 
 def test_something_else_than_a_tracker_is_refused() -> None:

@@ -19,6 +19,7 @@ from shoal.weights.series import (
     SeriesOptions,
     held_state,
 )
+from shoal.weights.subscription import Subscription
 from shoal.weights.version import WeightVersion
 from shoal_proto.errors import (
     ChecksumMismatch,
@@ -423,6 +424,22 @@ def test_bytes_that_are_not_the_published_ones_are_never_installed(
     with pytest.raises(ChecksumMismatch):
         subscription.fetch(into=target)
     assert not target["w"].any()
+
+
+def test_a_version_that_failed_verification_is_no_base_of_the_next(
+    series: MemorySeries, publications: Publications
+) -> None:
+    for number in (1.0, 2.0):
+        publish(publications, number, int(number))
+    first, second = (record.segments[0].digest for record in series.records)
+    series.segments[second] = series.segments[first]
+    reader = series.reader()
+    subscription = Subscription(reader, "job/policy")  # type: ignore[arg-type]
+    with pytest.raises(ChecksumMismatch):
+        subscription.fetch()
+    publish(publications, 3.0, 3)
+    assert subscription.fetch().version.step == 3
+    assert reader.bases == [None, None]
 
 
 def test_writing_to_a_fetched_tensor_changes_no_other_readers(

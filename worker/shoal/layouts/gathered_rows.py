@@ -27,12 +27,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import barrier_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, record_of_json
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
 from shoal.model.gradients import is_on_host
 from shoal.state.host_copies import as_bytes
+from shoal.state.shards import outline_of
 from shoal.torch_private.compiling import eager
 from shoal_proto.errors import InvalidSpec
 
@@ -335,7 +336,7 @@ def _check(tensor: object) -> None:
 
 
 def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _MESSAGE_BYTES // 4]
+    return outline_of(tensor)[: _MESSAGE_BYTES // 4]
 
 
 def _description(message: _CallMessage) -> str:
@@ -356,7 +357,7 @@ def _packed(message: _CallMessage) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> _CallMessage:
-    return _CallMessage(**json.loads(message.numpy().tobytes()))
+    return record_of_json(_CallMessage, message.numpy().tobytes())
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import barrier_after_collective, gather
+from shoal.backends.abortable.gather import barrier_after_collective, gather, record_from
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
@@ -171,7 +171,9 @@ class LayerExchanges:
             digests, records = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(digests):
                 barrier_after_collective(group)
-            check_exchanges(digests, [each and ExchangeRecord(**each) for each in records])
+            check_exchanges(
+                digests, [each and record_from(ExchangeRecord, each) for each in records]
+            )
 
     def record(self) -> ExchangeRecord | None:
         """Return the record for other ranks to compare with theirs; None if there is none."""

@@ -81,8 +81,9 @@ def put_slots(slots: Slots) -> dict[str, Any]:
     return {**own, **{key: join_state(value, inner) for key, value in slots.values.items()}}
 
 
-def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
-    """Return the settings of the optimizer's groups, without their parameters. Raises
+def take_settings(optimizer: Optimizer, *, with_tensors: bool = True) -> list[dict[str, Json]]:
+    """Return the settings of the optimizer's groups, without their parameters. `with_tensors`:
+    include settings that are tensors; reading their numbers waits for the GPU. Raises
     UnsupportedOptimizer, naming the setting, if one cannot be sent to another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
@@ -94,7 +95,7 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
         settings: dict[str, Json] = {}
         taken = {f"{index}.{key}" for key in group}
         for key, value in group.items():
-            if key != "params":
+            if key != "params" and (with_tensors or not isinstance(value, Tensor)):
                 key_path = (str(index), str(key))
                 if type(key) is not str:
                     raise refused(key_path, f"the key {key!r:.100}", "a string")
@@ -115,9 +116,36 @@ def plain_setting(
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Apply the settings in a state's values to the optimizer's groups."""
-    for group, settings in zip(optimizer.param_groups, settings_of(values), strict=False):
-        group.update((key, value) for key, value in settings.items() if key != "params")
+    """Apply the settings in a state's values to the optimizer's groups, as `set_settings`."""
+    set_settings(optimizer, settings_of(values))
+
+
+@torch.no_grad()
+def set_settings(optimizer: Optimizer, settings: Iterable[Mapping[str, Any]]) -> None:
+    """Set the settings of the optimizer's groups, other than parameters, to copies of the values.
+
+    A tensor is overwritten in place if shape and dtype fit: the script, a scheduler or a captured
+    graph may hold it, and the device is the optimizer's choice. Groups that share a tensor and get
+    different values share it no longer.
+    """
+    written: set[int] = set()
+    for group, own in zip(optimizer.param_groups, settings, strict=False):
+        for key, value in own.items():
+            if key == "params":
+                continue
+            held = group.get(key)
+            if not isinstance(value, Tensor):
+                group[key] = value
+            elif not isinstance(held, Tensor):
+                group[key] = value.clone()
+            else:
+                given = value.to(held.device)
+                fits = (held.shape, held.dtype) == (given.shape, given.dtype)
+                if fits and (id(held) not in written or torch.equal(held, given)):
+                    held.copy_(given)
+                    written.add(id(held))
+                else:
+                    group[key] = given.clone()
 
 
 def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -81,11 +81,11 @@ class ReplicatedState:
             tensors |= {f"{OPTIMIZER}{name}/{key}": t.detach() for key, t in slots.tensors.items()}
             scalars[name] = dict(slots.values)
         groups: list[Json] = []
-        for index, settings in enumerate(take_settings(self._optimizer)):
+        for index, settings in enumerate(take_settings(self._optimizer, with_tensors=False)):
             group = self._optimizer.param_groups[index]
             own = {key: value for key, value in group.items() if isinstance(value, Tensor)}
             tensors |= {f"group/{index}/{key}": tensor.detach() for key, tensor in own.items()}
-            groups.append({key: value for key, value in settings.items() if key not in own})
+            groups.append(settings)
         return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
 
     @torch.no_grad()

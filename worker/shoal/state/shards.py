@@ -53,6 +53,11 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def outline_of(tensor: Tensor) -> str:
+    """Return the tensor's shape and dtype as text."""
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Chunk:
     """Part of a tensor: its offset and its size in each dimension."""

@@ -125,13 +125,13 @@ class Node:
         `close_timeout`, and refusals."""
         if self.is_closed:
             return
-        self._closed = True
         self._give_up_s = time.monotonic() + self._config.close_timeout_s
         try:
             self._become_member()
             self._membership.end_work(reason, closes=True)
         except JobFinished:
             log.info("job_already_closed", job=self.job)
+        self._closed = True
 
     @property
     def is_closed(self) -> bool:

@@ -10,6 +10,7 @@ are not written again."""
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -29,6 +30,8 @@ FLUSH_WITHIN_S = 5.0
 CLOSE_WITHIN_S = 30.0
 MAX_KEPT = 10_000
 """Number of steps whose values a member keeps."""
+MAX_DROPPED = 100_000
+"""Number of the newest dropped steps that are remembered until a tracker shows if it has them."""
 
 
 class JobLog:
@@ -182,8 +185,11 @@ class _Sink:
         self.busy = False
         """True while another process still writes the run."""
         self._is_failing = False
+        self._dropped: deque[int] = deque(maxlen=MAX_DROPPED)
+        """Steps that were dropped while this process could not write. The process that wrote the
+        run before may have stored some of them."""
         self._num_lost = 0
-        """Number of steps that were dropped before the tracker could store them."""
+        """Number of dropped steps that the tracker lacks."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Keep a step's values. The first value of a name counts. Called under the log's lock."""
@@ -193,7 +199,8 @@ class _Sink:
         while len(self._kept) > self._max_kept:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
-            self._num_lost += int(self._is_failing and oldest > self._written.step)
+            if self._is_failing or self.busy:
+                self._dropped.append(oldest)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
         """Write all kept values that are not written yet."""
@@ -202,7 +209,13 @@ class _Sink:
         if not kept:
             return
         try:
-            self._write(run, kept)
+            if self._open is None:
+                self._open = self._tracker.open(run)
+                self._written = self._open.written
+                with lock:
+                    self._num_lost += self._num_dropped(before=kept[0][0])
+                    self._dropped.clear()
+            self._write(self._open, kept)
         except RunInUse:
             self.busy = True
             return
@@ -217,16 +230,17 @@ class _Sink:
         written_step = self._written.step
         return sorted(item for item in self._kept.items() if item[0] >= written_step)
 
-    def _write(self, run: Run, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
-        if self._open is None:
-            self._open = self._tracker.open(run)
-            self._written = self._open.written
+    def _num_dropped(self, before: float = math.inf) -> int:
+        """Return the number of dropped steps, below this one, that the tracker lacks."""
+        return sum(self._written.step < step < before for step in self._dropped)
+
+    def _write(self, opened: OpenRun, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
         for step, unix_s, values in kept:
             rest = self._written.unwritten(step, values)
             if rest:
-                self._open.write(step, rest, unix_s)
+                opened.write(step, rest, unix_s)
                 self._written = self._written.with_new(step, frozenset(rest))
-        self._open.flush()
+        opened.flush()
 
     def _fails(self, error: Exception) -> None:
         if not self._is_failing:
@@ -241,7 +255,7 @@ class _Sink:
         the last writer; it then reports values that are not written as lost."""
         if writes:
             num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
-            if num_lost := self._num_lost + num_unwritten:
+            if num_lost := self._num_lost + self._num_dropped() + num_unwritten:
                 log.error("logged_values_lost", tracker=self._name, num_steps=num_lost)
         opened, self._open = self._open, None
         self.busy = False

@@ -96,6 +96,8 @@ class _OpenMLflow(OpenRun):
 
 def _folder(uri: str) -> Path | None:
     """Return the folder that holds the values; None if a server does."""
+    if uri == "databricks":  # MLflow's name of the server that the user's profile gives.
+        return None
     parsed = urlparse(uri)
     if parsed.scheme == "sqlite":
         return Path(unquote(parsed.path[1:])).parent

@@ -314,10 +314,6 @@ class Subscription:
             record, numbers, ranges, base=self._base, reuses_memory=reuses_memory
         )
         segments = dict(zip(numbers, staged, strict=True))
-        if ranges is None and self._reader.fetched_bytes > before:
-            # The next version is fetched as a difference to this one. Memory shared with servers of
-            # this host is no base, as the servers must be free to drop it.
-            self._base = Base(record, segments)
         digests = [
             segments[number].digest if number in segments else recorded.digest
             for number, recorded in enumerate(record.segments)
@@ -329,6 +325,10 @@ class Subscription:
                 seen=f"digest {seen.hex()}",
                 expected=record.digest.hex(),
             )
+        if ranges is None and self._reader.fetched_bytes > before:
+            # The next version is fetched as a difference to this one. Memory shared with servers of
+            # this host is no base, as the servers must be free to drop it.
+            self._base = Base(record, segments)
         return segments
 
     # --- for event loops ---

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.state.plain_values import join_state, split_state
 from shoal.state.registered import objects
@@ -278,6 +279,48 @@ def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
         found = difference({"a": comparable(own), "b": comparable(other)})
         assert found is not None
         assert found[0].startswith("average.tensors.weight")
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (0.0, 1e-20), (0.1, 0.1 * (1 + 1e-7))])
+def test_numbers_that_differ_by_rounding_are_the_same_in_any_order(one: Any, other: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        assert difference({"a": {"best": first}, "b": {"best": second}}) is None
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (1, 1.1), (0.0, 1e-9), (1.0, "1.0"), (0, None)])
+def test_numbers_that_differ_do_so_in_any_order(one: Any, other: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        assert difference({"a": {"best": first}, "b": {"best": second}}) is not None
+
+
+class LargestResult(TorchDispatchMode):
+    """The size of the largest tensor that a call of torch returned."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+def test_large_tensors_are_compared_in_little_memory() -> None:
+    """Differences are found wherever they are."""
+    num_elements = 5_000_000
+    own = torch.arange(num_elements, dtype=torch.uint8)
+    changed = own.clone()
+    changed[num_elements // 2 :].clamp_(max=200)
+    crew = {}
+    for name, tensor in (("a", own), ("b", own.clone()), ("c", changed), ("d", own.flip(0))):
+        registered = RegisteredState()
+        registered.add("average", Counter(weight=tensor))
+        with LargestResult() as largest:
+            crew[name] = registered.comparable(with_tensors=True)
+        assert largest.num_bytes < 3 * own.nbytes
+    assert difference({name: crew[name] for name in "ab"}) is None
+    for name in "cd":
+        assert difference({"a": crew["a"], name: crew[name]}) is not None
 
 
 def test_an_integer_that_cannot_be_written_as_text_is_refused_with_its_place() -> None:

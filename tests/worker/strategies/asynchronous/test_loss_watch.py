@@ -88,6 +88,18 @@ def test_a_loss_that_is_not_finite_is_warned_of_at_once(bad: float) -> None:
     assert str(warning).startswith("the loss is not finite: 2.3 at first")
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("first_loss", [2.3, math.nan])
+def test_a_first_window_that_is_not_finite_is_warned_of(bad: float, first_loss: float) -> None:
+    """Later windows are compared with the first loss, or with the first window that is finite."""
+    watch = LossWatch()
+    warning = watch.judge_loss(bad, 1, first_loss)
+    assert warning is not None
+    assert warning.event == "loss_not_finite"
+    later = [watch.judge_loss(2.3 * 0.9**i, 1 + i * 100) for i in range(1, 6)]
+    assert later == [None] * 5
+
+
 def test_a_loss_that_rises_has_a_warning_of_its_own() -> None:
     watch = LossWatch()
     warning = [watch.judge_loss(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
@@ -125,9 +137,18 @@ def test_the_warning_keeps_its_text_while_nothing_changes() -> None:
         ([2.3] * 9, True, True),
         ([2.3, 1.0, math.nan], False, True),
         ([2.3, math.nan, 1.0, 0.5, 0.2], False, False),
+        ([math.nan, 2.3, 1.0, 0.5, 0.2], True, False),
         ([2.3], True, False),
     ],
-    ids=["falls", "flat", "flat, but must not", "ends as NaN", "was NaN", "too early"],
+    ids=[
+        "falls",
+        "flat",
+        "flat, but must not",
+        "ends as NaN",
+        "was NaN",
+        "began as NaN",
+        "too early",
+    ],
 )
 def test_a_job_fails_if_its_loss_is_not_finite_or_must_fall_and_has_not(
     losses: Sequence[float], must_fall: bool, fails: bool

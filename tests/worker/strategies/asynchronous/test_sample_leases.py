@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
+from structlog.testing import capture_logs
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
 
@@ -25,13 +26,15 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def leases_of(opened: ExitStack, servers: ParameterServers, name: str) -> Leases:
+def leases_of(
+    opened: ExitStack, servers: ParameterServers, name: str, *, num_steps: int = NUM_STEPS
+) -> Leases:
     """Return the leases of a member whose rounds have far more steps than an epoch."""
     token = servers.admit(name)
     samples = SampleClient(
         opened.enter_context(closing(Coordinators([servers.coordinator]))),
         lambda: token,
-        dataset_size=STEP * NUM_STEPS,
+        dataset_size=STEP * num_steps,
         num_epochs=1,
     )
     return opened.enter_context(closing(Leases(samples, STEP, round_batches=100)))
@@ -123,6 +126,22 @@ def test_a_member_of_a_quarantined_job_leaves_without_an_error(opened: ExitStack
     awaited(lambda: servers.num_refused > 0, WITHIN_S, "its report is refused")
     leases.done(second)
     leases.close()
+
+
+def test_a_report_without_an_answer_is_repeated_and_its_loss_is_logged(opened: ExitStack) -> None:
+    """The member holds no other samples when it leaves."""
+    servers = opened.enter_context(ParameterServers(0))
+    leases = leases_of(opened, servers, "a", num_steps=1)
+    (span,) = taken(iter(leases))
+    servers.refusal = QUARANTINED
+    leases.done(span)
+    # Any request but the one in progress contains the report.
+    num_refused = servers.num_refused
+    awaited(lambda: servers.num_refused > num_refused + 1, WITHIN_S, "its report is refused")
+    with capture_logs() as logs:
+        leases.close()
+    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert warnings == ["samples_not_reported"]
 
 
 def test_a_member_waits_at_its_bound_while_the_job_is_quarantined(opened: ExitStack) -> None:

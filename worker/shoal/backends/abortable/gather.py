@@ -1,7 +1,10 @@
 """Small collectives: an all-gather of bytes, and a barrier before an error is raised."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -16,8 +19,21 @@ FIRST_BYTES = 16 * 1024
 """Size of the first collective's message, of which 8 bytes are the length. If the message of any
 rank is longer, a second collective sends the rest."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_Record = TypeVar("_Record")
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
+
+
+def record_from(kind: type[_Record], content: Mapping[str, Any]) -> _Record:
+    """Build a dataclass from its fields, as a member of this or a later release sent them: unknown
+    fields are ignored."""
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in content.items() if name in known})
+
+
+def record_of_json(kind: type[_Record], encoded: bytes | str) -> _Record:
+    """Build a dataclass from the JSON of its fields, as `record_from`."""
+    return record_from(kind, json.loads(encoded))
 
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:

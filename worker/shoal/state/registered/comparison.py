@@ -13,6 +13,9 @@ from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
 """Relative difference that is allowed: hosts with other instruction sets round sums differently."""
+SMALL = 1e-14
+"""Absolute difference that is allowed: near its end at 0, a schedule that subtracts a cosine from 1
+has no relative precision, and the last bit of the cosine is that of the libm."""
 UNTRAINED = -1
 """Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
@@ -81,7 +84,7 @@ def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tup
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = {str(i): pair for i, pair in enumerate(zip(one, other, strict=True))}
     else:
-        return None if _same(one, other) else path
+        return None if are_close(one, other, TOLERANCE) else path
     for key, (a, b) in pairs.items():
         found = _first_path_that_differs(a, b, (*path, key))
         if found is not None:
@@ -89,11 +92,17 @@ def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tup
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float | int):
+def are_close(one: Any, other: Any, tolerance: float) -> bool:
+    """True if two values of JSON are the same, or are numbers, or lists of these, that differ by
+    `tolerance` (relative) or SMALL at most. Integers have to be equal; NaN is the same as NaN."""
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(are_close(*both, tolerance) for both in pairs)
+    kinds = {type(one), type(other)}
+    if float in kinds and kinds <= {float, int}:
         both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
-    return type(one) is type(other) and bool(one == other)
+        return both_nan or math.isclose(one, other, rel_tol=tolerance, abs_tol=SMALL)
+    return bool(one == other)
 
 
 def _value_at(held: Any, path: tuple[str, ...]) -> str:

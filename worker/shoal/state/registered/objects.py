@@ -1,7 +1,7 @@
 """Registered objects of a script, and their state as of the last committed step."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.state.optimizer_state import set_settings
 from shoal.state.plain_values import join_state, split_state
 from shoal.state.replicated import State
-from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard
+from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard, outline_of
 from shoal.torch_private.amp import scaler_state
 from shoal_proto.errors import InvalidSpec
 
@@ -25,6 +26,7 @@ GROUPS = "param_groups"
 """Name of the settings of the optimizer's groups in the state: schedulers change them."""
 KINDS = "registered_kinds"
 """Key of the objects' classes in a state's values."""
+_BLOCK_ELEMENTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -184,9 +186,12 @@ class RegisteredState:
 
     def current(self) -> CapturedState:
         """Return a copy of the state after the last committed step."""
+        return self._now().copied()
+
+    def _now(self) -> CapturedState:
         if self._is_attempt and self._committed is not None:
-            return self._committed.copied()
-        return self._capture().copied()
+            return self._committed
+        return self._capture()
 
     def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
@@ -229,7 +234,7 @@ class RegisteredState:
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
         """Return the values that must be the same on all members, by name: plain values, and
         figures that describe the tensors."""
-        now = self.current()
+        now = self._now()
         found: dict[str, Json] = {}
         for name in self._objects:
             figures: dict[str, Json] = {}
@@ -284,8 +289,8 @@ class RegisteredState:
                 name, _, path = key.partition("/")
                 raise InvalidSpec(
                     f"a tensor in the state of {name!r} has changed its shape or dtype, or is gone",
-                    seen=f"{path}: {'nothing' if now is None else _outline(now)}",
-                    expected=_outline(before),
+                    seen=f"{path}: {'nothing' if now is None else outline_of(now)}",
+                    expected=outline_of(before),
                     fix="Create it with its final size, or use a list of numbers.",
                 )
 
@@ -310,7 +315,7 @@ class RegisteredState:
                 ) from error
         if self._optimizer is not None and GROUPS in captured.values:
             settings = join_state(captured.values[GROUPS], _of(GROUPS, captured.tensors))
-            _set_groups(self._optimizer, settings)
+            set_settings(self._optimizer, settings)
 
 
 def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
@@ -336,14 +341,8 @@ def with_registered(state_shard: StateShard, captured: CapturedState) -> StateSh
 
 def of_shard(state_shard: StateShard) -> CapturedState:
     """Return the registered state that `with_registered` added."""
-    values: Any = state_shard.values.get("registered", {})
-    shards = {
-        name.removeprefix(REGISTERED): shard.tensor
-        for name, shard in state_shard.shards.items()
-        if name.startswith(REGISTERED)
-    }
-    kinds: Any = state_shard.values.get(KINDS, {})
-    return CapturedState(values=values, tensors=shards, kinds=kinds)
+    tensors = {name: shard.tensor for name, shard in state_shard.shards.items()}
+    return _added_state(tensors, state_shard.values)
 
 
 def into_state(state: State, captured: CapturedState) -> State:
@@ -358,14 +357,14 @@ def into_state(state: State, captured: CapturedState) -> State:
 def of_state(state: State) -> tuple[State, CapturedState]:
     """Split a state into the state before `into_state` and the registered state that it added."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
-    own = {
-        name.removeprefix(REGISTERED): t
-        for name, t in state.tensors.items()
-        if name.startswith(REGISTERED)
-    }
-    values: Any = state.values.get("registered", {})
-    kinds: Any = state.values.get(KINDS, {})
-    return replace(state, tensors=rest), CapturedState(values=values, tensors=own, kinds=kinds)
+    return replace(state, tensors=rest), _added_state(state.tensors, state.values)
+
+
+def _added_state(tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> CapturedState:
+    added: Any = values.get("registered", {})
+    kinds: Any = values.get(KINDS, {})
+    own = {k.removeprefix(REGISTERED): t for k, t in tensors.items() if k.startswith(REGISTERED)}
+    return CapturedState(values=added, tensors=own, kinds=kinds)
 
 
 def _values_of(captured: CapturedState) -> dict[str, Json]:
@@ -375,17 +374,6 @@ def _values_of(captured: CapturedState) -> dict[str, Json]:
 def _of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = f"{name}/"
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-
-
-@torch.no_grad()
-def _set_groups(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        for key, value in own.items():
-            held = group.get(key)
-            if isinstance(held, Tensor) and isinstance(value, Tensor):
-                held.copy_(value)
-            else:
-                group[key] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
@@ -398,18 +386,19 @@ def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
     return target.copy_(tensor)
 
 
-def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
 def _figures(tensor: Tensor) -> list[Json]:
     """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
     sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
     so that rounding is small relative to it."""
+    # In blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
-    values = flat.abs() if flat.is_complex() else flat
-    exact = values.to("cpu", torch.float64)
-    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
-    size = exact.abs().sum()
-    figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ weights)
-    return [_outline(tensor), *(float(figure) for figure in figures)]
+    size = signed = weighted = 0.0
+    for start in range(0, flat.numel(), _BLOCK_ELEMENTS):
+        block = flat[start : start + _BLOCK_ELEMENTS]
+        exact = (block.abs() if block.is_complex() else block).to("cpu", torch.float64)
+        positions = torch.arange(start, start + exact.numel(), dtype=torch.float64)
+        weights = positions.div_(max(flat.numel() - 1, 1)).add_(0.5)
+        size += float(exact.abs().sum())
+        signed += float(exact.sum())
+        weighted += float(exact @ weights)
+    return [outline_of(tensor), size, 2.0 * size + signed, 2.0 * size + weighted]

@@ -87,10 +87,12 @@ class LossWatch:
         Returns the problem; None if the loss falls, or it is too early to tell.
         """
         if self._first is None:
-            blown_up = mean_loss > BLOW_UP * first_loss > 0
-            self._first = first_loss if blown_up else mean_loss
+            is_finite = math.isfinite(mean_loss)
+            blown_up = not is_finite or mean_loss > BLOW_UP * first_loss > 0
+            first = first_loss if blown_up else mean_loss
+            self._first = first if math.isfinite(first) else None
             self._began = num_updates
-            return None
+            return None if is_finite else self._stagnation(first, mean_loss, 0)
         self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
         since = num_updates - self._began
         if not math.isfinite(mean_loss):

@@ -108,7 +108,8 @@ class Leases:
                 log.warning("samples_not_reported", reason="the coordinator does not answer")
                 return
         completed, reserve = self._done, self._reserve_of(self._given_back + self._reserve.all())
-        if self._is_exhausted or not (completed or reserve.given_back):
+        owes = completed or reserve.given_back or self._samples.has_unreported
+        if self._is_exhausted or not owes:
             return
         try:
             self._samples.report(completed, reserve=reserve, timeout_s=REPORT_WITHIN_S)

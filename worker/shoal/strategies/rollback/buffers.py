@@ -6,6 +6,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from shoal.state.shards import outline_of
 from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal.torch_private.tensors import foreach_copy_
 from shoal_proto.errors import InvalidSpec
@@ -114,7 +115,7 @@ class PersistentBuffers:
             if given.setdefault(id(buffer), now) is not now:
                 raise _refusal(name, now, "the same tensor wherever the model uses it")
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
-                raise _refusal(name, now, f"{_outline(buffer)}, as it was before")
+                raise _refusal(name, now, f"{outline_of(buffer)}, as it was before")
         values = [given[id(buffer)] for buffer in self.buffers]
         with torch.no_grad():
             foreach_copy_(self.buffers, [value for value in values if value is not None])
@@ -129,11 +130,7 @@ class PersistentBuffers:
 def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
     return InvalidSpec(
         f"another tensor replaced a module's buffer {name!r}",
-        seen="nothing" if seen is None else _outline(seen),
+        seen="nothing" if seen is None else outline_of(seen),
         expected=expected,
         fix="Create the buffer with its final size, and write to it in place.",
     )
-
-
-def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"

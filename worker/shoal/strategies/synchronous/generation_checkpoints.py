@@ -122,7 +122,7 @@ class GenerationCheckpoints:
             except CheckpointFailed as error:
                 # A full disk does not stop training: later checkpoints are tried, and only the
                 # error of the last one is raised, at the end.
-                log.error("checkpoint_failed", step=step, reason=str(error))
+                log.error("checkpoint_failed", **_described(error))
                 if checkpoints.is_writing:
                     return
             checkpoints.offer(self.samples.add_to_shard(state_shard()), writes=writes)
@@ -160,10 +160,15 @@ class GenerationCheckpoints:
         try:
             self.close()
         except CheckpointFailed as error:
-            log.error("checkpoint_failed", reason=str(error))
+            log.error("checkpoint_failed", **_described(error))
             self.failure = error
 
     def close(self) -> None:
         """Wait for the checkpoint in progress, and raise its error: see `Checkpoints.close`."""
         if self._checkpoints is not None:
             self._checkpoints.close()
+
+
+def _described(error: CheckpointFailed) -> dict[str, str]:
+    """Return the fields of the log line: the failed checkpoint, not the one that is due."""
+    return {"path": error.details.get("path", ""), "reason": str(error)}

@@ -1,7 +1,6 @@
 """Hyperparameters applied in each step, and their comparison when a step is repeated."""
 
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
+from shoal.state.registered.comparison import are_close
 
 Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
@@ -131,7 +131,7 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     for index, key in sorted(fields):
         values = [_at(groups, index, key) for groups in (first, *others)]
         tolerance = _NORM_TOLERANCE if key == _CLIPPING else TOLERANCE
-        if not all(_same(values[0], value, tolerance) for value in values[1:]):
+        if not all(are_close(values[0], value, tolerance) for value in values[1:]):
             field = key if key == _CLIPPING else f"{key} of group {index}"
             differing[field] = dict(zip(by_holder, values, strict=True))
     return differing
@@ -180,13 +180,3 @@ def _plain(value: Any) -> Any:
 
 def _at(groups: Sequence[Mapping[str, Any]], index: int, key: str) -> Any:
     return groups[index].get(key) if index < len(groups) else None
-
-
-def _same(one: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return all(_same(*both, tolerance) for both in zip(one, other, strict=True))
-    numbers = (int, float)
-    if isinstance(one, numbers) and isinstance(other, numbers):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=tolerance)
-    return bool(one == other)

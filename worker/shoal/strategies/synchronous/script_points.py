@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from shoal.backends.abortable.gather import record_of_json
 from shoal.layouts.layer_exchanges import (
     ExchangeRecord,
     LayerExchanges,
@@ -39,6 +40,7 @@ _READ_CHECK_S = 0.1
 _POINT, _VERDICT, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
 _REFUSAL = "script/refusal"
+_REFUSAL_PARTS = ("what", "seen", "expected", "fix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +135,7 @@ class ScriptPoints:
         Returns once all have read it, after `read_within_s`, or if the store does not answer."""
         # Once this is set, this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal
-        parts = {"what": refusal.what, "seen": refusal.seen}
-        parts |= {"expected": refusal.expected, "fix": refusal.fix}
+        parts = {part: getattr(refusal, part) for part in _REFUSAL_PARTS}
         try:
             self._store.set(_REFUSAL, json.dumps(parts))
             # For members of releases that know no other kind of refusal.
@@ -161,7 +162,8 @@ class ScriptPoints:
         if self._store.check([_VERDICT]):
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
-                self._refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
+                content = json.loads(self._store.get(_REFUSAL))
+                self._refusal = InvalidSpec(**{part: content[part] for part in _REFUSAL_PARTS})
             # Set before the wait, during which other members may leave.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
@@ -187,7 +189,7 @@ class ScriptPoints:
         keys = [_EXCHANGES.format(rank) for rank in peers]
         if not self._store.check(keys):
             return
-        records = [ExchangeRecord(**json.loads(each)) for each in self._store.multi_get(keys)]
+        records = [record_of_json(ExchangeRecord, each) for each in self._store.multi_get(keys)]
         names = [self._members[rank] for rank in peers]
         differing = difference(dict(zip(names, records, strict=True)))
         if differing is not None:
@@ -199,7 +201,7 @@ class ScriptPoints:
         if not self._store.check(keys):
             self._read = []
             return
-        points = [ScriptPoint(**json.loads(each)) for each in self._store.multi_get(keys)]
+        points = [record_of_json(ScriptPoint, each) for each in self._store.multi_get(keys)]
         # If points are equal in two looks in a row, no member has moved in between.
         before, self._read = self._read, points
         together = len({(each.step, each.num_calls) for each in points}) == 1

@@ -13,9 +13,10 @@ Pure: `StepAgreement` sends and receives.
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from shoal.backends.abortable.gather import record_from, record_of_json
 from shoal.backends.shared_memory.messages import bits_of, number_of
 from shoal.layouts.layer_exchanges import ExchangeRecord, check_exchanges, ranks_that_differ
 from shoal.strategies.synchronous.hyperparameters import (
@@ -149,9 +150,7 @@ class StepVote:
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
         """Decode a whole vote. Fields of a later release are ignored."""
-        content = json.loads(encoded)
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in content.items() if name in known})
+        return record_of_json(cls, encoded)
 
 
 def agree(ballots: Sequence[Sequence[int]]) -> bool:
@@ -214,7 +213,7 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
     exchanges = [each.exchanges for each in votes.values()]
-    records = [None if each is None else ExchangeRecord(**each) for each in exchanges]
+    records = [None if each is None else record_from(ExchangeRecord, each) for each in exchanges]
     check_exchanges([each.layers for each in votes.values()], records, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
