@@ -29,11 +29,20 @@ class Stage:
     pass_buffers: PassBuffers
     """Set once the module has its memory."""
 
-    def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        stage_of: Sequence[int],
+        index: int,
+        *,
+        is_trained: bool = True,
+    ) -> None:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
-        one persistent buffer, in one module or in two: its copies would diverge.
+        one persistent buffer, in one module or in two, and the stage `is_trained`: the copies
+        would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -52,7 +61,8 @@ class Stage:
         self.holders = _holders(model, uses)
         """The stages that hold a parameter or persistent buffer, by its name in the user's
         model."""
-        _refuse_shared_buffers(model, uses)
+        if is_trained:
+            _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())
         self.names = _own_names(model, own)
         _prune(model, own)
