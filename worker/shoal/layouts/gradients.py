@@ -93,7 +93,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     gradients = local_gradients(parameters)
     # One pass over all gradients. A norm of finite numbers may overflow: the exact test decides.
     norms = foreach_norm(list(gradients.values()))
-    if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
+    if math.isfinite(sum_of_squares(norms, torch.device("cpu")).item()):
         return ""
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")
 
