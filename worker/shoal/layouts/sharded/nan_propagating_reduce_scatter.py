@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, sum_number
-from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
 from shoal.model.losses import PendingLosses
