@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
+from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
-from shoal_proto.errors import GenerationBroken
+from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
 # A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
 GIVEN, OWN = 1.0, 2.0
@@ -101,13 +101,10 @@ class NonFiniteCheck:
         by_rank = self._flags.tolist()
         if not any(by_rank):
             return
-        at_fault = [rank for rank, flag in enumerate(by_rank) if flag == OWN]
-        if not at_fault:
+        at_fault = [flag == OWN for flag in by_rank]
+        if not any(at_fault):
             raise sum_not_finite(self._found, step)
-        if self._group.rank() in at_fault:
+        if at_fault[self._group.rank()]:
             self.losses.check(step)
             raise gradient_not_finite(self._own, step)
-        ranks = ", ".join(map(str, at_fault))
-        raise GenerationBroken(
-            f"the gradient of rank {ranks} is not finite at step {step}; it leaves"
-        )
+        raise others_not_finite(at_fault, step)

@@ -24,7 +24,7 @@ from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import RunningBuffers
-from shoal.layouts.gradients import gradient_not_finite, name_of_fault
+from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
@@ -33,6 +33,7 @@ from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingR
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.losses import PendingLosses
+from shoal.model.not_finite import gradient_not_finite, others_not_finite
 from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import takes_batches, timeout_of
 from shoal.torch_private.dtensor import forget_groups
@@ -47,8 +48,10 @@ from shoal.torch_private.fsdp import (
     reset_pass,
 )
 from shoal.torch_private.modules import parameter_table
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
+
+_IN_PART = "NaN or Inf in this member's part"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +306,7 @@ class ShardedLayout(Layout):
             self._losses.check(self.step)
             return
         if not self._was_spread(fault):
-            raise gradient_not_finite(fault, self.step)
+            raise gradient_not_finite(fault, self.step, seen=_IN_PART)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
         own = any(each.own for each in self._reductions.values()) or not self._losses.are_finite()
         at_fault[self.world.rank] = own
@@ -311,11 +314,8 @@ class ShardedLayout(Layout):
         wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
         self._losses.check(self.step)
         if not at_fault.any() or at_fault[self.world.rank]:
-            raise gradient_not_finite(fault, self.step)
-        ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
-        raise GenerationBroken(
-            f"the gradient of rank {ranks} is not finite at step {self.step}; it leaves"
-        )
+            raise gradient_not_finite(fault, self.step, seen=_IN_PART)
+        raise others_not_finite(at_fault.tolist(), self.step)
 
     def overflowed(self) -> bool:
         own = any(each.own for each in self._reductions.values())
