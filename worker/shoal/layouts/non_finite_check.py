@@ -1,6 +1,6 @@
 """Check if the gradients of a step are finite: one answer, the same on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,15 @@ class NonFiniteCheck:
     message of the norm, which comes later and reaches all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        own_fault: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`own_fault`: in place of `scan`, if gradients are examined as they are reduced; returns a
+        parameter whose gradients on this rank were not finite before, or an empty name."""
+        self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
         """Losses of this rank: one that is not finite counts as this rank's own fault."""
         self.begin()
@@ -59,13 +66,9 @@ class NonFiniteCheck:
         """True if this rank's own gradients were not finite."""
         return bool(self._own)
 
-    def set_non_finite(self, name: str) -> None:
-        """Set the parameter whose gradients on this rank were not finite, or empty. Called in place
-        of `scan` if the backward pass has examined the gradients."""
-        self._own = name
-
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Return a flag for each rank, to be summed over all ranks; this rank sets only its own."""
+        self._own = self._own or self._own_fault()
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
         self._found = self._found or self._own

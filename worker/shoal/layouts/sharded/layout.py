@@ -29,7 +29,10 @@ from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder
-from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import (
+    NanPropagatingReduceScatter,
+    own_fault,
+)
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.losses import PendingLosses
@@ -298,8 +301,8 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves, and GenerationBroken on the others. If the rank is not known, all raise
-        NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
+        rank, which leaves, and GenerationBroken on the others. If no rank's own are at fault, all
+        raise NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.
@@ -308,8 +311,8 @@ class ShardedLayout(Layout):
         if not self._was_spread(fault):
             raise gradient_not_finite(fault, self.step, seen=_IN_PART)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
-        own = any(each.own for each in self._reductions.values()) or not self._losses.are_finite()
-        at_fault[self.world.rank] = own
+        own = own_fault(self._reductions.values())
+        at_fault[self.world.rank] = bool(own) or not self._losses.are_finite()
         group = self.world.group
         wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
         self._losses.check(self.step)
