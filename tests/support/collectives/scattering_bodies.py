@@ -1,11 +1,11 @@
-"""Bodies of the ranks of layouts/sharded/test_reduce_scatter.py, in processes of their own."""
+"""Bodies of the ranks of backends/test_reduce_scatter.py, in processes of their own."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
+from shoal.backends.abortable.reduce_scatter import reduce_scatter, sends_each_part_once
 
 
 def sums_and_means() -> dict[str, Any]:

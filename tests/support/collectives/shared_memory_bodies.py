@@ -15,13 +15,13 @@ from support.processes.ranks import Report
 from support.processes.worlds import LaidOutTraining, train_rank
 from torch import Tensor
 
+from shoal.backends.abortable.reduce_scatter import reduce_scatter
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.layout import ShardedLayout
-from shoal.layouts.sharded.reduce_scatter import reduce_scatter
 from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
 from shoal.state.shards import StateShard
 from shoal.state.shared_exchange import SharedExchange

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support.models import tensor_models as models
 from support.processes.worlds import LaidOutTraining, Training, this_world
+from support.training.elastic_bodies import Explodes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,10 @@ import shoal
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.layouts.base import Layout
 from shoal.layouts.clipping import clip
+from shoal.layouts.gradients import name_of_fault
+from shoal.layouts.sharded import nan_propagating_reduce_scatter
+from shoal.model.gradients import are_finite
+from shoal.strategies.layout.fsdp_tensor import FSDPTensor
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -22,6 +27,7 @@ from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 STEP = 4
+PLACES = ("cuda", "cpu")
 ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
     "tensor": (2, TensorParallel(min_split_bytes=0)),
     "pipeline": (3, Pipeline(microbatches=2)),
@@ -90,6 +96,41 @@ def test_a_non_finite_gradient_of_any_rank_is_an_error_on_all(name: str, clips: 
             assert each.startswith(expected), (faulty, errors)
         others = [each for rank, each in enumerate(errors) if rank != faulty]
         assert all(f"rank {faulty} is not finite" in each for each in others)
+
+
+def exploded(faulty: frozenset[int]) -> str:
+    """Return the check's error after a backward pass in which the gradients of these ranks are not
+    finite, though their losses are."""
+    training = Training(
+        model=models.gpt, optimizer=models.momentum, data=models.tokens, loss=models.next_token
+    )
+    strategy = FSDPTensor(tensor=2, min_split_bytes=0)
+    layout = LaidOutTraining(training, strategy.lay_out, this_world()).layout
+    layout.step = STEP
+    layout.begin()
+    inputs, targets = training.batch(0)
+    outputs = layout.module(inputs)
+    function: Any = Explodes
+    if dist.get_rank() in faulty:
+        outputs = function.apply(outputs)
+    layout.backward(training.loss(outputs, targets), 1.0)
+    layout.reduce()
+    return raised_by(layout)
+
+
+@pytest.mark.parametrize("is_on_host", [True, False], ids=["host", "device"])
+def test_gradients_that_a_backward_pass_reduces_are_traced_to_their_ranks(
+    monkeypatch: pytest.MonkeyPatch, is_on_host: bool
+) -> None:
+    """A tensor group computes one loss. On a device the ranks at fault were taken for ranks with
+    finite gradients whose sum had overflowed."""
+    monkeypatch.setattr(nan_propagating_reduce_scatter, "is_on_host", lambda _: is_on_host)
+    errors = shoal.run_in_memory(functools.partial(exploded, frozenset({2, 3})), 4)
+    for rank, error in enumerate(errors):
+        if rank in (2, 3):
+            assert error.startswith("NonFiniteGradient: the gradient of ")
+        else:
+            assert error.startswith("GenerationBroken: the gradients of ranks 2, 3 are not finite")
 
 
 def messages(strategy: LayoutStrategy, *, clips: bool) -> tuple[str, int]:
@@ -166,6 +207,20 @@ def test_a_sum_that_overflows_in_two_stages_is_an_error_on_the_stage_between_too
     body = functools.partial(too_large_together, Pipeline(microbatches=2), shared)
     for each in shoal.run_in_memory(body, 3):
         assert each.startswith("NonFiniteGradient: the sum of all members' gradients")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_of_a_model_on_several_devices_are_examined() -> None:
+    parameters = {place: torch.nn.Parameter(torch.ones(3, device=place)) for place in PLACES}
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    assert name_of_fault(parameters) == ""
+    for place, parameter in parameters.items():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+        assert name_of_fault(parameters) == place
+        assert not are_finite([each.grad for each in parameters.values() if each.grad is not None])
+        parameter.grad = torch.ones_like(parameter)
+    assert are_finite([each.grad for each in parameters.values() if each.grad is not None])
 
 
 def test_the_error_of_a_lone_rank_is_about_the_gradient_of_a_parameter() -> None:

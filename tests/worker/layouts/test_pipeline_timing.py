@@ -45,6 +45,26 @@ def test_each_layer_has_a_time_and_the_model_stays_as_it_was(make, data):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+class Twice(nn.Module):
+    """A model that normalises twice with one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.between = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.between(self.norm(x)))
+        return out
+
+
+def test_a_layer_with_statistics_that_is_called_twice_has_a_time_for_each_call():
+    """A stage may hold both calls: only a cut between them is refused."""
+    model = on_meta(Twice())
+    outline = StageSplitter().outline(model, 1)
+    assert [segment.name for segment in outline.segments] == ["norm", "between", "norm@2"]
+    assert all(measured(model, outline, torch.randn(3, 4), torch.device("cpu")))
+
+
 def test_the_first_ranks_times_hold_for_all_and_are_kept():
     def body() -> list[list[int]]:
         world = this_world()

@@ -271,19 +271,19 @@ def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
 ) -> None:
     """A forked process does not take the signal as a request to drain: a pool that sent it would
     wait for that process for ever."""
-    drain_signal, trainer, set_handler = (
+    drain_signal, trainer, set_mask = (
         DrainSignal(lambda reason: None),
         os.getpid(),
-        signal.signal,
+        signal.pthread_sigmask,
     )
     drain_signal.install()
 
-    def late(number: int, handler: Any) -> Any:
+    def late(how: int, mask: Any) -> Any:
         if os.getpid() != trainer:
             os.kill(os.getpid(), signal.SIGTERM)
-        return set_handler(number, handler)
+        return set_mask(how, mask)
 
-    monkeypatch.setattr(signal, "signal", late)
+    monkeypatch.setattr(signal, "pthread_sigmask", late)
     forked = os.fork()
     if not forked:
         os._exit(7)
@@ -293,6 +293,36 @@ def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
     assert os.WTERMSIG(status) == signal.SIGTERM
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     drain_signal.restore()
+
+
+def exit_7(number: int, frame: object) -> None:
+    """Handler that ends the process at once."""
+    os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("own", "ends"), [(None, -signal.SIGTERM), (exit_7, 7)], ids=["default", "own"]
+)
+def test_a_process_forked_soon_after_a_sigterm_is_ended_by_the_next_one(
+    own: Any, ends: int
+) -> None:
+    """To the forked process no earlier signal was sent, so the next one is no repetition: also not
+    for a handler that this process sets itself."""
+    trainer = os.fork()
+    if not trainer:
+        # A process of its own: the requested drain must not last into the next test.
+        DrainSignal(lambda reason: None).install()
+        signal.raise_signal(signal.SIGTERM)
+        forked = os.fork()
+        if not forked:
+            if own is not None:
+                signal.signal(signal.SIGTERM, own)
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(3)
+        _, status = os.waitpid(forked, 0)
+        os._exit(os.waitstatus_to_exitcode(status) % 256)
+    _, status = os.waitpid(trainer, 0)
+    assert os.waitstatus_to_exitcode(status) == ends % 256
 
 
 def test_the_kind_of_device_is_a_field_that_all_members_share(cluster: LocalCluster) -> None:

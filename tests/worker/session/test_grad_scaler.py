@@ -180,3 +180,14 @@ def test_strategies_that_do_not_unscale_are_refused(cluster: LocalCluster, strat
     chosen = shoal.DDP(compression="int8") if strategy == "compressed" else strategy
     with pytest.raises(InvalidSpec, match=r"does not unscale.*zero3, fsdp or hsdp.*fsdp-tensor"):
         run(cluster, chosen, scaled, scaler())
+
+
+def test_a_scaler_that_is_refused_is_not_registered() -> None:
+    """The script may register another object under its name."""
+    model, optimizer = equality.build("sgd", 0)
+    with shoal.join() as session:
+        session.distribute(model, optimizer, shoal.DDP(compression="int8"))
+        with pytest.raises(InvalidSpec, match="does not unscale"):
+            session.register("scaler", scaler())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert session.register("scaler", schedule) is schedule

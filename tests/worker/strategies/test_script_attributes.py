@@ -27,6 +27,9 @@ class Scaled(nn.Module):
         self.num_cached = 0
         self.register_buffer("cached", torch.zeros(0), persistent=False)
         self.last: Tensor | None = None
+        self.hidden = (torch.zeros(7), torch.zeros(7))
+        self.fixed = (torch.zeros(7), "zeros")
+        self.limits = torch.zeros(3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.num_cached < len(inputs):
@@ -34,6 +37,7 @@ class Scaled(nn.Module):
             self.register_buffer("cached", torch.ones(len(inputs)), persistent=False)
         positions = self.get_buffer("cached")[: len(inputs), None]
         self.last = torch.tanh(self.inner(inputs)) * self.scale
+        self.hidden = (self.last[0].detach(), self.hidden[0] + 1.0)
         outputs: Tensor = self.outer(self.drop(self.last)) * positions
         return outputs
 
@@ -71,6 +75,8 @@ def through_two_generations(strategy_name: str) -> None:
     take_step(strategy, batch, equality.loss)
     model.scale = 0.25
     before.p = 0.125
+    model.limits.fill_(2.0)
+    hidden = model.hidden
     rank = strategy._layout().world.rank
     strategy.abandon()
     names = ["m0", "m1"]
@@ -79,6 +85,10 @@ def through_two_generations(strategy_name: str) -> None:
     after = model.get_submodule("drop")
     assert after is not before
     assert (after.p, model.scale) == (0.125, 0.25)
+    assert model.limits.tolist() == [2.0] * 3
+    torch.testing.assert_close(model.hidden, hidden, rtol=0.0, atol=0.0)
+    assert model.hidden is not hidden
+    assert model.fixed[1] == "zeros"
     assert model.num_cached == len(model.get_buffer("cached")) == len(batch.inputs)
     assert "cached" not in unwrap_proxy(model).state_dict()
     take_step(strategy, equality.loader().synchronous(1, *share), equality.loss)

@@ -13,9 +13,9 @@ from shoal.backends.abortable.waiter import AbortableWaiter, Completion, Ongoing
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import are_finite, is_finite, is_on_host
 from shoal.model.losses import PendingLosses
+from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 from shoal.torch_private.c10d import GradBucket
 from shoal.torch_private.tensors import after_backward, foreach_norm
-from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
 class GradientExchange:
@@ -144,25 +144,10 @@ class GradientExchange:
         self.waiter.wait(dist.all_reduce(faults, group=self._group, async_op=True))
         self.losses.check(step)
         if self._fault:
-            raise NonFiniteGradient(
-                f"the gradient of {self._fault} is not finite at step {step}",
-                seen="NaN or Inf in this member's own gradient",
-                expected="finite numbers",
-                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-                details={"parameter": self._fault, "step": str(step)},
-            )
+            raise gradient_not_finite(self._fault, step)
         if not int(faults.sum()):
-            raise NonFiniteGradient(
-                f"the sum of all members' gradients is not finite at step {step}",
-                seen="an overflow; each member's own gradient was finite",
-                expected="finite numbers",
-                fix="Scale the loss down or use a wider dtype.",
-                details={"parameter": "", "step": str(step)},
-            )
-        ranks = [str(rank) for rank, fault in enumerate(faults.tolist()) if fault]
-        raise GenerationBroken(
-            f"the gradient of rank {', '.join(ranks)} is not finite at step {step}; it leaves"
-        )
+            raise sum_not_finite("", step)
+        raise others_not_finite(faults.tolist(), step)
 
     def _own_fault(self) -> str:
         """Return the parameter whose gradient is not finite on this member, or "the loss"; empty if

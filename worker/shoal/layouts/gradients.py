@@ -1,4 +1,4 @@
-"""The gradients on one rank: their norms, their faults, and the errors that report faults."""
+"""The gradients on one rank: their norms, and their faults."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.torch_private.dtensor import gradient_cut_as, local_of
 from shoal.torch_private.tensors import foreach_norm
-from shoal_proto.errors import InvalidSpec, NonFiniteGradient
+from shoal_proto.errors import InvalidSpec
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -46,54 +46,12 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
     )
 
 
-def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """Build the error of a rank that finds a NaN or Inf in the gradient of this parameter."""
-    return _not_finite(
-        f"the gradient of {name}",
-        step,
-        seen="NaN or Inf in this member's part",
-        expected="finite numbers",
-        parameter=name,
-    )
-
-
-def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """Build the error that all ranks raise if each rank's own gradients were finite, but not their
-    sum. `name`: a parameter in which this rank sees the overflow, or empty."""
-    return _not_finite(
-        "the sum of all members' gradients",
-        step,
-        seen="an overflow; each member's own gradient was finite",
-        expected="finite numbers",
-        fix="Scale the loss down or use a wider dtype.",
-        parameter=name,
-    )
-
-
-def _not_finite(
-    what: str,
-    step: int,
-    *,
-    seen: str,
-    expected: str,
-    fix: str = "Lower the learning rate, clip gradients, or look at the batch's samples.",
-    parameter: str = "",
-) -> NonFiniteGradient:
-    return NonFiniteGradient(
-        f"{what} is not finite at step {step}",
-        seen=seen,
-        expected=expected,
-        fix=fix,
-        details={"parameter": parameter, "step": str(step)},
-    )
-
-
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if none."""
     gradients = local_gradients(parameters)
     # One pass over all gradients. A norm of finite numbers may overflow: the exact test decides.
     norms = foreach_norm(list(gradients.values()))
-    if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
+    if math.isfinite(sum_of_squares(norms, torch.device("cpu")).item()):
         return ""
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")
 

@@ -1,15 +1,15 @@
 """Check if the gradients of a step are finite: one answer, the same on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
+from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
-from shoal_proto.errors import GenerationBroken
+from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
 # A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
 GIVEN, OWN = 1.0, 2.0
@@ -24,8 +24,15 @@ class NonFiniteCheck:
     message of the norm, which comes later and reaches all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        own_fault: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`own_fault`: in place of `scan`, if gradients are examined as they are reduced; returns a
+        parameter whose gradients on this rank were not finite before, or an empty name."""
+        self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
         """Losses of this rank: one that is not finite counts as this rank's own fault."""
         self.begin()
@@ -59,13 +66,9 @@ class NonFiniteCheck:
         """True if this rank's own gradients were not finite."""
         return bool(self._own)
 
-    def set_non_finite(self, name: str) -> None:
-        """Set the parameter whose gradients on this rank were not finite; empty if all were. Called
-        instead of `scan` if the backward pass has examined the gradients."""
-        self._own = name
-
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Return a flag for each rank, to be summed over all ranks; this rank sets only its own."""
+        self._own = self._own or self._own_fault()
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
         self._found = self._found or self._own
@@ -102,13 +105,10 @@ class NonFiniteCheck:
         by_rank = self._flags.tolist()
         if not any(by_rank):
             return
-        at_fault = [rank for rank, flag in enumerate(by_rank) if flag == OWN]
-        if not at_fault:
+        at_fault = [flag == OWN for flag in by_rank]
+        if not any(at_fault):
             raise sum_not_finite(self._found, step)
-        if self._group.rank() in at_fault:
+        if at_fault[self._group.rank()]:
             self.losses.check(step)
             raise gradient_not_finite(self._own, step)
-        ranks = ", ".join(map(str, at_fault))
-        raise GenerationBroken(
-            f"the gradient of rank {ranks} is not finite at step {step}; it leaves"
-        )
+        raise others_not_finite(at_fault, step)

@@ -99,6 +99,11 @@ class DrainSignal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
 
+    def forget_order(self) -> None:
+        """Forget the signals so far: the next one repeats none of them, and a handler that is set
+        gets it."""
+        self._orders = StopOrders()
+
     @property
     def _is_in_place(self) -> bool:
         return _get_handler(signal.SIGTERM) == self._handle
@@ -184,7 +189,10 @@ def _unblock_signal() -> None:
 def _reset_in_child() -> None:
     """Reset the handler in a forked child: a process pool ends its processes by SIGTERM."""
     if _forking.mask is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        forked = getattr(_get_handler(signal.SIGTERM), "__self__", None)
+        if isinstance(forked, DrainSignal):
+            forked.forget_order()
+        _set_handler(signal.SIGTERM, signal.SIG_DFL)
     _unblock_signal()
 
 

@@ -6,24 +6,13 @@ from torch import Tensor
 
 from shoal.model.gradients import is_finite
 from shoal.model.local_parts import local_part
-from shoal_proto.errors import NonFiniteGradient
+from shoal.model.not_finite import loss_not_finite
 
 
 def check_loss(loss: Tensor, step: int) -> None:
     """Raise NonFiniteGradient unless the loss is finite. `step`: number of committed steps."""
     if not is_finite(loss.detach()):
         raise loss_not_finite(step, seen=str(loss.detach()))
-
-
-def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
-    """Return the error for a member whose loss is not finite."""
-    return NonFiniteGradient(
-        f"the loss is not finite at step {step}",
-        seen=seen,
-        expected="a finite number",
-        fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-        details={"parameter": "", "step": str(step)},
-    )
 
 
 class PendingLosses:

@@ -6,6 +6,7 @@ were carried over, the next generation would silently compute with the original 
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.model.module_proxy import unwrap_proxy
 from shoal.torch_private.modules import buffer_table, transient_buffers
+from shoal.torch_private.tensors import num_writes
 
 _PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
 
@@ -22,15 +24,18 @@ class ScriptAttributes:
 
     Covers numbers, strings, tuples, dtypes and plain tensors without a graph that are attributes of
     modules, unless their names begin with _: these are private to the module. Also covers transient
-    buffers of any name.
+    buffers of any name. A tensor is carried if it was replaced or written to in place.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, Mapping[str, Any]] = {}
+        self._seen: dict[str, Mapping[str, object]] = {}
 
     def note(self, model: nn.Module) -> None:
         """Note the attributes of a model that was just laid out: later changes are the script's."""
-        self._seen = {name: _attributes(part) for name, part in _parts(model).items()}
+        self._seen = {
+            name: {key: _noted(value) for key, value in _attributes(part).items()}
+            for name, part in _parts(model).items()
+        }
 
     def copy_to(self, model: nn.Module, into: nn.Module) -> None:
         """Copy the attributes set since `note` to another model of the same structure."""
@@ -69,10 +74,10 @@ class ScriptModes:
             each["training"] = training
 
 
-def _carry(part: nn.Module, seen: Mapping[str, Any], into: nn.Module) -> None:
+def _carry(part: nn.Module, seen: Mapping[str, object], into: nn.Module) -> None:
     transient = transient_buffers(part)
     for key, value in _attributes(part).items():
-        if key in seen and _is_same(seen[key], value):
+        if key in seen and seen[key] == _noted(value):
             continue
         if key in transient:
             into.register_buffer(key, value, persistent=False)
@@ -98,10 +103,26 @@ def _can_be_copied(value: object) -> bool:
     # A tensor with a graph cannot be copied, such as an output that a module keeps.
     if isinstance(value, Tensor):
         return type(value) is Tensor and not value.requires_grad
+    if isinstance(value, tuple):
+        return all(_can_be_copied(each) for each in value if isinstance(each, Tensor | tuple))
     return isinstance(value, _PLAIN)
 
 
-def _is_same(before: object, now: object) -> bool:
-    if isinstance(before, Tensor) or isinstance(now, Tensor):
-        return before is now
-    return before is now or (type(before) is type(now) and before == now)
+@dataclass(frozen=True)
+class _NotedObject:
+    """An object at one moment. Equal to a later one if it is the same object and, if it is a
+    tensor, nothing was written to it."""
+
+    kept: object = field(compare=False)
+    """Keeps the object alive, so that no other one gets its id."""
+    identity: int
+    num_writes: int
+
+
+def _noted(value: object) -> object:
+    """Return what equals `_noted` of the same value later, and of no other one."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_noted, value))
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    return _NotedObject(value, id(value), num_writes(value) if isinstance(value, Tensor) else 0)

@@ -44,7 +44,7 @@ from shoal.randomness.dropout import key_dropout, unkey_dropout, with_dropout_wi
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.script_calls import SchedulerWarnings, ScriptCalls
 from shoal.session.step_guard import StepGuard
-from shoal.state.registered.objects import RegisteredState, Stateful
+from shoal.state.registered.objects import RegisteredState, Stateful, enabled_scaler
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -199,7 +199,7 @@ class Distribution:
         self._keep_checkpoints(chosen, options.checkpoints)
         if chosen.carries or self.registered:
             chosen.carry(self.registered)
-        self._check_scales(chosen)
+        self._check_scales(chosen, self.registered.scaler)
         self._optimizer, self._model = optimizer, model
         given = references(model.parameters())
         self._controller.details.listings |= listings_of(model, optimizer)
@@ -278,9 +278,18 @@ class Distribution:
                 " models, with an optimizer of several groups",
             )
 
-    def _check_scales(self, chosen: Strategy) -> None:
-        _check_scales(chosen, self.registered)
-        if self.training is not None and self.registered.scaler is not None:
+    def _check_scales(self, chosen: Strategy, scaler: torch.amp.GradScaler | None) -> None:
+        """Raise InvalidSpec if what is distributed cannot be trained with this scaler."""
+        if scaler is None:
+            return
+        if not chosen.unscales:
+            raise InvalidSpec(
+                f"strategy {chosen.name} does not unscale gradients",
+                seen="a registered GradScaler",
+                expected="ddp or zero1 without compression; zero2, zero3, fsdp or hsdp without"
+                " cpu_offload; tensor or fsdp-tensor; or bfloat16, which needs no scaling",
+            )
+        if self.training is not None:
             raise InvalidSpec(
                 "a registered GradScaler with several optimizers",
                 expected="bfloat16, which needs no scaling",
@@ -328,10 +337,13 @@ class Distribution:
             )
         if self.fields:
             self._controller.strategy.carry(self.registered)
-        _check_scaler(name, self.registered, stateful)
+        scaler = enabled_scaler(stateful)
+        if scaler is not None:
+            _check_scaler(name, self.registered, scaler)
+        if self.fields:
+            self._check_scales(self._controller.strategy, scaler)
         self.registered.add(name, stateful)
         if self.fields:
-            self._check_scales(self._controller.strategy)
             self.fields["registered"] = self.registered.description
 
     @property
@@ -396,29 +408,16 @@ def _check_syncs(chosen: Strategy) -> None:
         )
 
 
-def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
+def _check_scaler(name: str, registered: RegisteredState, scaler: torch.amp.GradScaler) -> None:
     """Raise InvalidSpec for a GradScaler of an unknown class, and for a second one."""
-    if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
-        return
-    if type(stateful) not in _KNOWN_SCALERS:
+    if type(scaler) not in _KNOWN_SCALERS:
         raise InvalidSpec(
             f"{name!r} is an unknown kind of GradScaler",
-            seen=type(stateful).__qualname__,
+            seen=type(scaler).__qualname__,
             expected="torch.amp.GradScaler itself, whose scale the session updates",
         )
     if registered.scaler is not None:
         raise InvalidSpec(f"{name!r} is a second GradScaler", expected="one for the session's loss")
-
-
-def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
-    """Raise InvalidSpec if a scaler is registered for a strategy that cannot unscale."""
-    if registered.scaler is not None and not strategy.unscales:
-        raise InvalidSpec(
-            f"strategy {strategy.name} does not unscale gradients",
-            seen="a registered GradScaler",
-            expected="ddp or zero1 without compression; zero2, zero3, fsdp or hsdp without"
-            " cpu_offload; tensor or fsdp-tensor; or bfloat16, which needs no scaling",
-        )
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:

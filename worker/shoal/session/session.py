@@ -86,8 +86,8 @@ class ScriptPause:
             )
         if self.is_on:
             raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
-        self.is_on = True
         self._controller.pause(reason, limit_s)
+        self.is_on = True
         try:
             yield
         finally:

@@ -2,10 +2,14 @@
 
 import copy
 import functools
+import gc
 import threading
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import pipeline_models as models
 from support.processes.worlds import (
     LaidOutTraining,
@@ -263,6 +267,30 @@ def test_a_layout_can_be_released_twice():
         layout.release()
 
     shoal.run_in_memory(body, 2)
+
+
+def test_a_released_layout_keeps_no_group_however_many_shapes_batches_had():
+    """Regression: schedules that were given up for newer ones kept theirs in reference cycles."""
+    inputs, targets = models.numbers()
+
+    def body() -> bool:
+        group = dist.new_group()
+        alive = weakref.ref(group)
+        layout = in_stages(models.perceptron(), replace(this_world(), group=group))
+        for size in range(1, MAX_SHAPES + 2):
+            layout.begin()
+            layout.forward_backward(inputs[:size], targets[:size], models.squared, 1.0)
+        layout.release()
+        dist.destroy_process_group(group)
+        del group
+        return alive() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert shoal.run_in_memory(body, 1) == [True]
+    finally:
+        gc.enable()
 
 
 def test_calling_the_model_with_gradients_names_what_to_call_instead():

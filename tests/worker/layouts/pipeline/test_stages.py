@@ -175,6 +175,54 @@ def test_inputs_with_a_default_are_fixed_to_it():
         stage.bind((ids,), {"scores": torch.ones(1)})
 
 
+class Weighted(nn.Module):
+    """A model that multiplies its input by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x * weight)
+        return out
+
+
+def test_a_tensor_in_place_of_a_number_is_refused_as_another_value():
+    (stage,) = stages_of(Weighted(), 1)
+    inputs, _ = models.numbers()
+    assert list(stage.bind((inputs, 1), {})) == ["x"]
+    with pytest.raises(InvalidSpec, match=r"laid out for weight=1\.0"):
+        stage.bind((inputs,), {"weight": torch.ones(5)})
+
+
+class Further(nn.Module):
+    """A model whose forward pass takes further values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor, **options: float) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * options.get("scale", 1.0)
+        return out + sum(more)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "text"),
+    [
+        ((), {"scale": 2.0, "by": 1.0}, r"no values in \*\*options.*; saw scale, by;"),
+        ((torch.ones(5), torch.ones(5)), {}, r"no values in \*more.*; saw 2 values;"),
+    ],
+)
+def test_values_that_the_trace_has_no_input_for_are_refused(more, options, text):
+    """Regression: the outputs were those of a call without these values."""
+    (stage,) = stages_of(Further(), 1)
+    inputs, _ = models.numbers()
+    assert list(stage.bind((inputs,), {})) == ["x"]
+    with pytest.raises(InvalidSpec, match=text):
+        stage.bind((inputs, *more), options)
+
+
 class CalledTwice(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

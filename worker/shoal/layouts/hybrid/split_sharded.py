@@ -6,6 +6,7 @@ from each other, a group of layers at a time, and reduce its gradients.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from shoal.layouts.hybrid.layout import buckets
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pass_gradients import PassGradients
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import own_fault
 from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import TensorPlan
@@ -48,7 +50,9 @@ class SplitShardedLayout(ShardedLayout):
         self._split: frozenset[str] = frozenset()
         super().__init__(model, world, options)
         self.data_index, self.data_count = self._row, world.world_size // plan.degree
-        self.non_finite_check = NonFiniteCheck(world.group, world.device)
+        self.non_finite_check = NonFiniteCheck(
+            world.group, world.device, partial(own_fault, self._reductions.values())
+        )
         self._gradients = PassGradients(map(self._parameters.__getitem__, self._summed))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
@@ -133,9 +137,6 @@ class SplitShardedLayout(ShardedLayout):
         the first rank of each tensor group: see `align` in `hybrid/layout.py`.
         """
         super().reduce()
-        self.non_finite_check.set_non_finite(
-            next((r.parameter for r in self._reductions.values() if r.own), "")
-        )
         self._gradients.finish(self._complete)
         if self.plan.degree == 1:
             return

@@ -52,7 +52,7 @@ def measured(model: nn.Module, outline: Outline, example: Any, device: torch.dev
     activations: list[Tensor] = []
     costs = []
     for index in order:
-        stage = Stage(copy.deepcopy(model), outline, order, index)
+        stage = Stage(copy.deepcopy(model), outline, order, index, is_trained=False)
         materialise(stage.model, device)
         with torch.no_grad():
             for parameter in stage.model.parameters():

@@ -197,7 +197,7 @@ class PipelineLayout(Layout):
         # Least recently used first, in the same order on every rank.
         self._runners[key] = runner
         if len(self._runners) > MAX_SHAPES:
-            del self._runners[next(iter(self._runners))]
+            self._runners.pop(next(iter(self._runners))).release()
         return runner
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:

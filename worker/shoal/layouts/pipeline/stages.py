@@ -29,12 +29,20 @@ class Stage:
     pass_buffers: PassBuffers
     """Set once the module has its memory."""
 
-    def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        stage_of: Sequence[int],
+        index: int,
+        *,
+        is_trained: bool = True,
+    ) -> None:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
-        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages call
-        the same module with a persistent buffer, or two modules that share such a buffer: its
-        copies would diverge.
+        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
+        one persistent buffer, in one module or in two, and the stage `is_trained`: the copies
+        would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -53,7 +61,8 @@ class Stage:
         self.holders = _holders(model, uses)
         """The stages that hold a parameter or persistent buffer, by its name in the user's
         model."""
-        _refuse_shared_buffers(model, uses)
+        if is_trained:
+            _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())
         self.names = _own_names(model, own)
         _prune(model, own)
@@ -87,19 +96,32 @@ class Stage:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them. Raises
-        InvalidSpec if an input that the trace has fixed to its default gets another value."""
+        InvalidSpec for a value that the trace has no input for: one that differs from the default
+        to which an input is fixed, and any that `*args` or `**kwargs` would get."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
             if default is inspect.Parameter.empty:
                 given[name] = bound.pop(name)
-            elif name in bound and bound[name] is not default and bound[name] != default:
-                raise InvalidSpec(
-                    f"the pipeline was laid out for {name}={default!r}",
-                    seen=f"another value for {name}",
-                    expected="values for the first input and for those without a default only",
-                )
+            elif not _is_same(bound.pop(name, default), default):
+                raise _no_input(f"{name}={default!r}", f"another value for {name}")
+        for name, values in bound.items():
+            if isinstance(values, dict):
+                raise _no_input(f"no values in **{name}", ", ".join(values))
+            raise _no_input(f"no values in *{name}", f"{len(values)} values")
         return given
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
+def _no_input(laid_out_for: str, seen: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"the pipeline was laid out for {laid_out_for}",
+        seen=seen,
+        expected="values for the first input and for those without a default only",
+    )
 
 
 def _called(graph: fx.Graph) -> set[str]:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.sharded.layer_order import PASSES_END, LayerOrder, RecordedOrder, gather_number
+from shoal.layouts.layer_exchanges import PASSES_END
+from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, gather_number
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.torch_private.fsdp import DefaultAllGather
 

@@ -12,11 +12,8 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.gather import barrier_after_collective
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.layouts.layer_exchanges import LayerExchanges
+from shoal.layouts.layer_exchanges import PASSES_END, LayerExchanges
 from shoal_proto.errors import InvalidSpec
-
-PASSES_END = -1
-"""Number in place of an operation: the end of forward passes that no backward follows."""
 
 
 def gather_number(number: int) -> int:
@@ -56,7 +53,7 @@ class LayerOrder:
         if len(set(operations)) > 1:
             barrier_after_collective(self._group)
             ranks = dist.get_process_group_ranks(self._group)
-            refusal = different_layers(ranks, operations, self._names)
+            refusal = different_operations(ranks, operations, self._names)
             self._report_refusal(refusal)
             raise refusal
 
@@ -82,7 +79,7 @@ class RecordedOrder:
             site.value()
 
 
-def different_layers(
+def different_operations(
     ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
     """Build the refusal of ranks that differ; `operations`: each rank's next or last operation."""

@@ -24,15 +24,19 @@ from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import RunningBuffers
-from shoal.layouts.gradients import gradient_not_finite, name_of_fault
+from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder
-from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import (
+    NanPropagatingReduceScatter,
+    own_fault,
+)
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import refuse_second_derivatives
 from shoal.model.losses import PendingLosses
+from shoal.model.not_finite import gradient_not_finite, others_not_finite
 from shoal.state.shards import MODEL
 from shoal.torch_private.c10d import takes_batches, timeout_of
 from shoal.torch_private.dtensor import forget_groups
@@ -47,8 +51,10 @@ from shoal.torch_private.fsdp import (
     reset_pass,
 )
 from shoal.torch_private.modules import parameter_table
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
+
+_IN_PART = "NaN or Inf in this member's part"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,27 +301,24 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves, and GenerationBroken on the others. If the rank is not known, all raise
-        NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
+        rank, which leaves, and GenerationBroken on the others. If no rank's own are at fault, all
+        raise NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.
             self._losses.check(self.step)
             return
         if not self._was_spread(fault):
-            raise gradient_not_finite(fault, self.step)
+            raise gradient_not_finite(fault, self.step, seen=_IN_PART)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
-        own = any(each.own for each in self._reductions.values()) or not self._losses.are_finite()
-        at_fault[self.world.rank] = own
+        own = own_fault(self._reductions.values())
+        at_fault[self.world.rank] = bool(own) or not self._losses.are_finite()
         group = self.world.group
         wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
         self._losses.check(self.step)
         if not at_fault.any() or at_fault[self.world.rank]:
-            raise gradient_not_finite(fault, self.step)
-        ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
-        raise GenerationBroken(
-            f"the gradient of rank {ranks} is not finite at step {self.step}; it leaves"
-        )
+            raise gradient_not_finite(fault, self.step, seen=_IN_PART)
+        raise others_not_finite(at_fault.tolist(), self.step)
 
     def overflowed(self) -> bool:
         own = any(each.own for each in self._reductions.values())

@@ -2,16 +2,16 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, sum_number
-from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
 from shoal.model.losses import PendingLosses
@@ -64,8 +64,10 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
     def forget(self) -> None:
         """Discard the results of the last step."""
         self.own = False
-        """True if this rank's own gradients were not finite. Always False on a GPU, as reading the
-        result would wait for the GPU."""
+        """True if this rank's own gradients, on the host, were not finite."""
+        self.excess: Tensor | None = None
+        """0 if this rank's own gradients on a device were finite in each pass, else NaN. It stays
+        on the device, as reading it waits for all work queued there. None: there were none."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
         stay on the device, as reading them waits for all work queued there."""
@@ -78,7 +80,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self.own = propagate_nan(input_tensor, self.losses) or self.own
+        self._spread(input_tensor)
         work = None
         for order in self.orders:
             order.check(sum_number(self.number))
@@ -97,6 +99,29 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
             self.given_finite.append(_largest(output_tensor).isfinite())
         return work
 
+    def _spread(self, own: Tensor) -> None:
+        if is_on_host(own):
+            self.own = propagate_nan(own, self.losses) or self.own
+            return
+        excess = spread_nan(own, self.losses)
+        self.excess = excess if self.excess is None else self.excess + excess
+
+
+def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
+    """Return the first parameter of a group whose gradients on this rank were not finite before
+    they were reduced; empty if there is none. Waits for a device once."""
+    on_device = []
+    for each in reductions:
+        if each.own:
+            return each.parameter
+        if each.excess is not None:
+            on_device.append((each.parameter, each.excess))
+    if not on_device:
+        return ""
+    excesses = torch.stack([excess for _, excess in on_device]).tolist()
+    pairs = zip(on_device, excesses, strict=True)
+    return next((name for (name, _), excess in pairs if math.isnan(excess)), "")
+
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     """Average the rows over the copies, in place. Collective among `copies`."""
@@ -105,24 +130,22 @@ def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
 
 
 def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
-    """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was. On a
-    GPU returns False without waiting."""
-    if not is_on_host(gradients):
-        spread_nan(gradients, losses)
-        return False
+    """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was."""
     if is_finite(gradients) and losses.are_finite():
         return False
     gradients.fill_(math.nan)
     return True
 
 
-def spread_nan(gradients: Tensor, losses: PendingLosses) -> None:
-    """Spread NaN on a device without waiting for it: the host does not learn if one was found."""
+def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
+    """Make all elements NaN as `propagate_nan`, without waiting for the device. Returns NaN in
+    float32 if an element or a loss was NaN or Inf, else 0; the result is on the device."""
     largest = _largest(gradients)
     excess = largest - largest
     if losses.excess is not None:
         excess = excess + losses.excess
     gradients.add_(excess.to(gradients.dtype))
+    return excess.float()
 
 
 def _largest(numbers: Tensor) -> Tensor:

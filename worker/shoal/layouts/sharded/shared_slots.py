@@ -28,9 +28,9 @@ from shoal.backends.abortable.gather import final_barrier
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.regions import KeptRegions
+from shoal.layouts.layer_exchanges import PASSES_END
 from shoal.layouts.sharded.layer_order import (
-    PASSES_END,
-    different_layers,
+    different_operations,
     gather_number,
     sum_number,
 )
@@ -201,7 +201,7 @@ class SharedSlots:
         if len({message >> NUM_GATHERED for message in messages}) > 1:
             final_barrier(self._memory.gather_words, GenerationBroken)
             operations = [_exchange_number(message >> NUM_GATHERED) for message in messages]
-            refusal = different_layers(self.ranks, operations, self.names)
+            refusal = different_operations(self.ranks, operations, self.names)
             self.report_refusal(refusal)
             raise refusal
         self._used_anywhere = 0

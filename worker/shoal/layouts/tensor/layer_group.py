@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.abortable.reduce_scatter import reduce_scatter
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
@@ -112,16 +113,13 @@ class TensorGroup:
         if rows is not None:
             mine = rows.view(self.size, *parts.shape)[:, self.rank]
             return torch.sum(mine, 0, dtype=parts.dtype)
-        whole = parts.flatten(0, 1)
+        whole, own = parts.flatten(0, 1), torch.empty_like(parts[0])
         if whole.device.type != "cpu":
-            own = torch.empty_like(parts[0])
             self._await(reduce_scatter_single, own, whole)
-            return own
-        # Gloo's own reduce-scatter sums the whole on every rank, and waits for it cannot be
-        # aborted.
-        received = torch.empty_like(whole)
-        self._await(dist.all_to_all_single, received, whole)
-        return received.view_as(parts).sum(0)
+        else:
+            # Waits for Gloo's own reduce-scatter cannot be aborted.
+            reduce_scatter(own, whole, self._open_group(), dist.ReduceOp.SUM)
+        return own
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

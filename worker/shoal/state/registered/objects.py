@@ -63,6 +63,13 @@ class CapturedState:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def enabled_scaler(registered: object) -> torch.amp.GradScaler | None:
+    """Return the object if it is a GradScaler that scales; None otherwise."""
+    if isinstance(registered, torch.amp.GradScaler) and registered.is_enabled():
+        return registered
+    return None
+
+
 class RegisteredState:
     """Registered objects of one session; false while nothing is registered. If a step is undone,
     each object is restored to its state at the time when the script asked for that step's batch.
@@ -129,10 +136,7 @@ class RegisteredState:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The first enabled GradScaler among the objects, if any."""
-        for each in self._objects.values():
-            if isinstance(each, torch.amp.GradScaler) and each.is_enabled():
-                return each
-        return None
+        return next(filter(None, map(enabled_scaler, self._objects.values())), None)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Include the settings of this optimizer's groups in the state."""

@@ -27,6 +27,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
+from shoal.model.not_finite import gradient_not_finite
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.state.shards import whole_chunk
@@ -40,7 +41,6 @@ from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
-    NonFiniteGradient,
     ShapeMismatch,
 )
 from shoal_proto.numbers_given import as_index
@@ -258,13 +258,7 @@ class LocalSGD(SynchronousStrategy):
         self._transaction.check_weighted()
         fault = name_of_fault(dict(self._model.named_parameters()))
         if fault:
-            raise NonFiniteGradient(
-                f"the gradient of {fault} is not finite at step {self.step}",
-                seen="NaN or Inf in this member's own gradient",
-                expected="finite numbers",
-                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-                details={"parameter": fault, "step": str(self.step)},
-            )
+            raise gradient_not_finite(fault, self.step)
         self._round.note(self.step, self._transaction.hyperparameters)
         with self._transaction.committing(self._optimizer):
             self._optimizer.step()

@@ -26,6 +26,6 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any
     """
     parts = torch.empty_like(whole)
     wait_abortable(dist.all_to_all_single(parts, whole, group=group, async_op=True), group)
-    torch.sum(parts.view(group.size(), -1), dim=0, out=own)
+    torch.sum(parts.view(group.size(), *own.shape), dim=0, out=own)
     if op == dist.ReduceOp.AVG:
         own.div_(group.size())
