@@ -154,8 +154,9 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error, or
-        CertificateRefused. A RetryError is raised only if no time is left for another attempt, if
-        `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
+        CertificateRefused: at once if TLS fails with every replica. A RetryError, or a
+        CertificateRefused of some replicas, is raised only if no time is left for another attempt,
+        if `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
         DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -173,7 +174,7 @@ class Coordinators:
         gives_up: Callable[[], bool],
     ) -> Reply_co:
         give_up_s = time.monotonic() + timeout_s
-        back_off = BackOff()
+        back_off, refused = BackOff(), set[str]()
         while True:
             address = self.current
             within_s = min(max(give_up_s - time.monotonic(), 0.001), attempt_s)
@@ -184,7 +185,12 @@ class Coordinators:
             except grpc.RpcError as rpc_error:
                 error = explained(from_rpc_error(rpc_error, address), address, COORDINATOR_NAME)
                 is_over = isinstance(error, DeadlineExceeded) and within_s < attempt_s
-                if not isinstance(error, RetryError) or is_over:
+                if isinstance(error, CertificateRefused):
+                    refused.add(address)
+                    is_over = refused.issuperset(self._addresses)
+                else:
+                    refused.discard(address)
+                if not isinstance(error, RetryError | CertificateRefused) or is_over:
                     raise error from None
                 pause_s = back_off.pause_s(chance())
                 is_late = time.monotonic() + pause_s >= give_up_s
