@@ -535,6 +535,8 @@ async def test_the_command_lists_pins_and_rolls_back(
         await client.report("engine", installed=3, installed_digest=version.digest)
         status, shown = await shoal("list", SERIES)
         assert status == 1 and "engine serves other bytes than version 3 has" in shown
+        status, shown = await shoal("list", SERIES, "--json")
+        assert status == 1 and '"differs": true' in shown
         with pytest.raises(UnknownSeries, match="rl/other"):
             await shoal("list", "rl/other")
 
