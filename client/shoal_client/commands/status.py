@@ -250,12 +250,6 @@ class StatusClient:
         )
 
 
-def grpc_address_of(urls: str) -> Sequence[str]:
-    """host:port of the coordinator that leads, as the status page at the URLs says."""
-    with StatusClient(urls) as client:
-        return (client.leader(),)
-
-
 def status(config: StatusConfig) -> int:
     """Print the jobs that have not ended, every job, or one."""
     urls = config.address.urls()
