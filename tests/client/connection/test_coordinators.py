@@ -74,7 +74,8 @@ def test_a_channel_is_not_closed_while_a_stub_is_made_on_it(
 
 def test_channels_of_outdated_certificates_are_closed(tmp_path: Path) -> None:
     """The channel before the newest stays open as well, for calls in progress."""
-    folder, channels, methods = CertificateFolder(tmp_path), Channels(COORDINATOR_NAME), []
+    folder, channels = CertificateFolder(tmp_path), Channels(COORDINATOR_NAME)
+    methods: list[Method[pb.Cluster]] = []
     folder.init()
     for number in range(4):
         caller = Caller(CertificateRole.WORKER, f"renewal-{number}")
