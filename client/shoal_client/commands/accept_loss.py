@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import grpc
 from cyclopts import Parameter
 
+from shoal_client.commands.status import in_short
 from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
@@ -92,8 +93,8 @@ def accept_loss(config: AcceptLossConfig) -> int:
         at = _local(shard.accepted_unix_s)
         again = ", in an earlier call" if shard.before else ""
         print(
-            f"loss of {_in_short(shard)} of job {config.job} accepted by {printable(shard.by)}"
-            f" at {at}{again}"
+            f"loss of {in_short(shard.shard_id, shard.version)} of job {config.job} accepted by"
+            f" {printable(shard.by)} at {at}{again}"
         )
     if any(not shard.before for shard in reply.shards):
         print(_samples_in_words(reply))
@@ -114,7 +115,8 @@ def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
     for shard in lost:
         at = _local(shard.lost_unix_s)
         print(
-            f"{_in_short(shard)} was lost at {at} with {', '.join(shard.servers) or 'its servers'}"
+            f"{in_short(shard.shard_id, shard.version)} was lost at {at} with"
+            f" {', '.join(shard.servers) or 'its servers'}"
         )
     print("Their trained values will be gone for good.")
     print(samples)
@@ -133,11 +135,6 @@ def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
 
 def _local(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-
-
-def _in_short(shard: GivenUpShard) -> str:
-    version = f"at least version {shard.version}" if shard.version else "no version known"
-    return f"shard {shard.shard_id} ({version})"
 
 
 def _me() -> str:

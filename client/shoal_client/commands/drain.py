@@ -1,13 +1,15 @@
 """`shoal drain`: lets a member finish its step, hand over and leave, while the others go on."""
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from shoal_client.commands.address import ASK_WITHIN_S, StatusAddress
-from shoal_client.commands.status import Json, StatusClient, grpc_address_of
+from shoal_client.commands.status import Json, StatusClient
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
@@ -55,23 +57,28 @@ def drain(config: DrainConfig) -> int:
     DeadlineExceeded."""
     member_id = config.member
     urls = config.address.urls()
-    coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))
     started_s = time.monotonic()
-    try:
-        with StatusClient(urls) as status:
-            job = config.job or status.job_of(member_id)
-            # Drain this process only: a later process of the same name is to stay.
-            process = _process_of(status, job, member_id, started_s + config.timeout_s)
-            request = DrainRequest(
-                job=job,
-                member_id=member_id,
-                public_id=process,
-                reason=config.reason,
-                job_secret=secret_in(config.job_secret),
-            )
-            detail = _drained(request, coordinators, status, started_s + config.timeout_s)
-    finally:
-        coordinators.close()
+    with StatusClient(urls) as status:
+        job = config.job or status.job_of(member_id)
+        # Drain this process only: a later process of the same name is to stay.
+        process = _process_of(status, job, member_id, started_s + config.timeout_s)
+        request = DrainRequest(
+            job=job,
+            member_id=member_id,
+            public_id=process,
+            reason=config.reason,
+            job_secret=secret_in(config.job_secret),
+        )
+
+        def ask(timeout_s: float) -> None:
+            # Another coordinator may lead than at the last request.
+            addresses = config.address.coordinators or (status.leader(),)
+            with closing(Coordinators(addresses)) as coordinators:
+                coordinators.call(
+                    membership_calls.METHODS[DrainRequest], request, timeout_s=timeout_s
+                )
+
+        detail = _drained(request, ask, status, started_s + config.timeout_s)
     took_s = time.monotonic() - started_s
     print(f"{member_id} left job {job} after {took_s:.1f} s; {_what_runs(detail)}")
     return 0
@@ -90,20 +97,17 @@ def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float
 
 
 def _drained(
-    request: DrainRequest, coordinators: Coordinators, status: StatusClient, give_up_s: float
+    request: DrainRequest, ask: Callable[[float], None], status: StatusClient, give_up_s: float
 ) -> Json:
-    """Ask for the drain; return the job once the process has left it. Raises DeadlineExceeded with
-    the member's state."""
+    """Ask for the drain; return the job once the process has left it. `ask` sends the request to
+    the coordinator that leads, within a time in seconds. Raises DeadlineExceeded with the member's
+    state."""
     seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:
             if not asked:
                 left_s = max(POLL_S, give_up_s - time.monotonic())
-                coordinators.call(
-                    membership_calls.METHODS[DrainRequest],
-                    request,
-                    timeout_s=min(left_s, ANSWER_WITHIN_S),
-                )
+                ask(min(left_s, ANSWER_WITHIN_S))
                 asked = True
             detail = status.job(request.job)
         except RetryError as error:

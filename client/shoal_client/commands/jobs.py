@@ -17,6 +17,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import (
     InvalidSpec,
     JobFinished,
+    JobQuarantined,
     JobStopped,
     RetryError,
     StateLost,
@@ -170,7 +171,8 @@ def wait(config: WaitConfig) -> int:
             try:
                 standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
                 phase, reason = standing.phase, standing.reason
-            except RetryError as error:
+            except (RetryError, JobQuarantined) as error:
+                # A quarantined job is not over: it continues once it is repaired.
                 reason = str(error)
             if phase in OVER or time.monotonic() >= deadline_s:
                 break

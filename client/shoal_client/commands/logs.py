@@ -86,7 +86,8 @@ def logs(config: LogsConfig) -> int:
         return _from_files(config, config.directory)
     try:
         with StatusClient(config.address.urls()) as client:
-            return _from_coordinator(client, _with_job(client, config))
+            config = _with_job(client, config)
+            return _from_coordinator(client, config)
     except ELSEWHERE as error:
         root = log_root(os.environ)
         if not _files(config, root):

@@ -250,12 +250,6 @@ class StatusClient:
         )
 
 
-def grpc_address_of(urls: str) -> Sequence[str]:
-    """host:port of the coordinator that leads, as the status page at the URLs says."""
-    with StatusClient(urls) as client:
-        return (client.leader(),)
-
-
 def status(config: StatusConfig) -> int:
     """Print the jobs that have not ended; with `every` all jobs, with `job` only that job."""
     urls = config.address.urls()
@@ -428,7 +422,7 @@ def _print_members(console: Console, members: Json) -> None:
     fast = wide or not (stale and bounded)
     names = ["member", "rank>", "state", "step>", "loss>"] + ["samples/s>"] * fast + ["seen>"]
     names += ["pid>"] + ["host"] * wide + ["stale>"] * stale + ["round>"] * bounded
-    table = _table(*names)
+    table = table_of(*names)
     if wide:
         table.add_column("waits for", overflow="fold", ratio=1)
     now_s = time.time()
@@ -436,16 +430,16 @@ def _print_members(console: Console, members: Json) -> None:
         member, health = entry["member"], entry["health"] or {}
         table.add_row(
             escape(member["member_id"]),
-            _number(member["rank"], "d"),
+            number(member["rank"], "d"),
             escape(member["state"]),
-            _number(max(member["step"], health.get("step") or 0), "d"),
-            _number(health.get("loss"), ".4g"),
-            *([_number(health.get("samples_per_s"), ".0f")] * fast),
+            number(max(member["step"], health.get("step") or 0), "d"),
+            number(health.get("loss"), ".4g"),
+            *([number(health.get("samples_per_s"), ".0f")] * fast),
             duration(now_s - member["last_seen_unix_s"]),
             str(member["process"]["pid"]),
             *([escape(member["process"]["host"])] * wide),
-            *([_number(health.get("staleness_steps"), ".1f")] * stale),
-            *([_number(member["clock"], "d")] * bounded),
+            *([number(health.get("staleness_steps"), ".1f")] * stale),
+            *([number(member["clock"], "d")] * bounded),
             *([escape(member["waiting_for"])] * wide),
         )
     console.print(table if members else "no members", highlight=False)
@@ -469,7 +463,7 @@ def _print_waits(console: Console, members: Json) -> None:
 def _print_generations(console: Console, generations: Json) -> None:
     if not generations:
         return
-    table = _table("generation>", "verdict", "members>", "from step>", "ago>")
+    table = table_of("generation>", "verdict", "members>", "from step>", "ago>")
     table.add_column("reason", overflow="fold", ratio=1)
     now_s = time.time()
     for record in generations:
@@ -498,7 +492,7 @@ def _print_servers(console: Console, view: Json) -> None:
     load = ["pushes>", "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>"]
     # In a narrow terminal these are two tables.
     for names in [[*columns, *load]] if console.width >= WIDE else [columns, load]:
-        table = _table("server", *names)
+        table = table_of("server", *names)
         for server in view["servers"]:
             shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
             figures = _server_figures(server, shards)
@@ -529,7 +523,7 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
         alike.setdefault(key, []).append(each)
     for (by, accepted_unix_s, samples_anew), shards in alike.items():
-        shown = [_given_up(each) for each in shards[:MAX_SHOWN_SHARDS]]
+        shown = [in_short(s["shard_id"], s["version"]) for s in shards[:MAX_SHOWN_SHARDS]]
         more = len(shards) - len(shown)
         which = ", ".join(shown) + (f" and {more} more" if more else "")
         samples = "samples started over" if samples_anew else "samples stayed counted"
@@ -540,9 +534,9 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         )
 
 
-def _given_up(shard: Json) -> str:
-    version = f"at least version {shard['version']}" if shard["version"] else "no version known"
-    return f"shard {shard['shard_id']} ({version})"
+def in_short(shard_id: int, version: int) -> str:
+    """Text of a lost shard, with the version that it had at least; 0: not known."""
+    return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
@@ -564,7 +558,7 @@ def _server_figures(server: Json, shards: Json) -> dict[str, str]:
     }
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
     """A table; a column whose name ends in > is right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
     for column in columns:
@@ -573,7 +567,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _number(value: float | str | None, form: str) -> str:
+def number(value: float | str | None, form: str) -> str:
+    """Text of a figure in this format; "-" for None. A text stays as it is."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else format(value, form)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
-from shoal_client.commands.status import Json, StatusClient, duration
+from shoal_client.commands.status import Json, StatusClient, duration, number, table_of
 from shoal_proto.errors import NotLeader, Unavailable
 from shoal_proto.names import check_name
 
@@ -75,7 +75,7 @@ def _jobs_screen(jobs: Json, height: int) -> RenderableType:
             job["shown_state"],
             f"{job['num_training']}/{job['num_members']}",
             str(job["step"]),
-            _figure(job["loss"], ".4g"),
+            number(job["loss"], ".4g"),
             _share(job.get("goodput")),
             str(job["num_restarts"]),
         )
@@ -94,7 +94,7 @@ def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
         f" goodput {_share(summary.get('goodput'))}",
     )
     logged = [
-        f"{name} {_figure(value, '.4g')} (step {step})"
+        f"{name} {number(value, '.4g')} (step {step})"
         for name, (step, value) in job.get("course", {}).get("logged", {}).items()
     ]
     slow = slowest(job["members"])
@@ -109,7 +109,7 @@ def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
             "-" if member["rank"] is None else str(member["rank"]),
             member["state"],
             str(max(member["step"], _health_figure(entry, "step") or 0)),
-            _figure(_health_figure(entry, "loss"), ".4g"),
+            number(_health_figure(entry, "loss"), ".4g"),
             "-" if step_s is None else f"{1000 * step_s:.1f}",
             duration(now_s - member["last_seen_unix_s"]),
         )
@@ -139,27 +139,13 @@ def _health_figure(entry: Json, figure: str) -> Json:
     return (entry["health"] or {}).get(figure)
 
 
-def _figure(value: float | str | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else format(value, form)
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        name = column.removesuffix(">")
-        # Long names are cut, so that figures stay visible.
-        longest = None if name != columns[0] else NAME_WIDTH
-        table.add_column(
-            name,
-            justify="right" if name != column else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            max_width=longest,
-        )
+    """A table as `table_of` makes it. Long names in its first column are cut, so that figures stay
+    visible."""
+    table = table_of(*columns)
+    table.columns[0].max_width, table.columns[0].overflow = NAME_WIDTH, "ellipsis"
     return table

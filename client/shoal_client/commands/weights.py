@@ -158,13 +158,12 @@ def _list(config: WeightsConfig, coordinators: Coordinators) -> int:
                 expected="a published series",
             )
         reply = pb.ListSeriesReply(series=found)
-    if printed(config.call, reply):
-        return 0
-    console = Console(highlight=False)
-    if not reply.series:
-        console.print("no published weights")
-    for view in reply.series:
-        _show(console, view)
+    if not printed(config.call, reply):
+        console = Console(highlight=False)
+        if not reply.series:
+            console.print("no published weights")
+        for view in reply.series:
+            _show(console, view)
     return int(any(reader.differs for view in reply.series for reader in view.readers))
 
 

@@ -74,6 +74,33 @@ class Method(Protocol[Reply_co]):
     def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply_co: ...
 
 
+class Channels:
+    """Channels to the peers of one name, by address and by the certificate of this process with
+    which they were made. For one thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: the name that the certificates of the peers must have."""
+        self._name = name
+        self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
+
+    def to(self, address: str) -> grpc.Channel:
+        """The channel to the address with the present certificate. After a renewal this is a new
+        one. Of the earlier channels to the address the newest stays open: it may still carry a
+        call."""
+        key = address, material()
+        channel = self._open.get(key)
+        if channel is None:
+            outdated = [other for other in self._open if other[0] == address][:-1]
+            close_channels([self._open.pop(other) for other in outdated])
+            channel = self._open[key] = open_channel(address, self._name, CHANNEL_OPTIONS)
+        return channel
+
+    def take_all(self) -> list[grpc.Channel]:
+        """Remove all channels; the caller is to close them."""
+        channels, self._open = list(self._open.values()), {}
+        return channels
+
+
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
@@ -86,8 +113,7 @@ class Coordinators:
         self._addresses = list(addresses)
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
-        """Channels by address and certificate."""
+        self._channels = Channels(COORDINATOR_NAME)
         self._current = self._addresses[0]
         self._rotation = 0
         """Index of the address that was reached last by rotation. `_current` may be the leader that
@@ -104,13 +130,7 @@ class Coordinators:
         with self._lock:
             if self._closed.is_set():
                 raise closed()
-            key = self._current, material()
-            channel = self._channels.get(key)
-            if channel is None:
-                self._close_outdated(self._current)
-                channel = open_channel(self._current, COORDINATOR_NAME, CHANNEL_OPTIONS)
-                self._channels[key] = channel
-            return channel
+            return self._channels.to(self._current)
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
         """Return `start(channel)`, which makes a stub or starts a stream on the channel to the
@@ -119,12 +139,6 @@ class Coordinators:
         closed."""
         with self._lock:
             return start(self.channel())
-
-    def _close_outdated(self, address: str) -> None:
-        """Close the channels to the address, except the newest: that one may still carry a
-        stream."""
-        keys = [key for key in self._channels if key[0] == address][:-1]
-        close_channels([self._channels.pop(key) for key in keys])
 
     def choose_next_replica(self, failed: str, error: ShoalError) -> None:
         """Choose the next replica after a failure at `failed`: the leader that it named, or else
@@ -154,10 +168,10 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error, or
-        CertificateRefused. A RetryError is raised only in these cases: no time is left for another
-        attempt; `gives_up()` returns True after an attempt; `close` was called; or the error is a
-        DeadlineExceeded and less than `attempt_s` was left for the attempt: a server may answer
-        with this error before the time is over."""
+        CertificateRefused: at once if TLS fails with every replica. A RetryError, or a
+        CertificateRefused of some replicas, is raised only if no time is left for another attempt,
+        if `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
+        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
@@ -174,7 +188,7 @@ class Coordinators:
         gives_up: Callable[[], bool],
     ) -> Reply_co:
         give_up_s = time.monotonic() + timeout_s
-        back_off = BackOff()
+        back_off, refused = BackOff(), set[str]()
         while True:
             address = self.current
             within_s = min(max(give_up_s - time.monotonic(), 0.001), attempt_s)
@@ -185,7 +199,12 @@ class Coordinators:
             except grpc.RpcError as rpc_error:
                 error = explained(from_rpc_error(rpc_error, address), address, COORDINATOR_NAME)
                 is_over = isinstance(error, DeadlineExceeded) and within_s < attempt_s
-                if not isinstance(error, RetryError) or is_over:
+                if isinstance(error, CertificateRefused):
+                    refused.add(address)
+                    is_over = refused.issuperset(self._addresses)
+                else:
+                    refused.discard(address)
+                if not isinstance(error, RetryError | CertificateRefused) or is_over:
                     raise error from None
                 pause_s = back_off.pause_s(chance())
                 is_late = time.monotonic() + pause_s >= give_up_s
@@ -239,7 +258,7 @@ class Coordinators:
         """Close every connection; calls in progress fail."""
         self._closed.set()
         with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
+            channels = self._channels.take_all()
         close_channels(channels)
 
 

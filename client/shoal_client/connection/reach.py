@@ -127,7 +127,8 @@ def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
     give_up_s = time.monotonic() + limit_s
     unreached: dict[str, str] = {}
     named: list[RosterEntry] = []
-    with selectors.DefaultSelector() as selector:
+    # Unlike epoll, poll needs no descriptor: this process may have none left.
+    with selectors.PollSelector() as selector:
         for peer in peers:
             try:
                 ip_address(peer.address.strip("[]"))
@@ -166,7 +167,12 @@ def _connect(
     selector: selectors.BaseSelector, peer: RosterEntry, address: str, unreached: dict[str, str]
 ) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    caller = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        caller = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        # No descriptor is left, or this host has no IPv6.
+        unreached[peer.member_id] = f"{error.strerror or error} for {_where(peer)}"
+        return
     caller.setblocking(False)
     code = caller.connect_ex((address, peer.probe_port))
     if code not in (0, errno.EINPROGRESS):

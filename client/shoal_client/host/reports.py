@@ -59,7 +59,7 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     so that an unreachable host causes no wait. Replicas that answer without a leader are asked
     again. Raises Unavailable with every address and the error there: at once if no address has a
     listener, after SILENT_S if no coordinator answers, else after `timeout_s`; CertificateRefused
-    as soon as one side does not accept the other's certificate.
+    instead if one of them and this process do not accept each other's certificates.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
@@ -74,7 +74,10 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     raise _unreachable(coordinators, failures)
 
 
-def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> Unavailable:
+def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> ShoalError:
+    for failure in failures.values():
+        if isinstance(failure, CertificateRefused):
+            return failure
     seen = "; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items())
     if any(isinstance(each, NotLeader) for each in failures.values()):
         return Unavailable(
@@ -128,15 +131,13 @@ def _put_address(answers: "queue.SimpleQueue[str]", address: str, call: object) 
 
 
 def _failure_of(call: "grpc.Future[GenerationRecord]", address: str) -> ShoalError | None:
-    """Error of the call to a coordinator; None if it leads or knows the leader. Raises
-    CertificateRefused."""
+    """Error of the call to a coordinator; None if it leads or knows the leader."""
     try:
         call.result()
     except grpc.RpcError as error:
         failure = explained(from_rpc_error(error, address), address, COORDINATOR_NAME)
-        if isinstance(failure, CertificateRefused):
-            raise failure from None
-        if isinstance(failure, RetryError) and not failure.details.get("leader"):
+        is_transient = isinstance(failure, RetryError) and not failure.details.get("leader")
+        if is_transient or isinstance(failure, CertificateRefused):
             return failure
     return None
 

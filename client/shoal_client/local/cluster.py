@@ -146,6 +146,8 @@ class LocalCluster:
         self._on_given_up: Callable[[str], None] = lambda reason: None
         self._coordinators: dict[str, CoordinatorAddress] = {}
         self._servers: dict[str, str] = {}
+        self._ended: set[str] = set()
+        """Names of the servers that are not to be started again."""
         self._num_servers = 0
         self._keepers: dict[str, Keeper] = {}
         self._lock = threading.Lock()
@@ -241,8 +243,8 @@ class LocalCluster:
 
     @property
     def parameter_servers(self) -> Sequence[str]:
-        """host:port of each parameter server."""
-        return list(self._servers.values())
+        """host:port of each parameter server, except those that were asked to end."""
+        return [address for name, address in self._servers.items() if name not in self._ended]
 
     def start_parameter_server(self) -> str:
         """Start one more server; return its name once it serves. Raises Unavailable if it does not
@@ -255,18 +257,21 @@ class LocalCluster:
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Ask a server to hand its shards over to the others and to end, and wait for its end.
 
-        The server is not restarted after this call. Raises Unavailable after `timeout_s`: the
-        server then still hands over, and ends later. Does nothing if there is no server of that
-        name.
+        From now on the server is not started again, even if that has begun. Raises Unavailable
+        after `timeout_s`: the server then still hands over, and ends later. Does nothing if there
+        is no server of that name.
         """
-        process, keeper = self.processes.get(name), self._keepers.get(name)
-        if keeper is not None:
+        if name not in self._servers:
+            return
+        if (keeper := self._keepers.get(name)) is not None:
             keeper.release()
+        with self._lock:
+            self._ended.add(name)
+            process = self.processes.get(name)
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:
-                raise self._failure(name, f"still running after {timeout_s:g} s", "end")
-        self._servers.pop(name, None)
+                raise self._failure(name, f"still there after {timeout_s:g} s", "end")
 
     def log_tail(self, name: str) -> str:
         """The end of a part's log."""
@@ -411,8 +416,9 @@ class LocalCluster:
 
     def _spawn_command(self, command: ChildCommand) -> Process:
         with self._lock:
-            if self._closing:
-                raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
+            if self._closing or command.name in self._ended:
+                ends = "a cluster" if self._closing else "a server"
+                raise Unavailable(f"{command.name} is not started", seen=f"{ends} that ends")
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:

@@ -175,8 +175,7 @@ class MemberCore:
         if self.clock.away:
             self.clock.set_away(now_s, away=False)
         self._back_off.reset()
-        if self._certificate.record_acceptance():
-            self.waiting_for = "the coordinator to admit this member again"
+        self._end_certificate_wait()
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
         self.is_standby = kind == "standby" or (self.is_standby and kind in UNCHANGING)
@@ -314,6 +313,12 @@ class MemberCore:
     def _attend_request(self) -> pb.AttendRequest:
         return self.identity.attend_request(self.track.generation)
 
+    def _end_certificate_wait(self) -> None:
+        """Record that a coordinator has answered: the next refused certificate has the full
+        time."""
+        if self._certificate.record_acceptance():
+            self.waiting_for = "the coordinator to admit this member again"
+
     # --- calls ---
 
     def _with_stream(self, request: ev.Request, now_s: float) -> ev.CallLeader:
@@ -331,6 +336,7 @@ class MemberCore:
         if rule is ev.Persistence.LAST:
             return self.leaving.end_call(error, self.identity.member_id)
         if error is None:
+            self._end_certificate_wait()
             return self._calls.handle_answer(call, now_s)
         if rule is ev.Persistence.ONCE:
             return self._calls.give_up_call(call, error)

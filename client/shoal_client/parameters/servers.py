@@ -274,8 +274,9 @@ class ShardServers(Generic[Stub]):
     def _stub(self, address: str) -> Stub:
         with self._lock:
             ahead = self._ahead.pop(address, None)
-        if ahead is not None:
-            # A stub is for one thread at a time.
+        # A connection that still waits for a thread of the pool is opened here instead: all threads
+        # may be waiting for such connections. Otherwise wait: a stub is for one thread at a time.
+        if ahead is not None and not ahead.cancel():
             ahead.result()
         return self._stub_for(address)
 

@@ -241,6 +241,8 @@ class _IncomingRows:
         piece = reply.piece
         if piece.offset_bytes != len(self._data):
             raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
+        if len(self._data) + len(piece.data) > self._found.num_bytes:
+            raise _unexpected(f"more than the {self._found.num_bytes} bytes that were announced")
         verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
         self._data += piece.data
 

@@ -4,7 +4,7 @@ Ids, births and values are little-endian bytes, sorted by shard; `route` sorts p
 module finds the server of each shard, and repeats calls while a server is unavailable."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.job_shards import JobShards
@@ -123,7 +123,7 @@ class TableClient:
                 row_bytes=row_bytes,
             )
 
-    def shard_ids(self, pushed: Iterable[Where]) -> list[int]:
+    def shard_ids(self, pushed: Collection[Where]) -> list[int]:
         """The ids of these shards. Raises UnknownShard."""
         self._check_known(pushed)
         return [self._shards[where].shard_id for where in pushed]

@@ -71,16 +71,16 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        Raises StaleEpoch, SeriesHeld, NoServers and other refusals at once, and Overloaded after
-        CALL_S. Once the time is over or `close` was called, raises the last other RetryError,
-        JobQuarantined or CertificateRefused."""
+        There are no servers in the reply while the cluster has none. Raises StaleEpoch, SeriesHeld
+        and other refusals at once, Overloaded after CALL_S and the last other RetryError,
+        JobQuarantined or CertificateRefused once the time is over or this is closed."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)
             if reply.epoch != self._epoch:
                 self._abandoned.clear()
             self._epoch, self._lease_s = reply.epoch, reply.lease_s
-        if self._lease_s and self._renewing is None:
+        if self._lease_s and (self._renewing is None or not self._renewing.is_alive()):
             self._renewing = threading.Thread(
                 target=self._renew, name="shoal-publisher-lease", daemon=True
             )
@@ -191,12 +191,13 @@ class SeriesPublisher:
         give_up_s: float,
     ) -> pb.Segment:
         """Send the segment to its servers; return its description with its holders. Raises the
-        error of a server, or Unavailable if there is no server, or a server did not get the
-        segment."""
+        error of a server, NoServers, or Unavailable if a server did not get the segment."""
         if not begun.servers:
-            raise Unavailable(
-                f"no parameter server can hold a segment of series {self._series}",
-                expected="at least one (`shoal ps`)",
+            raise NoServers(
+                f"there is no parameter server for series {self._series}",
+                seen="none registered",
+                expected="one or more",
+                fix="Start one with `shoal ps`.",
             )
         described = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes)
         request = pb.PutSegmentRequest(

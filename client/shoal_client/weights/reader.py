@@ -95,6 +95,7 @@ class SeriesReader:
         self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
+        """The relay; None from the time at which `lease` has closed it, on any thread."""
         self._fetching = threading.Lock()
         """Lock held while a relay fetches a version: it fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
@@ -141,13 +142,14 @@ class SeriesReader:
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
         """Lease a version: it is kept until `release`, as long as this process reports to a
-        coordinator. Raises what `ReaderLeases.take` raises."""
-        if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
+        coordinator. Raises as `ReaderLeases.take`."""
+        relay = self._relay
+        if relay is not None and self._stores.is_local(self.view(timeout_s).servers):
             # The server on this machine serves the same bytes. A relay would keep their memory in
             # use after the server has dropped them.
             log.info("relay_on_server_host", series=self.series)
             self._leases.serves_at = ""
-            self._relay.close()
+            relay.close()
             self._relay = None
         self._leases.take(number, timeout_s)
 
@@ -253,8 +255,8 @@ class SeriesReader:
         """Close every connection: waiting calls fail. Leases end now if a coordinator answers
         within a second; otherwise they expire."""
         self._watch.close()
-        if self._relay is not None:
-            self._relay.close()
+        if (relay := self._relay) is not None:
+            relay.close()
         self._leases.close()
         self._stores.close()
         self._memory.close()
@@ -265,13 +267,13 @@ class SeriesReader:
     def _relaying(
         self, record: pb.VersionRecord, indices: Sequence[int]
     ) -> Iterator[RelaySource | None]:
-        """Let the relay of this reader pass on the segments that are fetched within the block.
-        Yields the relay to fetch from, or None."""
-        if self._relay is None:
+        """Pass on what is fetched within the block. Yields the relay to fetch from, or None."""
+        relay = self._relay
+        if relay is None:
             yield None
             return
         digests = [record.segments[index].digest for index in indices]
-        with self._fetching, self._relay.version(digests), ExitStack() as stack:
+        with self._fetching, relay.version(digests), ExitStack() as stack:
             address = self._leases.relay_of(record.number)
             source = None
             if address:
@@ -289,8 +291,8 @@ class SeriesReader:
     ) -> Segment:
         """Fetch one segment, and pass it on if this reader is a relay."""
         segment = self._one_segment(record, wanted, base, source, give_up_s)
-        if self._relay is not None:
-            self._relay.add(segment)
+        if (relay := self._relay) is not None:
+            relay.add(segment)
         return segment
 
     def _one_segment(
@@ -318,8 +320,8 @@ class SeriesReader:
 
     def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
         """Memory for a segment to fetch. A relay passes the segment on while it arrives."""
-        if self._relay is not None:
-            return self._relay.staged(digest)
+        if (relay := self._relay) is not None:
+            return relay.staged(digest)
         if wanted is None:
             return StagedSegment(digest)
         return StagedSegment(digest, wanted.chunks, wanted.new_writer)
@@ -374,13 +376,13 @@ class SeriesReader:
                     fetched = fetched or self._stores.fetch([holder], staged, left_s)
                 except BaseException:
                     staged.close()
-                    if self._relay is not None:
-                        self._relay.give_up(reply.digest)
+                    if (relay := self._relay) is not None:
+                        relay.give_up(reply.digest)
                     raise
                 with closing(fetched) as difference:
                     self.fetched_bytes += staged.received_bytes
-                    if self._relay is not None:
-                        self._relay.add(difference)
+                    if (relay := self._relay) is not None:
+                        relay.add(difference)
                     writer = wanted.new_writer(old.num_bytes)
                     return self._applied(old, difference, new.digest, writer)
             except (RetryError, CorruptError, MalformedMessage) as error:

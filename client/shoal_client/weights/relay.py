@@ -187,7 +187,8 @@ class Relay(WeightStoreServicer):
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._segments = {d: s for d, s in self._segments.items() if d in self._fetched}
+            kept = set[bytes]() if self._is_closed else self._fetched
+            self._segments = {d: s for d, s in self._segments.items() if d in kept}
 
     def staged(self, digest: bytes) -> StagedSegment:
         """Memory for a segment to fetch. Other readers get the segment while it arrives."""
@@ -226,7 +227,8 @@ class Relay(WeightStoreServicer):
             self._progress_s = time.monotonic()
 
     def close(self) -> None:
-        """Stop serving. Transfers in progress fail; their readers fetch the rest from a server."""
+        """Stop serving. Transfers in progress fail; their readers fetch the rest from a server.
+        Segments that this reader is fetching are held until the end of their `version`."""
         with self._changed:
             if self._is_closed:
                 return

@@ -8,15 +8,13 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
+from shoal_client.connection.coordinators import Channels, chance, close_channels
 from shoal_client.connection.tls_refusals import explained
 from shoal_client.connection.transport import transport_of
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
-from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import READER_NAME, SERVER_NAME
 from shoal_proto.v1.weights_pb2 import (
     DifferenceReply,
@@ -57,7 +55,7 @@ class WeightStores:
         self._may_be_local = may_be_local
         self._lock = threading.Lock()
         self._is_closed = False
-        self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
+        self._channels = Channels(self._name)
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
@@ -125,7 +123,7 @@ class WeightStores:
     ) -> DifferenceReply:
         """Ask a server to compute a difference. Raises the server's error, Unavailable or
         DeadlineExceeded."""
-        stub = WeightStoreStub(self._channel(holder.address))
+        stub = self._stub(holder.address)
         try:
             return stub.Difference(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -138,9 +136,8 @@ class WeightStores:
             idle = [each for kept in self._idle.values() for each in kept]
             for connection in self._in_use:
                 connection.abort()
-            channels = list(self._channels.values())
+            channels = self._channels.take_all()
             self._idle.clear()
-            self._channels.clear()
         for connection in idle:
             connection.close()
         close_channels(channels)
@@ -181,7 +178,7 @@ class WeightStores:
                     self._in_use.add(connection)
                     return connection
                 connection.close()
-        stub = WeightStoreStub(self._channel(address))
+        stub = self._stub(address)
         try:
             offer = stub.OpenBulk(OpenSegmentsRequest(series=self._series), timeout=OPEN_S)
         except grpc.RpcError as error:
@@ -204,15 +201,12 @@ class WeightStores:
             raise _closed()
         return connection
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _stub(self, address: str) -> WeightStoreStub:
+        # Made under the lock: gRPC crashes the process if a stub is made on a closed channel.
         with self._lock:
             if self._is_closed:
                 raise _closed()
-            key = address, material()
-            channel = self._channels.get(key)
-            if channel is None:
-                channel = self._channels[key] = open_channel(address, self._name, CHANNEL_OPTIONS)
-            return channel
+            return WeightStoreStub(self._channels.to(address))
 
 
 class RelaySource:

@@ -481,7 +481,9 @@ class BeginPublicationReply(_message.Message):
     """Length of a plain script's lease; 0 for members of a job."""
     @_builtins.property
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
-        """The servers for this rank's segment: the first gets the bytes, and forwards them to the others."""
+        """The servers for this rank's segment: the first gets the bytes, and forwards them to the others.
+        None if the cluster has no server: a plain script's lease is renewed all the same.
+        """
 
     def __init__(
         self,

@@ -12,7 +12,9 @@ from support.clusters.coordinator_world import Served, served
 from support.processes.load import unhurried
 
 from shoal_client.cli import parse
+from shoal_client.commands import drain as command
 from shoal_client.commands.drain import _drained
+from shoal_client.commands.status import StatusClient
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -80,6 +82,23 @@ async def test_the_command_returns_once_the_member_has_left(
 
 
 @pytest.mark.long
+async def test_each_request_goes_to_the_coordinator_that_leads_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command knows the status page only, which first names a coordinator that has ended."""
+    async with world() as at:
+        a, _ = await at.members.training("a", "b")
+        leaders = iter(["127.0.0.1:1", at.members.address])
+        monkeypatch.setattr(StatusClient, "leader", lambda client: next(leaders))
+        monkeypatch.setattr(command, "ANSWER_WITHIN_S", 0.3)
+        run = parse(["drain", "b", "--job", "j", "--http", at.url])
+        draining = asyncio.create_task(asyncio.to_thread(run))
+        record = await asyncio.to_thread(train_on, a)
+        await asyncio.to_thread(a.ready, record)
+        assert await draining == 0
+
+
+@pytest.mark.long
 async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> None:
     """The error is the coordinator's."""
     async with world() as at:
@@ -106,7 +125,7 @@ class ChangingLeaders:
         self.failures = list(failures)
         self.num_calls = 0
 
-    def call(self, method_of: object, request: object, *, timeout_s: float) -> None:
+    def ask(self, timeout_s: float) -> None:
         self._fail()
         self.num_calls += 1
 
@@ -126,7 +145,7 @@ def test_a_drain_is_requested_again_after_a_change_of_leaders() -> None:
     )
     request = DrainRequest(job="j", member_id="b")
     give_up_s = time.monotonic() + unhurried(30.0)
-    detail = _drained(request, at, at, give_up_s)  # type: ignore[arg-type]
+    detail = _drained(request, at.ask, at, give_up_s)  # type: ignore[arg-type]
     assert detail == {"members": []}
     assert at.num_calls == 1 and not at.failures
 
@@ -136,9 +155,10 @@ def test_an_unknown_member_in_a_repeated_request_has_left() -> None:
     at = ChangingLeaders(Unavailable("nobody leads"), UnknownMember("no member b"))
     request = DrainRequest(job="j", member_id="b")
     give_up_s = time.monotonic() + unhurried(30.0)
-    assert _drained(request, at, at, give_up_s) == {"members": []}  # type: ignore[arg-type]
+    assert _drained(request, at.ask, at, give_up_s) == {"members": []}  # type: ignore[arg-type]
+    unknown = ChangingLeaders(UnknownMember("no member b"))
     with pytest.raises(UnknownMember):
-        _drained(request, ChangingLeaders(UnknownMember("no member b")), at, give_up_s)  # type: ignore[arg-type]
+        _drained(request, unknown.ask, at, give_up_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.long

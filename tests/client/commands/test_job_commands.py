@@ -103,6 +103,16 @@ async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFix
         assert "job j is finished" in capsys.readouterr().out
 
 
+async def test_a_wait_for_a_quarantined_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a job is not over: an operator may repair it."""
+    async with world() as at:
+        await at.members.training("a", "b")
+        at.members.coordinator.registry.quarantine("j", ValueError("a record that does not parse"))
+        assert await at.shoal("wait", "j", "--wait-s", "0.5") == os.EX_TEMPFAIL
+        shown = capsys.readouterr().out
+        assert "job j is not over: not known" in shown and "a record that does not parse" in shown
+
+
 def jobs_at(url: str) -> Json:
     with StatusClient(url) as client:
         return client.jobs()

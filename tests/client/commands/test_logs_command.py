@@ -95,6 +95,23 @@ def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     assert "no launcher passes on the output of w9; these are the files of this host" in errors
 
 
+@pytest.mark.long
+def test_files_of_this_host_are_shown_if_only_a_member_is_named(
+    world: World,
+    url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator knows the member's job, and no launcher passes on its output."""
+    monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
+    kept = WorkerLog(log_path(tmp_path, "digits", "w1"))
+    kept.write("of a file")
+    kept.close()
+    assert main(["logs", "w1", "--http", url]) == 0
+    assert capsys.readouterr().out == "of a file\n"
+
+
 def test_naming_two_jobs_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="two jobs are named"):
         logs.LogsConfig(name="digits", member="w1", of_job="other")

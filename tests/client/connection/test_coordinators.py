@@ -2,17 +2,31 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from shoal_client.certificates.authority import CertificateHolder
+from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.connection import coordinators as module
-from shoal_client.connection.coordinators import Closable, Coordinators, Method, close_channels
+from shoal_client.connection.coordinators import (
+    Channels,
+    Closable,
+    Coordinators,
+    Method,
+    close_channels,
+)
 from shoal_proto.errors import Unavailable
+from shoal_proto.tls import identity
+from shoal_proto.tls.files import TlsFiles
+from shoal_proto.tls.names import COORDINATOR_NAME, Caller, CertificateRole
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
+LIMIT_S = 30.0
 STEAL_S = 0.2
 """Time in which another thread could close a channel that is not protected."""
 
@@ -56,6 +70,27 @@ def test_a_channel_is_not_closed_while_a_stub_is_made_on_it(
     assert is_closed.is_set()
     with pytest.raises(Unavailable, match="was closed"):
         coordinators.on_channel(get_cluster)
+
+
+def test_channels_of_outdated_certificates_are_closed(tmp_path: Path) -> None:
+    """The channel before the newest stays open as well, for calls in progress."""
+    folder, channels = CertificateFolder(tmp_path), Channels(COORDINATOR_NAME)
+    methods: list[Method[pb.Cluster]] = []
+    folder.init()
+    for number in range(4):
+        caller = Caller(CertificateRole.WORKER, f"renewal-{number}")
+        cert = folder.issue(CertificateHolder(caller=caller, valid=timedelta(hours=1)))
+        files = TlsFiles(ca=tmp_path / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
+        with identity.using(files):
+            methods.append(MembershipStub(channels.to("127.0.0.1:1")).GetCluster)
+            assert channels.to("127.0.0.1:1") is channels.to("127.0.0.1:1")
+    for method in methods[:2]:
+        with pytest.raises(ValueError, match="closed"):
+            method(pb.GetClusterRequest(), timeout=LIMIT_S)
+    for method in methods[2:]:
+        with pytest.raises(grpc.RpcError):
+            method(pb.GetClusterRequest(), timeout=LIMIT_S)
+    close_channels(channels.take_all())
 
 
 def test_an_outage_is_counted_from_the_first_failure_of_a_call(

@@ -1,5 +1,6 @@
 """The check that members reach each other, over real sockets."""
 
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,17 @@ def test_peers_that_listen_are_reached() -> None:
         named.address = "localhost"
         for _ in range(20):
             assert check([a, b, named, everywhere], LIMIT_S) == {}
+
+
+def test_a_peer_counts_as_unreached_if_no_socket_can_be_made() -> None:
+    """Descriptors are used up here; a host without IPv6 fails in the same way."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = check([entry("a")], LIMIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == {"a": "Too many open files for 127.0.0.1 port 1"}
 
 
 def test_each_unreachable_peer_has_the_reason() -> None:

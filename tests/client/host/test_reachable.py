@@ -4,15 +4,21 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import grpc
 import pytest
 from support.clusters.coordinator_world import served
 from support.processes.load import unhurried
 
+from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
-from shoal_proto.errors import Unavailable
+from shoal_proto.errors import CertificateRefused, Unavailable
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
@@ -39,6 +45,19 @@ def refusing() -> str:
     return f"127.0.0.1:{port}"
 
 
+@pytest.fixture
+def encrypted(tmp_path: Path) -> Iterator[str]:
+    """Yield the address of a replica that speaks TLS. This process does not."""
+    CertificateFolder(tmp_path).init()
+    files = in_folder(tmp_path, CertificateRole.COORDINATOR)
+    server = grpc.server(ThreadPoolExecutor(1))
+    pair = files.key.read_bytes(), files.cert.read_bytes()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
 async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing: str) -> None:
     """The search for a leader and the call after it do not wait for such addresses."""
     async with served(MemoryStore()) as world:
@@ -57,6 +76,30 @@ async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing:
         took_s = time.monotonic() - begun_s
         assert standing.member_ids == ["a"]
         assert took_s < unhurried(3.0)
+
+
+async def test_a_replica_with_which_tls_fails_hides_no_leader(encrypted: str) -> None:
+    """A follower may have a certificate that has expired."""
+    async with served(MemoryStore()) as world:
+        await world.joined("a")
+        addresses = [encrypted, world.address]
+        await asyncio.to_thread(check_reachable, addresses, ANSWER_WITHIN_S)
+        with closing(Coordinators(addresses)) as coordinators:
+            standing = await asyncio.to_thread(
+                coordinators.call,
+                stop_job,
+                pb.StopJobRequest(job="j", reason="tested"),
+                timeout_s=ANSWER_WITHIN_S,
+            )
+        assert standing.member_ids == ["a"]
+
+
+def test_a_call_fails_at_once_if_tls_fails_with_every_replica(encrypted: str) -> None:
+    with closing(Coordinators([encrypted, encrypted])) as coordinators:
+        with pytest.raises(CertificateRefused, match="speaks TLS"):
+            coordinators.call(stop_job, pb.StopJobRequest(), timeout_s=ANSWER_WITHIN_S)
+        with pytest.raises(CertificateRefused, match="speaks TLS"):
+            check_reachable([encrypted], ANSWER_WITHIN_S)
 
 
 async def test_the_search_continues_until_a_coordinator_leads(silent: str) -> None:

@@ -179,6 +179,35 @@ def test_parameter_servers_can_be_added_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_server_that_was_ended_is_not_started_once_etcd_is_back(tmp_path: Path) -> None:
+    """The server was killed together with etcd, so its next start waits for etcd."""
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+    policy = RestartPolicy(max_failures=1000, first_pause_s=0.01, max_pause_s=0.1)
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1, restart=policy)
+
+    def await_message(start: str) -> None:
+        while not messages.get(timeout=DEADLINE_S).startswith(start):
+            pass
+
+    with LocalCluster(config, say=messages.put) as cluster:
+        data, away = tmp_path / "etcd" / "etcd.etcd", tmp_path / "away"
+        data.rename(away)
+        data.write_text("no directory")
+        for name in ("etcd", "ps-0"):
+            cluster.processes[name].send_signal(signal.SIGKILL)
+        await_message("ps-0 was killed by SIGKILL; starting it again")
+        for _ in range(2):
+            await_message("etcd did not come up again")
+        cluster.end_parameter_server("ps-0", DEADLINE_S)
+        data.unlink()
+        away.rename(data)
+        await_message("etcd serves again")
+        assert cluster.start_parameter_server() == "ps-1"
+        assert "ps-0" not in cluster.processes
+        assert len(cluster.parameter_servers) == 1
+
+
+@pytest.mark.long
 def test_the_error_for_a_part_that_does_not_start_has_its_log(tmp_path: Path) -> None:
     """The part's port is in use. The other parts are stopped."""
     with socket.socket() as taken:

@@ -424,6 +424,18 @@ def test_each_certificate_has_the_full_time() -> None:
     assert member.core.failure is None
 
 
+def test_an_answered_call_ends_the_wait_for_a_certificate() -> None:
+    """The coordinator may have no notice to send for longer than the time limit."""
+    member = a_member()
+    call = the_call(member.core.step(proposal(), member.now_s))
+    again = the_call(member.core.step(ended(call, EXPIRED), member.now_s))
+    member.does(ended(again))
+    member.now_s = 700.0
+    call = the_call(member.core.step(proposal(), member.now_s))
+    assert "ReportEnding CertificateRefused" not in member.does(ended(call, EXPIRED))
+    assert member.core.failure is None
+
+
 def test_a_refused_certificate_fails_a_new_member_at_once() -> None:
     member = Member()
     assert member.does(ev.StreamEnded(error=EXPIRED)) == ["ReportEnding CertificateRefused"]

@@ -4,10 +4,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import grpc
 import pytest
 
+from shoal_client.parameters import servers as module
 from shoal_client.parameters.servers import ShardServers
 from shoal_proto import routes
 from shoal_proto.errors import InvalidSpec, StateLost, Unavailable, WrongEpoch
@@ -129,6 +131,30 @@ def test_a_connection_can_be_opened_ahead_in_the_background(servers: ShardServer
     # A second request does not connect again.
     servers.connect_ahead(C, connect)
     assert order == [f"connected to {C}", f"called {C}"]
+
+
+def test_a_call_does_not_wait_for_a_connection_that_no_thread_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All threads of the pool may be taken by calls that wait for such connections."""
+    monkeypatch.setattr(module, "MAX_SERVERS", 1)
+    servers = ShardServers[str](lambda address, channel: address, LIMIT_S)
+    begun, go_on, connected = threading.Event(), threading.Event(), list[str]()
+
+    def occupy(stub: str) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+
+    def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
+        todo.clear()
+
+    with closing(servers):
+        servers.connect_ahead(A, occupy)
+        assert begun.wait(LIMIT_S)
+        servers.connect_ahead(C, connected.append)
+        assert servers.run(lambda: shard_map(C), lambda: None, attempt, 0.0) == 0
+        assert connected == []
+        go_on.set()
 
 
 def test_a_failed_connection_ahead_does_not_prevent_a_call(servers: ShardServers[str]) -> None:

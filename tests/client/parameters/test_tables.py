@@ -8,6 +8,7 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.table_calls import AskedRows, _received
 from shoal_client.parameters.table_rows import (
     MESSAGE_BYTES,
     Gradients,
@@ -28,11 +29,13 @@ from shoal_proto.errors import (
     UnknownShard,
     UnsupportedOptimizer,
 )
+from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.tables_pb2 import (
     Admission,
     Eviction,
+    FoundRows,
     Initialiser,
     RowFate,
     RowOptimizer,
@@ -181,6 +184,16 @@ def test_a_killed_server_loses_no_row(servers: ParameterServers, transport: str)
     assert set(result.versions.values()) == {3}
     assert member.look_up(ids) == {i: [2.0] * DIM for i in ids}
     member.close()
+
+
+def test_more_bytes_than_were_announced_are_malformed() -> None:
+    asked = AskedRows(shard_id=0, epoch=1, ids=bytes(8), row_bytes=4)
+    answer = [
+        FoundRows(item=0, num_bytes=asked.answer_bytes),
+        OnlyPiece(ReadPiece(0, 0, memoryview(bytes(asked.answer_bytes + 1)), None)),
+    ]
+    with pytest.raises(MalformedMessage, match="more than the 12 bytes"):
+        list(_received([asked], answer))
 
 
 def test_lost_rows_are_an_error() -> None:

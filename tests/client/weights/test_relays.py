@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import grpc
@@ -323,6 +323,35 @@ def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
         assert closed == staged_before
         with pytest.raises(Unavailable, match="does not hold the segment"):
             fetched(relay, difference.digest, may_be_local=False)
+
+
+def test_a_relay_that_is_closed_during_a_fetch_holds_no_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease finds that a server is on this host now, while the fetch waits for another fetch."""
+    segment, is_local = segment_of(os.urandom(CHUNK_BYTES)), False
+    recorded = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=["one"])
+    record = pb.VersionRecord(number=1, segments=[recorded])
+    view = pb.SeriesView(versions=[record], head=1, servers=[StoreServer(id="one", address="-")])
+
+    @contextmanager
+    def lease_meanwhile() -> Iterator[None]:
+        nonlocal is_local
+        is_local = True
+        reader.lease(1)
+        yield
+
+    reader = SeriesReader(["-"], SERIES, "r", relay_at=HOST)
+    relay = reader._relay
+    assert relay is not None
+    monkeypatch.setattr(reader, "_fetching", lease_meanwhile())
+    monkeypatch.setattr(reader, "view", lambda timeout_s: view)
+    monkeypatch.setattr(reader._leases, "take", lambda number, timeout_s: None)
+    monkeypatch.setattr(reader._stores, "is_local", lambda holders: is_local)
+    monkeypatch.setattr(reader._stores, "fetch", lambda *_: segment)
+    with closing(reader):
+        assert contents(reader.fetch(record)) == [bytes(segment.view())]
+        assert relay._segments == {}
 
 
 def _not_applied(*_: memoryview) -> None:

@@ -14,7 +14,6 @@ import structlog
 
 from shoal_proto.errors import (
     DeadlineExceeded,
-    NoServers,
     NotLeader,
     Overloaded,
     Regressed,
@@ -256,13 +255,6 @@ class WeightSeriesService(WeightSeriesServicer):
                     "the parameter servers are not known yet", expected="a retry in a moment"
                 )
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
-            if not servers:
-                raise NoServers(
-                    f"there is no parameter server for series {request.series}",
-                    seen="none registered",
-                    expected="one or more",
-                    fix="Start one with `shoal ps`.",
-                )
         actor = await self._find(request.series)
         begun = await actor.submit_request(
             lambda call: BeginRequested(

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import pytest
 from support.clusters.segment_stores import SegmentStore
 
 from shoal_client.cli import parse
+from shoal_client.weights.publisher import SeriesPublisher
 from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
@@ -30,6 +31,7 @@ from shoal_proto.errors import (
     UnknownSeries,
     VersionGone,
 )
+from shoal_proto.segments.sealed import SegmentWriter
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -561,6 +563,8 @@ async def test_the_command_lists_pins_and_rolls_back(
         await client.report("engine", installed=3, installed_digest=version.digest)
         status, shown = await shoal("list", SERIES)
         assert status == 1 and "engine serves other bytes than version 3 has" in shown
+        status, shown = await shoal("list", SERIES, "--json")
+        assert status == 1 and '"differs": true' in shown
         with pytest.raises(UnknownSeries, match="rl/other"):
             await shoal("list", "rl/other")
 
@@ -700,8 +704,34 @@ async def test_invalid_requests_are_refused_with_the_reason(world: WorldWithServ
             await client.contribute(part(0))
 
 
-async def test_no_publication_begins_without_servers() -> None:
-    world = World()
+async def test_a_publication_without_servers_fails() -> None:
+    async with World().leading() as client:
+
+        def publish() -> None:
+            own = SeriesPublisher([client.address], "svc/ranker", lambda: script("a"))
+            with closing(own):
+                part = SegmentWriter(4).seal()
+                own.contribute(part, pb.Layout(), publication=1, timeout_s=0.1)
+
+        with pytest.raises(NoServers, match="shoal ps"):
+            await asyncio.to_thread(publish)
+
+
+async def test_a_script_keeps_its_series_while_its_only_server_restarts() -> None:
+    """The lease is renewed without servers, too. They come back later than it would have ended."""
+    world, server, series = World(), SegmentStore("s1"), "svc/ranker"
     async with world.leading() as client:
-        with pytest.raises(NoServers):
-            await client.begin(member())
+
+        async def renews(num_servers: int) -> bool:
+            begun = await client.begin(script("a"), series=series, epoch=1)
+            return len(begun.servers) == num_servers
+
+        async with server.serving(world.store):
+            await until(lambda: renews(1))
+        for _ in range(2):
+            await until(lambda: renews(0))
+            world.now_s += HELD_S - 1
+        with pytest.raises(SeriesHeld):
+            await client.begin(script("b"), series=series)
+        async with server.serving(world.store):
+            await until(lambda: renews(1))

@@ -161,7 +161,7 @@ class SimPublisher:
         origin = SegmentOrigin(epoch=begun.epoch, publication=publication, rank=self.rank)
         names = [each.id for each in begun.servers]
         if not names:
-            raise _unavailable("no servers")
+            raise NoServers("no servers")
         server = self.world.servers[names[0]]
         holders: list[str] = await server.call(
             self.process,
