@@ -110,10 +110,10 @@ class ShardJournal:
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call this for each push, in order."""
         led = self._led.get(_key(replica))
-        if led is None or led.replica is not replica or led.why_not is not None:
+        if led is None or led.replica is not replica:
             return
         if led.waiting is None:
-            self._append(replica, record)
+            self._append(led, record)
         elif record.version > led.waiting.version:
             led.waiting.append(record)
         # A record of an earlier version was applied before journaling began: the image has it.
@@ -148,7 +148,7 @@ class ShardJournal:
         self._on_disk(led.replica, version)
         waiting, led.waiting = led.waiting, None
         for record in waiting.records_after(version):
-            self._append(led.replica, record)
+            self._append(led, record)
 
     def _interrupt(self, led: _JournaledShard, error: ShoalError) -> None:
         """Interrupt the journaling of a shard, and report the failure."""
@@ -172,17 +172,20 @@ class ShardJournal:
                 # A new object: results of the earlier attempt must not affect this attempt.
                 self._start(_JournaledShard(led.replica, led.run, led.pauses))
 
-    def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        loop = asyncio.get_running_loop()
+    def _append(self, led: _JournaledShard, record: UpdateRecord) -> None:
+        """Append a record, unless an earlier one was refused: none may be written after a gap."""
+        if led.why_not is not None:
+            return
+        replica, loop = led.replica, asyncio.get_running_loop()
         done = self._journal.append(replica.job, replica.shard_id, replica.epoch, record)
 
         def on_disk(result: "Future[None]") -> None:
-            loop.call_soon_threadsafe(self._note, replica, record.push.version, result)
+            loop.call_soon_threadsafe(self._note, led, record.push.version, result)
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # Not later: once the disk works again, no record may be written after a gap.
-            self._interrupt(self._led[_key(replica)], refused)
+            # At once: the disk may work again by the next record.
+            self._interrupt(led, refused)
             return
         done.add_done_callback(on_disk)
 
@@ -209,12 +212,15 @@ class ShardJournal:
             ends = self._ends[key] = self._journal.forget(*key)
         return ends
 
-    def _note(self, replica: ShardReplica, version: int, result: "Future[None]") -> None:
+    def _note(self, led: _JournaledShard, version: int, result: "Future[None]") -> None:
+        # Results of an interrupted or earlier attempt count for nothing: journaling goes on with a
+        # new image.
+        if self._led.get(_key(led.replica)) is not led or led.why_not is not None:
+            return
         error = result.exception()
-        led = self._led.get(_key(replica))
         if error is None:
-            self._on_disk(replica, version)
-        elif isinstance(error, ShoalError) and led is not None and led.replica is replica:
+            self._on_disk(led.replica, version)
+        elif isinstance(error, ShoalError):
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
