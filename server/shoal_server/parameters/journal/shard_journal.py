@@ -18,7 +18,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, Unavailable
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -131,8 +131,12 @@ class ShardJournal:
         key = _key(led.replica)
         try:
             version = await self._put(led, await self._take(led.replica))
-        except ShoalError as error:
-            self._interrupt(led, error)
+        except Exception as error:
+            # Any error interrupts journaling, also a lack of memory: records and durable pushes
+            # would wait for ever.
+            if not isinstance(error, ShoalError):
+                log.exception("image_not_journaled", job=key[0], shard_id=key[1])
+            self._interrupt(led, error if isinstance(error, ShoalError) else _no_image(error))
             return
         self._ends.pop(key, None)
         if self._led.get(key) is led:
@@ -301,6 +305,15 @@ class ShardJournal:
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)
+
+
+def _no_image(error: Exception) -> Unavailable:
+    return Unavailable(
+        "the journal has no image of the shard",
+        seen=repr(error),
+        expected="memory and a disk to make one",
+        fix="It is tried again within seconds. Push with another level than durable meanwhile.",
+    )
 
 
 def _new_pauses() -> BackOff:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.processes.served_process import awaited
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_proto.v1.shards_pb2 import Block, Shard
@@ -161,6 +161,26 @@ async def test_a_late_success_does_not_end_an_interruption(tmp_path: Path) -> No
         assert isinstance(await reports.next(), ShoalError)
         disk.mend(journal)
         assert await reports.next() == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no image")])
+async def test_any_failure_of_an_image_interrupts_journaling(
+    tmp_path: Path, error: Exception
+) -> None:
+    """Durable pushes are refused with the reason meanwhile, and the next image is tried."""
+    replica, errors = new_led(epoch=1), [error]
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        if errors:
+            raise errors.pop()
+        return replica.image()
+
+    async with journaling(Journal(JournalConfig(directory=tmp_path)), take) as (kept, reports):
+        kept.start_journaling(replica)
+        why = await reports.next()
+        assert isinstance(why, RetryError) and repr(error) in str(why)
+        kept.append_update(replica, push(replica))
+        assert await reports.next() == 2
 
 
 class HeldDisk:
