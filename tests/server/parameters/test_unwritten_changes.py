@@ -13,10 +13,15 @@ from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.protocol.effects import LoadJournal, WriteShardRecord
+from shoal_server.core.replication.protocol.effects import (
+    LoadJournal,
+    RefreshShardRecord,
+    WriteShardRecord,
+)
 from shoal_server.core.replication.protocol.events import (
     JournalShardMissing,
     ShardRecordNotWritten,
+    ShardRecordRefreshed,
     ShardRecordWritten,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
@@ -93,6 +98,31 @@ async def test_a_refused_write_of_a_record_is_reported_and_may_be_repeated(
         await again.wait()
     await writer.close()
     assert messages == [ShardRecordNotWritten(("job", 0)), ShardRecordWritten(("job", 0))]
+
+
+class CountedRecord:
+    """Assignments, with the shards whose records were read again."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, list[int]]] = []
+
+    async def refresh(self, job: str, shard_ids: Collection[int]) -> None:
+        self.read.append((job, list(shard_ids)))
+
+
+async def test_only_the_record_of_the_named_shard_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job may have thousands, and a message about each of its shards may be waiting."""
+    driver, record = CoreDriver(ReplicationCore(ME, ReplicationLimits())), CountedRecord()
+    messages: asyncio.Queue[object] = asyncio.Queue()
+    monkeypatch.setattr(driver, "submit_event", messages.put_nowait)
+    writer = RecordWriter(driver, cast(AssignmentMirror, record))
+    writer.refresh_shard_record(RefreshShardRecord(("job", 3)))
+    async with asyncio.timeout(LIMIT_S):
+        assert await messages.get() == ShardRecordRefreshed(("job", 3))
+    await writer.close()
+    assert record.read == [("job", [3])]
 
 
 class LockedStore(MemoryStore):
