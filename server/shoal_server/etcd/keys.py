@@ -170,11 +170,6 @@ def sample_delta(job: str, token: str, number: int) -> str:
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 
-def series_of_job(job: str) -> str:
-    """Prefix of all records of a job's series."""
-    return f"{SERIES}{job}/"
-
-
 def series_head(series: str) -> str:
     """Head of a series `JOB/NAME`, which decides which versions it has: a serialized SeriesHead
     message."""
@@ -185,11 +180,6 @@ def series_version(series: str, number: int) -> str:
     """A version that the head names, as a serialized VersionRecord message. Zero-padded, so that
     key order is number order."""
     return f"{SERIES}{series}/versions/{number:015d}"
-
-
-def series_layouts_of_job(job: str) -> str:
-    """Prefix of the layouts of all series of a job."""
-    return f"{SERIES_LAYOUTS}{job}/"
 
 
 def series_layouts(series: str, digest: str = "") -> str:

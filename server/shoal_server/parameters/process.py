@@ -229,7 +229,9 @@ async def running(
             await predecessor.succeed(store, me)
             removal = DiskRemovalLoop(store, replicas, config.timeouts.limits)
             await removal.correct_assignments()
-            await stack.enter_async_context(tasks.running(removal.correct_for_ever()))
+            await stack.enter_async_context(
+                tasks.running(tasks.run_restarting(removal.correct_for_ever, "correcting-disks"))
+            )
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(
             BulkServices(servicer, tables, replication, weights),
@@ -367,7 +369,8 @@ async def _journal(
                 await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
                 # Free the shards of which this server has not become primary.
                 del recovered
-                async with tasks.running(recovery.claim_later()):
+                claiming = tasks.run_restarting(recovery.claim_later, "claiming-journal")
+                async with tasks.running(claiming):
                     yield
 
 

@@ -103,6 +103,8 @@ class Holders:
         """Note the answer of a server to a question for some segments."""
         for digest in asked:
             self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
+            # The server's disk may have been replaced.
+            self._durable.discard((server.server_id, digest))
         self._durable.update((server.server_id, digest) for digest in answer.durable)
         if answer.writes_to_disk:
             self._write_to_disk.add(server.server_id)

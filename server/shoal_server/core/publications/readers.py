@@ -108,11 +108,6 @@ class Readers:
         for name, reader in self._known.items():
             yield from ((name, n) for n, until_s in reader.leases.items() if until_s > now_s)
 
-    def next_end_s(self, now_s: float) -> float | None:
-        """Time at which the next lease ends by itself; None without leases."""
-        ends = (e for r in self._known.values() for e in r.leases.values() if e > now_s)
-        return min(ends, default=None)
-
     def forget_silent(self, now_s: float) -> bool:
         """Forget readers that have been silent for READER_FORGOTTEN_S; True if there were any."""
         silent = [n for n, r in self._known.items() if now_s - r.seen_s > READER_FORGOTTEN_S]

@@ -574,6 +574,8 @@ class PublishedSeries:
                 break  # The next VersionsChanged revises the remaining versions.
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
+            # New holders still have to write the segments to their disks.
+            is_durable = is_durable and not _adds_holders(version.segments, segments)
             changed = replace(version, segments=segments, is_durable=is_durable)
             if changed != version and number not in event.lost:
                 put.append(changed)
@@ -617,3 +619,8 @@ class PublishedSeries:
             and now_s - publication.received_s > ABANDONED_AFTER_S
         ]:
             yield from self._give_up(number, f"no part arrived for {ABANDONED_AFTER_S:g} s")
+
+
+def _adds_holders(before: Iterable[PublishedSegment], after: Iterable[PublishedSegment]) -> bool:
+    pairs = zip(before, after, strict=True)
+    return any(not set(new.holders) <= set(old.holders) for old, new in pairs)

@@ -52,9 +52,11 @@ class ObservedServers:
         )
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Note that the coordinator wrote `wished`; `stands` is the record now. The next call of
-        `judged` still examines shards that other processes changed meanwhile."""
-        if self._last is not None:
+        """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
+        still examines shards that others changed meanwhile, but none if the job was placed anew."""
+        if stands.run != wished.run:
+            self._last = None
+        elif self._last is not None:
             triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)
             shards = tuple(ours if ours == now else seen for seen, ours, now in triples)
             self._last = replace(self._last, shards=shards)

@@ -79,16 +79,23 @@ class LeaseThread:
                 # The loop's own renewals log the failure, and log in if etcd asks for that.
                 log.debug("lease_not_renewed_in_background", reason=str(error))
                 return
+            if ttl_s is None:
+                log.debug("lease_not_renewed_in_background", reason="the call had no answer")
+                return
             if ttl_s <= 0:
                 self._over.set()
                 return
             self._confirmed = ConfirmedRenewal(sent_s=sent_s, ttl_s=ttl_s)
 
-    def _renewed(self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]) -> float:
+    def _renewed(
+        self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]
+    ) -> float | None:
+        """Renew the lease once. Return its TTL, 0 if it is gone; None if etcd ended the call
+        without an answer. Raises grpc.RpcError."""
         timeout_s = self._connections.config.attempt_timeout_s
         call = stub.LeaseKeepAlive(iter((self._request,)), timeout=timeout_s, metadata=metadata)
         with self._lock:
             self._call = call
         if self._over.is_set():
             call.cancel()
-        return max((float(answer.TTL) for answer in call), default=0.0)
+        return max((float(answer.TTL) for answer in call), default=None)

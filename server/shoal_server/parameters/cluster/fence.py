@@ -1,7 +1,7 @@
 """The fence: admits calls only of members whose incarnation is the one recorded in etcd."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 import structlog
@@ -25,8 +25,9 @@ class JobRuns(Protocol):
         """Return the job's run as known to this server; empty if its shards are not placed."""
         ...
 
-    def refresh(self, job: str) -> Awaitable[None]:
-        """Read the newest run from etcd. Raises what the store raises."""
+    def refresh(self, job: str, shard_ids: Collection[int]) -> Awaitable[None]:
+        """Read the newest run from etcd, and the records of these shards. Raises what the store
+        raises."""
         ...
 
 
@@ -96,7 +97,7 @@ class Fence:
         if runs is None or not token.run or token.run == runs.job_run(token.job):
             return
         # The record may be newer than the watch.
-        await runs.refresh(token.job)
+        await runs.refresh(token.job, ())
         expected = runs.job_run(token.job)
         if expected and token.run != expected:
             raise Fenced(

@@ -51,9 +51,10 @@ class JournalIndex:
         return self._images
 
     def of(self, key: Key) -> "JournalIndex":
-        """Return a copy of this index for one shard, which later changes do not affect."""
+        """Copy this index as of now, for one shard. The copy has only the segments that the shard
+        needs: others may be removed at any time."""
         one = JournalIndex()
-        one.segments = list(self.segments)
+        one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}
         one._ended = dict(self._ended)
         one._only = key

@@ -121,8 +121,10 @@ def _entries(
     directory: Path, segments: Sequence[JournalSegment]
 ) -> Iterator[tuple[str, int, JournalEntry]]:
     for segment in segments:
-        data = (directory / segment.file).read_bytes()
-        for number, entry in scan(data, segment.file, is_last=segment is segments[-1]).entries:
+        with (directory / segment.file).open("rb") as file:
+            # The writer may be writing more; up to here, everything is synced.
+            data = file.read(segment.num_bytes)
+        for number, entry in scan(data, segment.file, is_last=False).entries:
             yield segment.file, number, entry
 
 

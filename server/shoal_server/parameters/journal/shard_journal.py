@@ -18,7 +18,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, Unavailable
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -110,10 +110,10 @@ class ShardJournal:
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call this for each push, in order."""
         led = self._led.get(_key(replica))
-        if led is None or led.replica is not replica or led.why_not is not None:
+        if led is None or led.replica is not replica:
             return
         if led.waiting is None:
-            self._append(replica, record)
+            self._append(led, record)
         elif record.version > led.waiting.version:
             led.waiting.append(record)
         # A record of an earlier version was applied before journaling began: the image has it.
@@ -131,8 +131,12 @@ class ShardJournal:
         key = _key(led.replica)
         try:
             version = await self._put(led, await self._take(led.replica))
-        except ShoalError as error:
-            self._interrupt(led, error)
+        except Exception as error:
+            # Any error interrupts journaling, also a lack of memory: records and durable pushes
+            # would wait for ever.
+            if not isinstance(error, ShoalError):
+                log.exception("image_not_journaled", job=key[0], shard_id=key[1])
+            self._interrupt(led, error if isinstance(error, ShoalError) else _no_image(error))
             return
         self._ends.pop(key, None)
         if self._led.get(key) is led:
@@ -148,7 +152,7 @@ class ShardJournal:
         self._on_disk(led.replica, version)
         waiting, led.waiting = led.waiting, None
         for record in waiting.records_after(version):
-            self._append(led.replica, record)
+            self._append(led, record)
 
     def _interrupt(self, led: _JournaledShard, error: ShoalError) -> None:
         """Interrupt the journaling of a shard, and report the failure."""
@@ -172,17 +176,20 @@ class ShardJournal:
                 # A new object: results of the earlier attempt must not affect this attempt.
                 self._start(_JournaledShard(led.replica, led.run, led.pauses))
 
-    def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        loop = asyncio.get_running_loop()
+    def _append(self, led: _JournaledShard, record: UpdateRecord) -> None:
+        """Append a record, unless an earlier one was refused: none may be written after a gap."""
+        if led.why_not is not None:
+            return
+        replica, loop = led.replica, asyncio.get_running_loop()
         done = self._journal.append(replica.job, replica.shard_id, replica.epoch, record)
 
         def on_disk(result: "Future[None]") -> None:
-            loop.call_soon_threadsafe(self._note, replica, record.push.version, result)
+            loop.call_soon_threadsafe(self._note, led, record.push.version, result)
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # Not later: once the disk works again, no record may be written after a gap.
-            self._interrupt(self._led[_key(replica)], refused)
+            # At once: the disk may work again by the next record.
+            self._interrupt(led, refused)
             return
         done.add_done_callback(on_disk)
 
@@ -209,12 +216,15 @@ class ShardJournal:
             ends = self._ends[key] = self._journal.forget(*key)
         return ends
 
-    def _note(self, replica: ShardReplica, version: int, result: "Future[None]") -> None:
+    def _note(self, led: _JournaledShard, version: int, result: "Future[None]") -> None:
+        # Results of an interrupted or earlier attempt count for nothing: journaling goes on with a
+        # new image.
+        if self._led.get(_key(led.replica)) is not led or led.why_not is not None:
+            return
         error = result.exception()
-        led = self._led.get(_key(replica))
         if error is None:
-            self._on_disk(replica, version)
-        elif isinstance(error, ShoalError) and led is not None and led.replica is replica:
+            self._on_disk(led.replica, version)
+        elif isinstance(error, ShoalError):
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
@@ -295,6 +305,15 @@ class ShardJournal:
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)
+
+
+def _no_image(error: Exception) -> Unavailable:
+    return Unavailable(
+        "the journal has no image of the shard",
+        seen=repr(error),
+        expected="memory and a disk to make one",
+        fix="It is tried again within seconds. Push with another level than durable meanwhile.",
+    )
 
 
 def _new_pauses() -> BackOff:

@@ -81,7 +81,7 @@ class RecordWriter:
 
     async def _refresh(self, key: Key) -> None:
         try:
-            await self._records.refresh(key[0])
+            await self._records.refresh(key[0], (key[1],))
         except ShoalError as error:
             # The core answers waiting calls from the records that it has.
             log.warning("assignments_not_read", job=key[0], reason=str(error))

@@ -30,6 +30,7 @@ from shoal_server.core.publications.protocol import (
     TimePassed,
     VerifyParts,
     VersionAnswered,
+    VersionsChanged,
     WriteSeries,
 )
 from shoal_server.core.publications.readers import ReaderReport
@@ -403,6 +404,36 @@ def test_a_server_that_is_gone_is_replaced_after_a_time() -> None:
     assert holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S - 1) is None
     changed = holders.replaced(version, 2, 1.0 + REPLACED_AFTER_S)
     assert changed is not None and changed.segments[0].holders == ("s1", "s2")
+
+
+def test_a_version_is_durable_while_all_its_holders_have_it_on_disk() -> None:
+    """A new holder still has to write it; a holder that is removed changes nothing."""
+    run = Run()
+    run.publish(1)
+
+    def change(**changes: object) -> bool:
+        run.submit(VersionsChanged(**changes))  # type: ignore[arg-type]
+        run.settle()
+        return run.series.versions[1].is_durable
+
+    def held(*holders: str) -> dict[int, tuple[PublishedSegment, ...]]:
+        (segment,) = run.series.versions[1].segments
+        return {1: (replace(segment, holders=holders),)}
+
+    assert change(durable=frozenset({1}))
+    assert not change(replaced=held("s2", "s3"))
+    assert change(durable=frozenset({1}))
+    assert change(replaced=held("s3"))
+    assert not change(replaced=held("s3", "s4"), durable=frozenset({1}))
+
+
+def test_a_segment_is_not_on_a_disk_that_was_replaced() -> None:
+    holders, version = Holders(), held_by("s0")
+    holders.note(SERVERS[0], [b"d"], HoldsAnswer(held=[b"d"], durable=[b"d"]))
+    assert holders.durable([version]) == [1]
+    again = replace(SERVERS[0], incarnation="2")
+    holders.note(again, [b"d"], HoldsAnswer(held=[b"d"]))
+    assert holders.durable([version]) == []
 
 
 def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 
 from shoal_server.core.processes import Holder
+from shoal_server.core.replication.leading.led_shard import LEVEL_WITHIN_S
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     AcceptRequest,
@@ -466,6 +467,19 @@ def test_pushes_are_accepted_until_the_successor_has_been_announced() -> None:
     world.now_s = 0.31
     assert only(StopPushes, world.submit(ev.WakeTimeReached())) == [StopPushes(KEY)]
     assert world.core.wakes_s() > 1.0
+
+
+def test_pushes_that_never_pause_are_stopped_after_a_time() -> None:
+    """The backup has never all of them."""
+    world = World()
+    world.led(B)
+    world.submit(applied(2))
+    world.assigned(record(ME, B, successor=B))
+    for version in range(2, 7):
+        world.submit(applied(version + 1))
+        world.now_s += LEVEL_WITHIN_S / 5
+        effects = world.answered(B, RecordsReceived(KEY, 1, version))
+        assert only(StopPushes, effects) == ([StopPushes(KEY)] if version == 6 else [])
 
 
 def test_shards_with_successors_named_together_stop_pushes_together() -> None:

@@ -45,3 +45,15 @@ def test_a_backup_that_the_coordinator_removed_is_no_suspect() -> None:
     relieved = job(without_backup(shard, A, C))
     sightings.note_written(relieved, relieved)
     assert suspects(sightings, relieved, 0.1) == set()
+
+
+def test_no_server_is_suspect_after_the_job_was_placed_anew() -> None:
+    """The new run has another number of shards, and is read right after a write to the last run."""
+    first = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,))
+    second = ShardAssignment(shard_id=1, epoch=1, primary=B, backups=(A,))
+    sightings = ObservedServers(300.0, 4.0)
+    before = replace(job(first, second), run="one")
+    suspects(sightings, before, 0.0)
+    stands = replace(job(replace(first, primary=C)), run="two")
+    sightings.note_written(before, stands)
+    assert suspects(sightings, stands, 0.1) == set()

@@ -173,6 +173,27 @@ def test_a_forgotten_shard_is_not_recovered(tmp_path: Path) -> None:
     assert contents(tmp_path) == {("job", 0): (3, b"\x09\x08"), ("job", 1): (1, bytes(range(5)))}
 
 
+def test_a_shard_can_be_read_while_another_is_forgotten(tmp_path: Path) -> None:
+    """The other shard's segments are removed after the reading has begun."""
+    other, shard = Log(0), Log(1)
+    with Journal(config(tmp_path, segment_bytes=200)) as journal:
+        for each in (other, shard):
+            journal.put_image("job", 1, each.image())
+        for value in range(20):
+            journal.append("job", 0, 1, other.push(value)).result(LIMIT_S)
+        for value in range(20):
+            journal.append("job", 1, 1, shard.push(value)).result(LIMIT_S)
+        oldest = segments(tmp_path)[0]
+
+        def make_late(image: LoadedImage) -> Log:
+            journal.forget("job", 0).result(LIMIT_S)
+            awaited(lambda: oldest not in segments(tmp_path), LIMIT_S, "the segment is removed")
+            return make(image)
+
+        found = journal.read("job", 1, make_late)
+    assert found is not None and bytes(found.state.pushed) == bytes(range(20))
+
+
 def test_a_slow_disk_refuses_pushes_with_a_reason(tmp_path: Path) -> None:
     go_on = threading.Event()
     go_on.set()

@@ -1,18 +1,29 @@
 """The shard journal: what one server writes to its disk about the shards that it leads."""
 
 import asyncio
+import errno
 import os
+import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+from support.processes.served_process import awaited
+
+from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.images.shard_image import ShardImage
+from shoal_server.parameters.journal import log, shard_journal
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.shard.dense import new_dense_shard
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.tables.restore import restore
 
@@ -25,6 +36,151 @@ def new_led(epoch: int) -> ShardReplica:
     )
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
     return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), ReplicaRole.PRIMARY, epoch)
+
+
+def push(replica: ShardReplica) -> UpdateRecord:
+    """Apply one more push, and return its record."""
+    version = replica.state.version + 1
+    record = PushRecord(session="s", sequence=version, version=version, blocks=[0])
+    update = UpdateRecord(record, struct.pack("2f", 1.0, 1.0))
+    replica.state.replay(update)
+    return update
+
+
+async def make_image(replica: ShardReplica) -> ShardImage:
+    return replica.image()
+
+
+class FailingDisk:
+    """Disk on which syncs fail while `is_broken` is set."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+
+    def fsync(self, descriptor: int) -> None:
+        if self.is_broken:
+            raise OSError(errno.EIO, "Input/output error")
+        os.fsync(descriptor)
+
+    def fail(self, journal: Journal) -> None:
+        """Fail from now on; return once the journal knows."""
+        self.is_broken = True
+        assert journal.forget("another job", 0).exception(LIMIT_S) is not None
+
+    def mend(self, journal: Journal) -> None:
+        """Work from now on; return once the journal knows."""
+        self.is_broken = False
+        awaited(lambda: journal.failure is None, LIMIT_S, "the disk works")
+
+
+class MendingJournal(Journal):
+    """Journal whose disk works again right after it has refused a record."""
+
+    def __init__(self, config: JournalConfig, disk: FailingDisk) -> None:
+        super().__init__(config, fsync=disk.fsync)
+        self._disk = disk
+
+    def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
+        done = super().append(job, shard_id, epoch, record)
+        if done.done() and done.exception() is not None:
+            self._disk.mend(self)
+        return done
+
+
+class Reports:
+    """Reports of a shard journal: versions on disk, and the reason of each interruption."""
+
+    def __init__(self) -> None:
+        self._all: asyncio.Queue[int | ShoalError] = asyncio.Queue()
+
+    def on_disk(self, replica: ShardReplica, version: int) -> None:
+        self._all.put_nowait(version)
+
+    def on_failure(self, replica: ShardReplica) -> None:
+        assert replica.why_no_disk is not None
+        self._all.put_nowait(replica.why_no_disk)
+
+    async def next(self) -> int | ShoalError:
+        return await asyncio.wait_for(self._all.get(), LIMIT_S)
+
+
+@asynccontextmanager
+async def journaling(
+    journal: Journal,
+    take: Callable[[ShardReplica], Awaitable[ShardImage]] = make_image,
+) -> AsyncIterator[tuple[ShardJournal, Reports]]:
+    """Run a shard journal, which resumes interrupted journaling at once."""
+    reports = Reports()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool, journal:
+        patch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
+        patch.setattr(log, "RETRY_EACH_S", 0.01)
+        kept = ShardJournal(
+            journal, pool, take=take, on_disk=reports.on_disk, on_failure=reports.on_failure
+        )
+        async with kept:
+            yield kept, reports
+
+
+async def test_no_record_is_written_after_a_refused_one(tmp_path: Path) -> None:
+    """The refused record is one of several that waited for the shard's image. A later one on disk
+    would make the refused one durable as far as anybody knows."""
+    disk, replica, is_taken = FailingDisk(), new_led(epoch=1), asyncio.Event()
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        image = replica.image()
+        await is_taken.wait()
+        return image
+
+    journal = MendingJournal(JournalConfig(directory=tmp_path), disk)
+    async with journaling(journal, take) as (kept, reports):
+        kept.start_journaling(replica)
+        await asyncio.sleep(0)
+        for _ in range(2):
+            kept.append_update(replica, push(replica))
+        disk.fail(journal)
+        is_taken.set()
+        assert await reports.next() == 1
+        assert isinstance(await reports.next(), ShoalError)
+        assert await reports.next() == 3
+        # Two pushes were applied: the image of version 3 has both.
+        found = journal.read("job", 0, restore)
+        assert found is not None and (found.state.version, found.num_replayed) == (3, 0)
+
+
+async def test_a_late_success_does_not_end_an_interruption(tmp_path: Path) -> None:
+    """Version 2 is on disk, but the event loop learns that only after the refusal of version 3."""
+    disk, replica = FailingDisk(), new_led(epoch=1)
+    journal = Journal(JournalConfig(directory=tmp_path), fsync=disk.fsync)
+    async with journaling(journal) as (kept, reports):
+        kept.start_journaling(replica)
+        assert await reports.next() == 1
+        kept.append_update(replica, push(replica))
+        journal.forget("another job", 0).result(LIMIT_S)
+        disk.fail(journal)
+        kept.append_update(replica, push(replica))
+        assert isinstance(await reports.next(), ShoalError)
+        disk.mend(journal)
+        assert await reports.next() == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no image")])
+async def test_any_failure_of_an_image_interrupts_journaling(
+    tmp_path: Path, error: Exception
+) -> None:
+    """Durable pushes are refused with the reason meanwhile, and the next image is tried."""
+    replica, errors = new_led(epoch=1), [error]
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        if errors:
+            raise errors.pop()
+        return replica.image()
+
+    async with journaling(Journal(JournalConfig(directory=tmp_path)), take) as (kept, reports):
+        kept.start_journaling(replica)
+        why = await reports.next()
+        assert isinstance(why, RetryError) and repr(error) in str(why)
+        kept.append_update(replica, push(replica))
+        assert await reports.next() == 2
 
 
 class HeldDisk:

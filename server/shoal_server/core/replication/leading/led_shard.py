@@ -33,6 +33,10 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.core.shards.shard_log import Record, ShardLog
 
+LEVEL_WITHIN_S = 5.0
+"""Time from which pushes are refused in favour of a successor although backups lack some: while
+pushes come without a pause, backups may never have all of them."""
+
 
 class HandoverPhase(Enum):
     NONE = "there is no handover"
@@ -350,9 +354,11 @@ class LedShard:
                 # The successor was lost: this server continues to lead. It waits while a write may
                 # still hand the shard over: the successor would lack the pushes applied since.
                 yield from self.keep_leading()
-        # Stop pushes only once the backups have all of them: the wait after the stop is then short.
-        is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
-        if is_due and self.is_replicated(self.version):
+        # Stop pushes once the backups have all of them, if possible: then there is little to wait
+        # for.
+        over_s = now_s - self.handover.stops_from_s
+        is_level = self.is_replicated(self.version) or over_s >= LEVEL_WITHIN_S
+        if self.handover.is_announced and over_s >= 0 and is_level:
             self.handover.phase = HandoverPhase.STOPPING
             yield StopPushes(self.key)
 
