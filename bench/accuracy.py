@@ -4,8 +4,8 @@
     .venv/bin/python bench/accuracy.py digits 1      # one task, number of seeds
 
 Real processes on one machine: etcd, a coordinator, two parameter servers, 1, 4 or 8 workers. The
-workers share the samples, batch and learning-rate schedule of the one process of plain torch. See
-training/accuracy_tasks.py for the tasks. Medians over the seeds, in
+one process runs plain torch, with the same samples, batch size and learning-rate schedule as the
+workers together. See training/accuracy_tasks.py for the tasks. Medians over the seeds, in
 bench/results/accuracy_{task}.json:
 
 - `accuracy_{task}_{mode}_{workers}`: percent of the held-out samples that are classified
@@ -13,9 +13,9 @@ bench/results/accuracy_{task}.json:
 - `loss_{task}_{mode}_{workers}`: their mean loss, in nats;
 - `staleness_{task}_{mode}_{workers}`: mean staleness of a push of parameters, in updates of others.
 
-Modes: `async`; `ssp` with a bound of 4 rounds; `dc_asgd`, delay compensation as it is by default
-(of parameters; rows of embeddings are not compensated). The last line says whether `dc_asgd` is
-within half a point of the one process in every cell.
+Modes: `async`; `ssp` with a bound of 4 rounds; `dc_asgd`, delay compensation with its defaults,
+which compensates parameters but not rows of embeddings. The last printed line says whether
+`dc_asgd` is within half a point of the one process in every cell.
 """
 
 import multiprocessing
@@ -42,7 +42,7 @@ BAR_POINTS = 0.5
 
 @dataclass(kw_only=True)
 class Cell:
-    """Results of one task, mode and number of workers: an entry in each list for each seed."""
+    """Results of one task, mode and number of workers. Each list has one entry per seed."""
 
     task: str
     mode: str
@@ -95,7 +95,7 @@ class Cell:
 
 
 def workers() -> ProcessPoolExecutor:
-    """Processes that train one run after another: starting takes longer than training."""
+    """Pool of processes that train one run after another: a start takes longer than a training."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shoal.session.session", "sklearn.datasets", "torch.optim"])
     meetings = {number: context.Barrier(number) for number in NUM_WORKERS}

@@ -3,9 +3,9 @@
     make bench NAME=async_accuracy
     .venv/bin/python bench/async_accuracy.py 5 3 8   # runs of each kind, then numbers of workers
 
-`async-sgd` and `ssp` with their defaults, at the momentum of 0.9 that the script has for `ddp`.
-`async_accuracy_min`: the lowest share of digits classified correctly over all runs, beside that of
-`ddp`.
+`async-sgd` and `ssp` run with their defaults, at the momentum of 0.9 that the script also uses for
+`ddp`. `async_accuracy_min`: the lowest share of digits classified correctly over all runs; its peer
+is one run of `ddp`.
 """
 
 import re

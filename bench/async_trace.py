@@ -3,14 +3,14 @@
     .venv/bin/python bench/async_trace.py --trace FILE --speed 60 --record
     .venv/bin/python bench/async_trace.py --mtbf 10 --seconds 100 --seed 1 --record
 
-The changes are those of bench/trace.py, with the same options; no parameter server is lost. Each
+Machines change as in bench/trace.py, with the same options; no parameter server is lost. Each
 sample adds 1 to a weight of its own, so the final weights show how often each sample was trained
 on. Each worker logs the samples of every acknowledged push.
 
 `pushes`: logged pushes. `samples_lost`: samples that were logged and are not in the weights.
-`samples_unlogged`: samples that are in the weights and were not logged, at most one push of each
-lost machine, which was killed after the acknowledgement and before its line. More would be a push
-that was applied twice, and ends the bench. `longest_pause_s`: longest time without any push.
+`samples_unlogged`: samples that are in the weights and were not logged. A machine that is killed
+between an acknowledgement and the line in its log leaves one such push. If there are more, a push
+was applied twice, and the bench ends. `longest_pause_s`: longest time without any push.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Counted:
 
 
 def counted(weights: Iterable[Tensor], logs: Iterable[Sequence[str]]) -> Counted:
-    """Compare the newest of the weights that workers wrote with all logs.
+    """Compare the newest weights that workers wrote with all logs.
 
     A weight only grows, so its largest value is the newest. The last line of a killed worker's log
     may be cut off.
@@ -101,7 +101,7 @@ def await_weights(directory: Path, num_workers: int) -> None:
     give_up_s = time.monotonic() + END_S
     while len(list(directory.glob("weights-*.pt"))) < num_workers:
         if time.monotonic() > give_up_s:
-            raise NotTraining(f"not all have ended within {END_S:g} s:\n{logs_in(directory)}")
+            raise NotTraining(f"not all workers ended within {END_S:g} s:\n{logs_in(directory)}")
         time.sleep(0.1)
 
 

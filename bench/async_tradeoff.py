@@ -18,7 +18,7 @@ the staleness is exactly the number of other workers, whatever else the machine 
 is not measured.
 
     .venv/bin/python bench/async_tradeoff.py --in-turns
-    .venv/bin/python bench/async_tradeoff_plot.py    # writes docs/async-tradeoff.svg from it
+    .venv/bin/python bench/async_tradeoff_plot.py    # draws docs/async-tradeoff.svg
 """
 
 import argparse

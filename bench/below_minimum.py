@@ -3,13 +3,13 @@
     make bench NAME=below_minimum
     .venv/bin/python bench/below_minimum.py --seconds 600 ddp fsdp pipeline    # at the same time
 
-For each strategy, two `shoal run -n 1 --min 2` train one job, at default time limits. One worker is
-killed, and its launcher ends. The other worker waits, and the coordinator shows the reason; after
-the given time a third launcher is started. `below_minimum_wait_STRATEGY`: time for which the
-survivor has waited, in the same process. `below_minimum_resume_STRATEGY`: time from the start of
+For each strategy, two launchers (`shoal run -n 1 --min 2`) train one job, at default time limits.
+One worker is killed, and its launcher ends. The other worker waits, and the coordinator shows the
+reason; after the given time a third launcher is started. `below_minimum_wait_STRATEGY`: time that
+the survivor's process has waited. `below_minimum_resume_STRATEGY`: time from the start of
 the third launcher, Python's and torch's imports included, to the first step of both workers.
-`below_minimum_exactness_STRATEGY`: largest absolute difference of the final weights from those of
-one process.
+`below_minimum_exactness_STRATEGY`: largest absolute difference between the final weights and the
+weights of one process.
 """
 
 import argparse

@@ -14,8 +14,6 @@ PLOT_HEIGHT, LEFT, BOTTOM, LEGEND = 320, 48, 36, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar of a group."""
-
     label: str
     value: float
     unit: str

@@ -4,17 +4,17 @@
     .venv/bin/python bench/compat.py gpt gan    # some of them
 
 A program of compat_programs/plain trains in one process. The program of the same name in
-compat_programs/shoal trains under `shoal run` with three workers, of which at least two have to be
-present: one is killed, and twice another one as soon as two or more train in a later generation.
-`compat_exact`: number of programs that end with the plain program's weights, within TOLERANCES, in
-float64, in which they run unchanged. The prefix of torch.compile in the names of weights is
-ignored.
+compat_programs/shoal trains under `shoal run` with three workers and a minimum of two. One worker
+is killed; twice more, another one is killed once at least two train in a later generation.
+`compat_exact`: number of programs whose final weights equal the plain program's within TOLERANCES.
+The programs are not changed for this, but run with float64 as default dtype (compat_driver.py).
+The prefix of torch.compile in the names of weights is ignored.
 
-In float64 autocast does nothing. So "gpt" runs once more as written, with bfloat16: there
-`compat_difference_gpt_bf16` may be at most twice the difference that the plain program shows
-between several splits of its batches into micro-batches, in the same run (beside it, as peer).
-`compat_lines_changed`: most lines changed in any program, without indentation and empty lines;
-where the two differ, the longer side counts.
+In float64 autocast does nothing. So "gpt" runs once more as written, with bfloat16. Its
+`compat_difference_gpt_bf16` may be at most twice the peer value: the difference that the plain
+program shows in the same run between several splits of its batches into micro-batches.
+`compat_lines_changed`: most lines changed in any program, without indentation and empty lines. Of
+each changed passage, the longer of the two versions counts.
 """
 
 import difflib
@@ -86,9 +86,9 @@ class Compared:
     difference: float
     """Difference in float64."""
     in_16_bits: float = 0.0
-    """Distance of the program as written, if it uses autocast."""
+    """Difference of the two programs as written, if they use autocast."""
     plain_in_16_bits: float = 0.0
-    """Distance of the plain program from itself, with other splits of batches."""
+    """Difference of the plain program from itself, with other splits of batches."""
 
     @property
     def is_exact(self) -> bool:
@@ -148,7 +148,7 @@ class StruckProgram:
             launcher = supervisor.spawn(self._command())
             last = Training(generation=0, step=0, pids=())
             for number in range(num_kills):
-                # The second kill may hit a survivor early: two workers suffice to continue.
+                # Later kills do not wait until the launcher has replaced the lost worker.
                 size = NUM_WORKERS if number == 0 else 2
                 last = self._await(launcher, last, size, give_up_s)
                 os.kill(self._random.choice(last.pids), signal.SIGKILL)
@@ -169,7 +169,7 @@ class StruckProgram:
                     if now.step >= first + MIN_STEPS:
                         return now
                 time.sleep(POLL_S)
-        raise Unfinished(f"{size} workers do not train: {self._log()}")
+        raise Unfinished(f"fewer than {size} workers train: {self._log()}")
 
     def _now(self, client: httpx.Client) -> Training | None:
         answer = client.get(f"/api/v1/jobs/{self._job}/members")
@@ -207,7 +207,8 @@ class StruckProgram:
 def difference(
     cluster: LocalCluster, directory: Path, name: str, dtype: str, num_kills: int
 ) -> float:
-    """The largest difference of a weight from that of the plain program. Raises Unfinished."""
+    """Train a program with kills. Return the largest difference of a weight from the plain
+    program's. Raises Unfinished."""
     directory.mkdir()
     expected = plain_weights(directory, PROGRAMS / "plain" / f"{name}.py", dtype)
     struck = StruckProgram(cluster, directory, name, dtype)
@@ -256,7 +257,7 @@ def load(path: Path) -> Mapping[str, torch.Tensor]:
 def largest(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
     """The largest difference of a weight. Raises Unfinished if the names differ."""
     if expected.keys() != found.keys():
-        raise Unfinished(f"other weights: {sorted(expected.keys() ^ found.keys())}")
+        raise Unfinished(f"weights of one program only: {sorted(expected.keys() ^ found.keys())}")
     pairs = [(as_double(expected[key]), as_double(found[key])) for key in expected]
     return max(float((one - other).abs().max()) for one, other in pairs)
 
@@ -280,8 +281,8 @@ def lines_of(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Run the named programs, or all, whose figures are then published. Exits with 1 if one is not
-    exact."""
+    """Run the named programs, or all. Figures are published only if all were asked for. Exits with
+    1 if a program is not exact."""
     names = sys.argv[1:] or list(TOLERANCES)
     if unknown := sorted(set(names) - set(TOLERANCES)):
         raise SystemExit(f"no program {', '.join(unknown)}; there are: {', '.join(TOLERANCES)}")

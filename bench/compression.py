@@ -8,8 +8,8 @@ Four ranks, each in a network namespace of its own, joined by a bridge; every li
 Mb/s in both directions. They train an MLP of 4.5 MB on scikit-learn's digits by torch's DDP over
 Gloo, with Shoal's hook and default options. Needs root, `ip` and `tc`.
 
-`compression_speedup_{name}`: time without compression over the time with it, until the training
-loss, averaged over the ranks and smoothed over ten steps, falls below 0.1.
+The time to the loss ends when the training loss, averaged over the ranks and over ten steps, falls
+below 0.1. `compression_speedup_{name}`: this time without compression, over the time with it.
 `compression_accuracy_drop_{name}`: points of accuracy on held-out images that are lost after the
 same number of steps. Means of all runs. Shoal's count of sent bytes is printed beside the
 kernel's.
@@ -124,7 +124,7 @@ def rows_of(every: Sequence[Sequence[Training]]) -> list[Row]:
 
 
 def main() -> None:
-    # A SIGTERM ends namespaces and ranks too.
+    # On SIGTERM, leave the `with` blocks, which remove namespaces and ranks.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_RUNS
     with (

@@ -3,17 +3,17 @@
     make bench NAME=data
     .venv/bin/python bench/data.py 12    # pairs of blocks instead of the default
 
-One rank under "ddp" and one of plain DistributedDataParallel, each with two loading processes and
-the same data set of single samples, which are augmented at random; the session also seeds each
-sample, as it does by default. Both systems run all the time and take blocks of 60 steps in turns
-(training/turns.py); the figure is the median of the ratios. Batches that were loaded during a block
-of the other system are used up before a block is timed.
+The two systems are one rank under "ddp" and one rank of plain DistributedDataParallel. Each has two
+loading processes and the same data set of single samples, which are augmented at random; the
+session also seeds each sample, as it does by default. Both systems run all the time and take blocks
+of 60 steps in turns (training/turns.py); the figure is the median of the ratios. Batches that one
+system loaded during a block of the other are used up before its own block is timed.
 
 - `data_overhead`: mean time of a step, session over DataLoader, where loading takes longer than the
   step: 16 samples of 2 ms each for two processes, and a pause of 4 ms as for a device. It is the
   mean because the processes deliver batches in bursts.
-- `data_overhead_hidden`: the same where the step takes longer (30 ms), so that loading should not
-  be seen at all.
+- `data_overhead_hidden`: the same where the step takes longer (30 ms), so that loading should cost
+  no time.
 - `data_step_cpu`: CPU time of the trainer itself for a step, which other work on the machine
   changes little.
 """
@@ -30,9 +30,10 @@ from training.turns import BlockPlan, Ranks, compare
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 PAIRS, SKIPPED, TIMED = 12, 12, 60
-"""Pairs of blocks; steps skipped and timed in each: more are skipped than are loaded ahead."""
+"""Pairs of blocks; steps skipped, then timed, in each block. More steps are skipped than batches
+are loaded ahead."""
 LOADS = {"data_overhead": (2.0, 4.0), "data_overhead_hidden": (1.0, 30.0)}
-"""Milliseconds that a sample takes, and that each step waits."""
+"""Milliseconds to load a sample; milliseconds that each step waits."""
 SCRIPT = Path(__file__).parent / "training" / "on_data.py"
 
 

@@ -5,7 +5,7 @@
 
 `ddp_kill_recovery` is the time from the SIGKILL to the next completed step of the generation
 without the killed worker. `async_kill_pause` is the longest time after the kill in which no
-survivor completed a step, beyond the usual gap between two steps.
+survivor completed a step, minus the usual gap between two steps.
 """
 
 import json

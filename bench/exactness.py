@@ -5,8 +5,9 @@
 
 Three to five workers under `shoal run`, which restarts killed and fenced workers, train a model
 whose output layer shares the embedding's weight, with a schedule of learning rates. Each fault is
-drawn once all workers train again: a kill, a halt (SIGSTOP until the others continue without it), a
-drain, or a join. `elastic_exactness_STRATEGY`: largest absolute difference over all weights.
+drawn once all workers train again: a kill, a halt (SIGSTOP of a worker until the others continue
+without it), a drain, or a join. `elastic_exactness_STRATEGY`: largest absolute difference over all
+weights.
 `elastic_steps_STRATEGY`: number of steps. `elastic_faults_STRATEGY`: number of faults.
 """
 
@@ -90,7 +91,7 @@ class FaultyRun:
         self._await_left()
 
     def _await_left(self) -> None:
-        """Wait until a step is committed by another set of workers than the last complete one."""
+        """Wait until another set of workers than before the fault has committed a step."""
 
         def left() -> bool:
             return newest(self._job).formation != self._formation
@@ -117,8 +118,8 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: i
 
 
 def end(steps: Steps, directory: Path) -> tuple[int, float]:
-    """Let all workers stop; return the number of steps, and the largest difference of the weights
-    from those of one process. Raises Stuck."""
+    """Let all workers stop; return the number of steps, and the largest difference between their
+    weights and the weights of one process. Raises Stuck."""
     num_steps, weights = result(steps, directory)
     return num_steps, difference(weights, one_process(num_steps))
 

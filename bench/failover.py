@@ -81,7 +81,7 @@ class Replica:
         job = answer.json()
         states = [member["member"]["state"] for member in job["members"]]
         complete = len(states) == NUM_WORKERS and "disconnected" not in states
-        # For a new leader it runs once every member has reported that it trains in it.
+        # A new leader shows the generation as running once every member has reported to it.
         complete = complete and job["summary"]["phase"] == "running"
         return int(job["summary"]["generation"]) if complete else 0
 
@@ -138,8 +138,8 @@ def await_steps(directory: Path) -> None:
 
 
 def fail_over(replicas: list[Replica]) -> float:
-    """Kill the leader, and restart it once another one leads all members. Returns the seconds
-    until then."""
+    """Kill the leader, and restart it once another coordinator leads all members. Returns the
+    seconds from the kill until then."""
     leader = next(replica for replica in replicas if replica.leads())
     others = [replica for replica in replicas if replica is not leader]
     generation = leader.attending()

@@ -5,8 +5,8 @@
     .venv/bin/python bench/faults.py --kills 0 --moves 0 --partitions 60 --seed 2    # a part of it
 
 Three servers that keep a copy of each other's shards, three workers that push without a pause,
-etcd and a coordinator, all of them processes of this machine. Half of the faults with SGD with
-momentum, half with Adam.
+etcd and a coordinator, all on this machine. Jobs use SGD with momentum or, for half of the kills
+and for about half of the faults that need root, Adam.
 
 - Kills: a primary is drawn and killed as soon as every shard has its copy again; another server is
   started in its place. `failover_p99`: time from the kill until a push that was sent after it is
@@ -21,9 +21,9 @@ momentum, half with Adam.
   the end of such a fault until every shard has its copies and each worker's pushes succeed;
   `KIND_longest_push`: the longest push that was in progress during any fault of that kind.
 
-Each worker logs its pushes and their outcomes. In the end the values must be, to the last bit,
-those of a serial replay of exactly the acknowledged pushes and some of unknown outcome:
-`pushes_lost` and `pushes_applied_twice` count deviations, and any other one ends the bench.
+Each worker logs its pushes and their outcomes. In the end the values must equal, to the last bit, a
+serial replay of all acknowledged pushes and of some whose outcome is unknown. `pushes_lost` and
+`pushes_applied_twice` count two kinds of deviation; any other deviation ends the bench.
 """
 
 import argparse
@@ -61,14 +61,15 @@ FAULTS_A_JOB = 25
 
 
 class Contradiction(Exception):
-    """The surviving updates are not the acknowledged ones, in a way that no figure counts."""
+    """Raised if the surviving updates differ from the acknowledged ones in a way that no figure
+    counts."""
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Turn Python's garbage collector off. All workers are threads of this process, which keeps all
-    their logs; a collection would now and then stop them for 0.2 s, longer than anything that is
-    measured here."""
+    their logs: a collection would stop them for 0.2 s now and then, which would count as a slow
+    push."""
     gc.collect()
     gc.disable()
     try:
@@ -139,12 +140,12 @@ def move(num_moves: int, directory: Path, seed: int, measured: Measured) -> None
 
 
 def strike(planned: Sequence[faults.Fault], directory: Path, seed: int, measured: Measured) -> None:
-    """Inject the faults into one cluster. A job sees FAULTS_A_JOB of them; then its pushes are
-    judged together."""
+    """Inject the faults into one cluster. After every FAULTS_A_JOB faults the job's pushes are
+    judged, and a new job starts."""
     if not planned:
         return
     if why := why_unavailable():
-        raise SystemExit(f"partitions, pauses and outages: {why}")
+        raise SystemExit(f"partitions, pauses and outages are not possible: {why}")
     with RoutedHosts() as hosts, ParameterCluster(directory, NUM_SERVERS, hosts=hosts) as cluster:
         for first in range(0, len(planned), FAULTS_A_JOB):
             number = first // FAULTS_A_JOB
@@ -164,7 +165,7 @@ def strike_once(run: Campaign, hosts: RoutedHosts, fault: faults.Fault, measured
     longest_s = longest_push_s(run, since_s)
     measured.recoveries_s.append(took_s - fault.lasts_s)
     measured.longest_pushes_s[fault.kind].append(longest_s)
-    print(f"{fault}: well after {took_s:.1f} s, longest push {longest_s:.1f} s", flush=True)
+    print(f"{fault}: recovered after {took_s:.1f} s, longest push {longest_s:.1f} s", flush=True)
 
 
 def longest_push_s(run: Campaign, since_s: float) -> float:
@@ -233,7 +234,7 @@ def rows(measured: Measured) -> list[Row]:
 
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    # Like the servers: the threads of a kernel wait for each other if all cores are busy.
+    # As on the servers: if all cores are busy, the threads of one kernel wait for each other.
     torch.set_num_threads(1)
     want = asked()
     measured = Measured()

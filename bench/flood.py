@@ -6,10 +6,10 @@
 Real processes on one machine at default settings: etcd, a coordinator, `shoal run` with four DDP
 workers. The flood comes from one more process: 20,000 connections that send nothing, half of them
 to the gRPC port and half to HTTP, opened again when they are closed; 1,000 clients of the live page
-that do not read; 50 calls a second that wait for NaN seconds; 10,000 members that attend another
-job and propose nothing. `flood_recovery`: time from the SIGKILL of a worker until all remaining
-workers have committed a step together, in the flood. `flood_recovery_quiet`: the same without a
-flood, in the same run. `flood_KIND_most`: most connections or members open at one time.
+that do not read; at most 50 calls a second, each with a wait of NaN seconds; 10,000 members that
+attend another job and propose nothing. `flood_recovery`: time from the SIGKILL of a worker until
+all remaining workers have committed a step together, in the flood. `flood_recovery_quiet`: the same
+without a flood, in the same run. `flood_KIND_most`: most connections or members open at one time.
 """
 
 import argparse
@@ -160,7 +160,7 @@ class Strangers:
             await asyncio.sleep(AGAIN_S)
 
     async def _beat(self, channel: grpc.aio.Channel) -> None:
-        """Send the heartbeats that keep the members."""
+        """Send heartbeats, so that the members are not lost."""
         while True:
             tokens = list(self._attending.get(channel, {}).values())
             beats = [pb.Beat(token=token) for token in tokens]
@@ -237,11 +237,11 @@ def await_members(path: Path, process: "subprocess.Popen[bytes]", sizes: Sizes) 
     deadline_s = time.monotonic() + OPEN_WITHIN_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise SystemExit("the strangers' process has ended")
+            raise SystemExit("the flood's process has ended")
         if newest(path).get("attending", 0) >= 0.95 * sizes.attending:
             return
         time.sleep(0.5)
-    print(f"not all members came within {OPEN_WITHIN_S:g} s: {newest(path)}")
+    print(f"not all members attend after {OPEN_WITHIN_S:g} s: {newest(path)}")
 
 
 def newest(path: Path) -> dict[str, int]:

@@ -2,14 +2,14 @@
 
     make bench NAME=fuzz
     .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a part of it
-    .venv/bin/python bench/fuzz.py --inputs 20000 --add        # another part, added to its figures
+    .venv/bin/python bench/fuzz.py --inputs 20000 --add        # another part, added to the figures
 
-Real processes on one machine: etcd, a coordinator, a parameter server with a journal. Every gRPC
-call, the bulk transport, HTTP, records in etcd and files on disk get messages that are drawn from
-the descriptors of valid ones, and changed. `fuzz_inputs`: number of inputs. `fuzz_unhandled`:
-answers INTERNAL or UNKNOWN, tracebacks in logs, dead processes and exceptions that are no refusal.
-`fuzz_depositions`: leaders that lost their term. `fuzz_rss_growth`: growth of a process' memory
-since its first rounds.
+Real processes on one machine: etcd, a coordinator, a parameter server with a journal. Each input is
+drawn from the descriptor of a valid message, and then changed. Inputs go to every gRPC call, to the
+bulk transport and to HTTP, and into records in etcd and files on disk. `fuzz_inputs`: number of
+inputs. `fuzz_unhandled`: answers INTERNAL or UNKNOWN, tracebacks in logs, dead processes, and
+exceptions other than a refusal. `fuzz_depositions`: leaders that lost their term.
+`fuzz_rss_growth`: largest growth of a process' memory since its first rounds.
 """
 
 import argparse

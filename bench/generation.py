@@ -2,14 +2,14 @@
 
     make bench NAME=generation           # 10,000 members
     .venv/bin/python bench/generation.py 2000
-    .venv/bin/python bench/generation.py 10000 compact  # values that Gloo's ranks set and read
-    .venv/bin/python bench/generation.py 1000 packed    # the same, read by each rank itself
-    .venv/bin/python bench/generation.py 300 plain      # not packed
+    .venv/bin/python bench/generation.py 10000 compact  # only the store: Gloo's addresses, compact
+    .venv/bin/python bench/generation.py 1000 packed    # the same, but each rank reads them itself
+    .venv/bin/python bench/generation.py 300 plain      # and the answers are not packed
 
-`generation_10000`: time from the Propose call of the last member until all members hold the
+`generation_10000`: time from the Propose call of the last member until all members have the
 committed record; the bench fails if records differ. `generation_10000_rss`: the coordinator's
 resident memory then. `generation_10000_loss`: time from a launcher's report that a process of the
-running generation has ended until all other members hold the record of the next one.
+running generation has ended until all other members have the record of the next generation.
 `attend_10000`: time until all members have attended. Everything runs on this machine, where the
 members use most of the CPU time.
 """
@@ -48,7 +48,7 @@ def measure(num_members: int) -> dict[str, float]:
         started_s = drivers.ask("state", "propose last")[1]["started_s"]
         held = drivers.ask("hold 1")
         if len({record for each in held for record in each["records"]}) != 1:
-            raise SystemExit("members hold different records")
+            raise SystemExit("members have different records")
         commit_s = max(each["held_s"] for each in held) - started_s
         used_s = cpu_s(running.pid) - before_s
         rss = rss_mb(running.pid)
@@ -64,7 +64,7 @@ def measure(num_members: int) -> dict[str, float]:
         loss_s = max(each["held_s"] for each in drivers.ask("hold 2")) - lost_s
         used_s = cpu_s(running.pid) - before_s
         fetched = sum(each["num_bytes"] for each in drivers.ask("fetched"))
-        print(f"the next one after a loss in {loss_s:.2f} s, coordinator's CPU {used_s:.2f} s")
+        print(f"next generation after a loss: {loss_s:.2f} s, coordinator's CPU {used_s:.2f} s")
         print(f"rosters fetched {fetched / 1e6:.1f} MB")
         if failures := [text for each in drivers.ask("state") for text in each["failures"]]:
             raise SystemExit(f"some members failed: {failures}")

@@ -1,12 +1,14 @@
-"""Effective time at scale, computed: number of machines and time between failures against a system.
+"""Effective time of systems at scale, computed from a number of machines and their failure rate.
 
     .venv/bin/python bench/goodput_model.py --record
 
-Failures of machines are a Poisson process; a job of N machines has one every M = machine MTBF / N.
-A system that continues in place pauses for p seconds at each failure, and another failure during
-the pause restarts it: the effective time is exp(-p / M). A system that restarts from a checkpoint
-pauses for R, and repeats the steps after the checkpoint: with the best interval t between
-checkpoints that cost C each (Daly 2006) it is t / (M exp(R / M) (exp((t + C) / M) - 1)).
+The effective time is the share of the time in which a job makes progress. Failures of machines are
+a Poisson process; a job of N machines has one every M = machine MTBF / N. A system that continues
+in place pauses for p seconds at each failure, and a failure during the pause starts the pause
+again: the effective time is exp(-p / M). A system that restarts from a checkpoint pauses for R
+seconds and repeats the steps after the checkpoint. Checkpoints cost C seconds each, and are written
+at the best interval t (Daly 2006): the effective time is
+t / (M exp(R / M) (exp((t + C) / M) - 1)).
 
 Constants are *measured* (from docs/benchmarks/results, on four workers of one machine: costs that
 grow with the number of machines or with the size of a state are not included) or *published* by
@@ -44,7 +46,7 @@ class System:
     """"measured" or "published"."""
     source: str
     pause_s: float
-    """Seconds lost at each failure; of a system that restarts, without the steps trained again."""
+    """Seconds lost at each failure; for a system that restarts, without the repeated steps."""
     checkpoint_s: float | None = None
     """Time of a checkpoint; None: the system continues in place."""
 
@@ -97,7 +99,7 @@ class Point:
 
     name: str
     gpus: int | None
-    """None if the source gives no number of GPUs, such as "thousands"."""
+    """Number of GPUs; None if the source gives a word, such as "thousands"."""
     effective: float
     source: str
 
@@ -130,10 +132,10 @@ def results(name: str) -> list[Mapping[str, Any]]:
 def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
     """Systems with the constants that `bench/long_run.py steps` measured.
 
-    The pause of a kill is the run's time beyond that of its steps, at their median, over the number
-    of kills. Repeated steps are not included: their number depends on the time between checkpoints,
-    which is computed here. Steps that took longer than the median are included, so the pause is an
-    upper bound.
+    The pause per kill is the time of the run, minus its steps at their median time, divided by the
+    number of kills. Repeated steps count as steps here: how many there are depends on the interval
+    between checkpoints, which this model computes. Steps slower than the median make the pause
+    longer, so it is an upper bound.
     """
     found = []
     for name in dict.fromkeys(entry["system"] for entry in steps):
@@ -183,7 +185,7 @@ def points() -> list[dict[str, Any]]:
 
 
 def figure(systems: Sequence[System]) -> str:
-    """Curves of all systems at the published time between failures, with the points of others."""
+    """Curves of all systems at the published time between failures, and the published points."""
     series = [
         Line(
             label=f"{system.name}: {system.pause_s:.3g} s a failure, {system.kind}",

@@ -9,16 +9,17 @@ steps. Copies of the state for peers are not included: one member has no peer.
 
 - `syncs_STRATEGY`: calls in which the host waits for a stream, a device or an event.
 - `to_host_STRATEGY`, `to_device_STRATEGY`: copies to and from the host.
-- `pageable_STRATEGY`: those of them that use pageable memory, for which the host waits.
-- The peer of each figure: the same steps with torch alone, without a session.
+- `pageable_STRATEGY`: copies among these that use pageable memory, for which the host waits.
+- The peer of each figure: the same for plain steps of the model with torch alone. It has no
+  clipping, loss scaling or BatchNorm, whatever the variant.
 
-Names with `-amp` scale their losses (GradScaler, fp16), those with `-clip` clip gradients, those
-with `-batchnorm` normalise over all members, those with `-forward` use `session.forward_backward`.
+Variants with `-amp` scale their losses (GradScaler, fp16); `-clip` clips gradients; `-batchnorm`
+normalises over all members; `-forward` uses `session.forward_backward`.
 
 Without a GPU this is a dry run, on two members that are threads. For one of them, `looks_STRATEGY`
-counts operations that would wait for a GPU (reading a number, comparing tensors), including those
-in torch's optimizer and collectives, and `copies_STRATEGY` those that make a tensor of another
-dtype or on another device.
+counts operations that would wait for a GPU (reading a number, comparing tensors), including
+operations in torch's optimizer and collectives. `copies_STRATEGY` counts operations that make a
+tensor of another dtype or on another device.
 """
 
 import sys
@@ -43,7 +44,8 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 WARM_STEPS, STEPS = 20, 20
 HAS_GPU = torch.cuda.is_available()
 NUM_MEMBERS = 1 if HAS_GPU else 2
-"""Threads cannot have a GPU each, and by default NCCL allows one member on a GPU."""
+"""Number of members. They are threads, which cannot have a GPU each, and by default NCCL allows one
+member on a GPU."""
 VARIANTS = (
     *("ddp", "ddp-forward", "ddp-clip", "ddp-batchnorm", "ddp-amp"),
     *("zero1", "zero1-clip", "zero2", "fsdp", "fsdp-clip", "fsdp-batchnorm", "fsdp-amp"),
@@ -60,7 +62,7 @@ ON_HOST = {
     "copies": ("aten::_to_copy",),
 }
 FIGURES = ON_GPU if HAS_GPU else ON_HOST
-"""Figures, each with the beginnings of the names of the profiler's events that count for it."""
+"""Figures. An event of the profiler counts for a figure if its name begins with one of these."""
 
 
 class Model(nn.Module):

@@ -3,8 +3,8 @@
     make bench NAME=grouping
     .venv/bin/python bench/grouping.py 20     # measured steps instead of the default
 
-`all_gathers_1000_layers`: all-gathers in a forward pass with grouping, as torch issues them; the
-peer is each layer on its own (`min_group_bytes=0`), like plain PyTorch's fully_shard applied to
+`all_gathers_1000_layers`: all-gathers that torch issues in a forward pass with grouping. The peer
+gathers each layer on its own (`min_group_bytes=0`), like plain PyTorch's fully_shard applied to
 each layer. `grouping_speedup`: step time without grouping over step time with it. Both models are
 in the same processes and take their steps in turns, so that other work on the machine affects both
 alike; medians over steps of the slowest rank's time.
@@ -55,7 +55,7 @@ def all_gathers(model: nn.Module) -> int:
 
 
 def step_s(model: nn.Module, optimizer: Optimizer) -> float:
-    """Return the step time of the slowest rank."""
+    """Take a step; return the seconds that it took on the slowest rank."""
     dist.barrier()
     started_s = time.perf_counter()
     optimizer.zero_grad()
@@ -68,7 +68,7 @@ def step_s(model: nn.Module, optimizer: Optimizer) -> float:
 
 def run_rank(rank: int, directory: str, num_steps: int) -> None:
     torch.set_num_threads(1)
-    # Over Gloo, as between machines: torch counts no collectives in shared memory.
+    # Over Gloo, as between machines: torch does not count Shoal's collectives in shared memory.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "SHOAL_TRANSPORT": "tcp"}
     store = dist.FileStore(str(Path(directory) / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)

@@ -1,4 +1,4 @@
-"""Members of a job of thousands, in one process: bench/generation.py starts it.
+"""Process that simulates many members of a job of thousands; bench/generation.py starts it.
 
 Each member attends by its own stream and makes its own calls, over its host's connection; a roster
 is fetched once per host. See `light_member`.
@@ -33,7 +33,7 @@ class LargeDriver(Driver):
         self._holding: dict[int, set[str]] = {}
         self._held: dict[int, asyncio.Event] = {}
         self.held_s: dict[int, float] = {}
-        """Time at which the last of these members held the record, by generation."""
+        """Time at which the last of these members received the record, by generation."""
         super().__init__(share)
 
     def _player(self, number: int) -> Played:
@@ -44,8 +44,8 @@ class LargeDriver(Driver):
     # --- commands ---
 
     async def hold(self, generation: str) -> dict[str, object]:
-        """Return the time at which the last of these members held the generation's record, and the
-        distinct records held."""
+        """Wait until all these members have the generation's record. Return the time at which the
+        last of them received it, and the distinct records."""
         number = int(generation)
         await self._held.setdefault(number, asyncio.Event()).wait()
         records = {player.record.hex() for player in self.players}
@@ -68,7 +68,7 @@ class LargeDriver(Driver):
         """Report, as a launcher, that the last member's process has exited."""
         player = self.players[-1]
         self.lost.add(player.member_id)
-        # No heartbeats are sent for it any more.
+        # The host's heartbeats leave this member out.
         for players in self._hosts.values():
             if player in players:
                 players.remove(player)
@@ -87,9 +87,9 @@ class LargeDriver(Driver):
         return {"started_s": started_s}
 
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
-        """Set the addresses that Gloo's ranks set, and read those of all ranks. Returns the bytes
-        set and answered, and the time at which the last rank had them. `form`: "compact", read once
-        per host; "packed", read by each rank; "plain", not packed."""
+        """Set the addresses that Gloo's ranks set, and read the addresses of all ranks. Returns the
+        bytes set and answered, and the time at which the last rank had all addresses. `form`:
+        "compact", read once per host; "packed", read by each rank; "plain", not packed."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()
@@ -112,7 +112,7 @@ class LargeDriver(Driver):
             )
             reply = await stub.Get(asks)
             num_bytes += reply.ByteSize()
-            # Unpacked once in this process, which plays many ranks: it takes 33 ms for 1,000 ranks.
+            # Unpacking takes 33 ms for 1,000 ranks: this process does it once for all its ranks.
             if reply.packed_values not in packed:
                 values = unpack(reply.packed_values) if reply.packed_values else reply.values
                 if len(values) != size:
@@ -155,7 +155,7 @@ class LargeDriver(Driver):
                 await host.get(self._share.job, digest, player.stub)
             names = self._seen.members(notice.prepare, host)
             if names.get(player.member_id) != member.identity.public_id:
-                raise RuntimeError("a member got a roster that does not have it")
+                raise RuntimeError("a member got a roster without itself")
             number = notice.prepare.roster.generation
             await self._do(player, ev.RosterValidated(generation=number, digest=digest))
         elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
@@ -165,7 +165,7 @@ class LargeDriver(Driver):
 
     def _hold(self, player: Played, member: LightMember, record: pb.GenerationRecord) -> None:
         if record.digest != member.accepted:
-            raise RuntimeError("a member got another record than the roster that it accepted")
+            raise RuntimeError("the committed record is not of the roster that a member accepted")
         number = record.roster.generation
         member.record, member.track.generation = record, number
         player.record = record.SerializeToString(deterministic=True)

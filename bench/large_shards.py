@@ -6,10 +6,11 @@
 One shard of a table, of 2 GB with Adam's state, is filled at one server; then a second one starts.
 A worker pushes 64 random rows of the table again and again, and a worker of another job pushes
 20,000 parameters. `large_shard_in_step`: time from the second server being ready until its copy of
-the table's shard is in step. `loop_lag_p99`: delay with which an event loop resumed tasks, the
-worst of both servers and of all spans of ten seconds until then; `loop_lag_p99_afterwards`: the
-same for the time after. `push_p99_ratio`: time of the parameters' pushes while the large shard was
-copied, over their time afterwards, when both jobs' shards have copies, under the same load.
+the table's shard is in step. `loop_lag_p99`: 99th percentile of the delay with which an event loop
+resumed tasks, the worst of both servers and of all spans of ten seconds until then;
+`loop_lag_p99_afterwards`: the same for the time after. `push_p99_ratio`: 99th percentile of the
+time of pushes of parameters while the large shard was copied, over the same figure afterwards, when
+both jobs' shards have copies, under the same load.
 """
 
 import argparse
@@ -207,7 +208,7 @@ def row(metric: str, value: float, unit: str, runs: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How a large shard gets its copy.")
+    parser = argparse.ArgumentParser(description="Copying of a large table shard.")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     num_rows = int(parser.parse_args().gigabytes * 1e9 / ROW_BYTES)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:

@@ -4,13 +4,14 @@
     sudo .venv/bin/python bench/large_state.py 500    # megabytes of state
 
 Two hosts (network namespaces joined by links of 200 Mb/s in both directions), the coordinator on
-the first. A member there trains alone; one on the other host joins, is killed once both train, and
-another one takes its place. Each gets the whole state over the link, which heartbeats share; 2 GB
-take 80 s at the link's rate, more than any limit of a member's silence. "ddp" at default settings.
-Needs root, `ip` and `tc`.
+the first. A member there trains alone. A member on the other host joins, is killed once both train,
+and is replaced by a new one. Each new member gets the whole state over the link, which its
+heartbeats share; 2 GB take 80 s at the link's rate, more than any limit of a member's silence.
+"ddp" at default settings. Needs root, `ip` and `tc`.
 
-- `large_state_recovery`: seconds from the replacement's start to the first step of both, beside the
-  time of the bytes at the link's rate. Importing torch and making the model are included.
+- `large_state_recovery`: seconds from the replacement's start to the first step of both; the peer
+  is the time of the bytes alone at the link's rate. Importing torch and making the model are
+  included.
 - `large_state_expelled`: members that the coordinator declared lost, besides the killed one.
 """
 
@@ -160,7 +161,7 @@ def main() -> None:
         on_first_host(Path(place), other, own, float(megabytes))
         return
     megabytes = sys.argv[1] if len(sys.argv) > 1 else str(MEGABYTES)
-    # A SIGTERM ends namespaces and members too.
+    # On SIGTERM, leave the `with` block, which removes the namespaces.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ShapedLinks(2, megabits=MEGABITS) as links, tempfile.TemporaryDirectory() as directory:
         arguments = ["inside", directory, links.hosts[0], links.hosts[1], megabytes]

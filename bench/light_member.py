@@ -1,8 +1,9 @@
 """Simulated members, ten thousand in a few processes: the protocol up to the committed record.
 
-A worker's core searches the roster for itself and hashes it: some 20 ms for ten thousand members,
-which is little on each of ten thousand machines and too much on this one. Here that is done once
-per process. The network traffic is the same: each host fetches each roster once.
+The core of a real worker searches the roster for its own entry and hashes the roster: some 20 ms
+for ten thousand members, which is little on each of ten thousand machines, but too much on this
+one. Here a process does both once for all its members. The network traffic is the same: each host
+fetches each roster once.
 """
 
 import asyncio

@@ -6,18 +6,19 @@
 `steps` is Clockwork's protocol by steps: 3,000 steps on four machines; every 330 to 555 steps,
 drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; systems that continue
 from checkpoints write one every 100 steps. `seconds`: time until the last step. `seconds_without`:
-that of a run without kills. `relative`: their ratio. The clock starts when all machines train.
-`distance`: largest difference of a weight from one process.
+the same time of a run without kills. `relative`: the ratio of the two. The clock starts when all
+machines train. `distance`: largest difference of a weight from one process.
 
-`kills` is torchft's protocol: `--kills` workers of tiny replicas are killed one after the other,
-each once at least three of four train, without any checkpoint; the launcher of a worker restarts
-it. One worker is never killed. The pause of a step is longer, since starts need the same cores.
-`distance` is as above. Of each process that lives throughout (coordinator or lighthouse, etcd, a
-killed worker's launcher, the survivor's launcher, the survivor) memory, threads and open files are
-sampled after each twentieth of the kills, with all four training; and the files and bytes in
-/dev/shm. `growth_per_kill`: from the sample after a tenth of the kills to the last one, per kill.
+`kills` is torchft's protocol: `--kills` workers with tiny models are killed one after the other,
+without any checkpoint. A kill follows once at least three of four workers train; the launcher of
+the killed worker restarts it. One worker is never killed. The pause of a step is longer, since
+starts need the same cores. `distance` is as above. After each twentieth of the kills, once all four
+workers train, the bench samples the files and bytes in /dev/shm, and the memory, threads and open
+files of each process that lives throughout: coordinator or lighthouse, etcd, the launcher of a
+killed worker, the launcher of the worker that is never killed, and this worker itself.
+`growth_per_kill`: growth from the sample after a tenth of the kills to the last one, per kill.
 
-The model, the pause of each step and the systems are those of bench/trace.py.
+Model, pause of each step in `steps`, and systems are as in bench/trace.py.
 """
 
 import argparse
@@ -138,7 +139,7 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
 
 
 def with_distances(found: Sequence[tuple[dict[str, Any], int, Any]]) -> list[dict[str, Any]]:
-    """Entries with the distance of their weights to those of one process."""
+    """Return the entries, each with the largest difference of its weights from one process."""
     expected = one_process_at(num_steps for _, num_steps, _ in found)
     return [
         {**entry, "distance": difference(weights, expected[num_steps])}
@@ -175,10 +176,10 @@ class KilledRun:
             return bool(pids)
 
         if not self._machines.steps.await_true(enough, STEP_WITHIN_S):
-            raise NotTraining(f"fewer than {TRAINING_AT_LEAST} train")
+            raise NotTraining(f"fewer than {TRAINING_AT_LEAST} workers train")
         victim = self._random.choice([pid for pid in pids if pid != self._survivor])
         kill([victim])
-        # The victim's lines are not needed any more: its file need not be read again.
+        # The victim's steps are no longer needed; without its file, each read stays short.
         self._machines.steps.drop(victim)
 
     def _training(self) -> list[int]:
@@ -279,7 +280,7 @@ def main() -> None:
     possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
     systems = asked.systems.split(",") if asked.systems else list(possible)
     if unknown := set(systems) - set(possible):
-        parser.error(f"not with {asked.protocol}: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown systems for {asked.protocol}: {', '.join(sorted(unknown))}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")

@@ -4,7 +4,7 @@
     .venv/bin/python bench/many_jobs.py 5     # takeovers
 
 Real processes on this machine: etcd, and two coordinators that reach it through a proxy with a
-round trip of 2 ms. Each running job has one member, a worker's membership without its trainer.
+round trip of 2 ms. Each running job has one member: a MemberSession, without a trainer.
 
 - `takeover_1000_jobs`: time from the SIGKILL of the leader until the other coordinator serves.
 - `takeover_jobs_disturbed`: running jobs whose generation, members, restarts or state changed
@@ -16,7 +16,7 @@ round trip of 2 ms. Each running job has one member, a worker's membership witho
 - `health_cores_100`: cores for one report a second from each of 100 members of one job.
 - `etcd_growth_mb_per_hour`: growth of etcd's database in an hour of 30 asynchronous jobs of 50
   members, each of which leases and completes a batch twice a second. Measured for a minute without
-  compaction, on the service of the sample ledgers, called in this process.
+  compaction, with the coordinator's SamplesService in this process.
 """
 
 import asyncio
@@ -184,7 +184,7 @@ class Coordinators:
 
     @property
     def leader(self) -> tuple[Process, str, str]:
-        """The coordinator that leads, with its addresses; waits for one for START_S."""
+        """The coordinator that leads, with its addresses. Waits up to START_S until one leads."""
         give_up_s = time.monotonic() + START_S
         while time.monotonic() < give_up_s:
             for each in self._running:
@@ -214,7 +214,7 @@ def _get(url: str) -> int:
 
 
 def joined(coordinators: list[str], job: str, name: str, desired: int = 1) -> MemberSession:
-    """Return the session of a new member that has reported to be ready."""
+    """Return the session of a new member that has reported that it is ready."""
     spec = pb.JobSpec(job=job, min_members=1, max_members=desired, desired_members=desired)
     member = Member(
         coordinators=coordinators,
@@ -254,7 +254,7 @@ def metrics_s(url: str) -> float:
 
 
 def health_cores(process: Process, url: str, sessions: list[MemberSession], job: str) -> float:
-    """Return the CPU cores for health reports: with reports, minus without."""
+    """Return the CPU cores that health reports take: cores with reports, minus cores without."""
     idle = cores(process.pid, MEASURE_S)
     over = threading.Event()
 
@@ -313,7 +313,7 @@ def etcd_mb(endpoint: str) -> float:
 
 
 async def growth_mb_per_hour(endpoint: str) -> float:
-    """Return the growth of etcd, in MB per hour, due to the sample ledgers of all these jobs."""
+    """Return the MB per hour by which the sample ledgers of all these jobs make etcd grow."""
 
     async def authorize(token: Token) -> None:
         """Admit every member."""

@@ -1,4 +1,4 @@
-"""Thousands of members of one job, in one process: bench/membership.py starts it.
+"""Process that simulates thousands of members of one job; bench/membership.py starts it.
 
 Each member attends by its own stream and makes its own calls; the members of a host share a
 connection, as workers of one launcher could. The core of real workers decides what a member does;
@@ -51,7 +51,7 @@ MAX_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The members that one process plays, as its command line names them."""
+    """The members that one process simulates, as its command line names them."""
 
     coordinator: str
     job: str
@@ -92,7 +92,7 @@ class Driver:
         self._rosters: dict[str, pb.Roster] = {}
         """Rosters by digest."""
         self.lost: set[str] = set()
-        """Members that were removed on purpose."""
+        """Names of members that this bench reported as lost."""
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         for number in range(share.first, share.first + share.num_members):
             self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
@@ -133,7 +133,7 @@ class Driver:
     # --- commands ---
 
     async def attend(self) -> dict[str, float]:
-        """Let all members attend; each host sends heartbeats from its first admission on."""
+        """Let all members attend. A host sends heartbeats once its first member is admitted."""
         start_s = time.monotonic()
         for number, (host, players) in enumerate(self._hosts.items()):
             self._start(self._beat(players, number / len(self._hosts)), f"beat-{host}")
@@ -160,8 +160,8 @@ class Driver:
         return {"started_s": started_s}
 
     async def committed(self) -> dict[str, object]:
-        """Return the time at which the last of these members held the record, and the hashes of all
-        records."""
+        """Wait until all these members have the committed record. Return the time at which the last
+        of them received it, and the distinct hashes of their records."""
         await asyncio.gather(*(player.committed.wait() for player in self.players))
         held_s = time.monotonic()
         hashes = sorted({hashlib.sha256(player.record).hexdigest() for player in self.players})
@@ -169,7 +169,8 @@ class Driver:
         return {"held_s": held_s, "records": hashes, "num_held": num_held}
 
     async def state(self) -> dict[str, object]:
-        """Return the errors so far, and the CPU time of this process."""
+        """Return the first MAX_SHOWN errors, the numbers of heartbeats since the last call, and the
+        CPU time of this process."""
         sent, late, failed = self.num_beats, self.num_late_beats, self.num_failed_beats
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         shown = self._failures[:MAX_SHOWN]
@@ -244,7 +245,7 @@ class Driver:
         shown.roster.CopyFrom(self._rosters[shown.digest])
 
     def host_of(self, player: Played) -> Host:
-        """Rosters that the player's host has fetched."""
+        """Return the state that the members of the player's host share."""
         return self.fetched_by.setdefault(player.core.identity.info.host, Host())
 
     async def _beat(self, players: list[Played], phase: float) -> None:
@@ -287,7 +288,7 @@ class Driver:
 
 
 async def serve(kind: type[Driver], share: Share) -> None:
-    # All members of this process stay: collections would find nothing.
+    # All members live as long as this process: a garbage collection would find nothing.
     gc.disable()
     driver = kind(share)
     stdin = asyncio.StreamReader()

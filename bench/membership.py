@@ -3,13 +3,13 @@
     make bench NAME=membership           # 3 runs of the first figure
     .venv/bin/python bench/membership.py 5
 
-`join_to_commit_1000`: time from the Propose call of the last of 1,000 members until all hold the
+`join_to_commit_1000`: time from the Propose call of the last of 1,000 members until all have the
 committed record; the bench fails if records differ. `heartbeat_cpu_10000`: CPU cores that the
 coordinator needs to keep 10,000 members on 1,250 hosts alive, each with an open stream, with one
-heartbeat call per host and second. `member_cost_ratio_10000_to_100`: those cores per member, over
-the cores per member of 100 members. `form_cost_ratio_10000_to_100`: CPU time per member of the
-state machine alone, from attendance to the running generation, of 10,000 over 100 members.
-Everything runs on this machine: coordinator, etcd and members share its cores.
+heartbeat call per host and second. `member_cost_ratio_10000_to_100`: these cores per member, over
+the cores per member with 100 members. `form_cost_ratio_10000_to_100`: CPU time per member of the
+state machine alone, from attendance to the running generation, with 10,000 members over that with
+100. Everything runs on this machine: coordinator, etcd and members share its cores.
 """
 
 import json
@@ -47,7 +47,7 @@ DRIVER = Path(__file__).with_name("member_driver.py")
 
 
 class Drivers:
-    """The processes that play a job's members."""
+    """The processes that simulate a job's members. Their number has to divide `num_members`."""
 
     def __init__(
         self,
@@ -136,19 +136,19 @@ def cpu_s(pid: int) -> float:
 
 
 def join_to_commit(num_members: int) -> float:
-    """Seconds from the last proposal until all members hold the record."""
+    """Seconds from the last proposal until all members have the record."""
     with coordinator() as running, ExitStack() as stack:
         drivers = Drivers(stack, running.address, "scale", num_members)
         attended = drivers.ask("attend")
         drivers.ask("propose all", "propose others")
         before_s = cpu_s(running.pid)
-        # The driver that has the last member asks for all at once.
+        # Only the last member of the second process has not proposed yet.
         started = drivers.ask("state", "propose last")[1]
         held = drivers.ask("committed")
         records = {record for answer in held for record in answer["records"]}
         num_held = sum(answer["num_held"] for answer in held)
         if len(records) != 1 or num_held != num_members:
-            raise SystemExit(f"{num_held} of {num_members} hold {len(records)} different records")
+            raise SystemExit(f"{num_held} of {num_members} have {len(records)} different records")
         took_s = max(answer["held_s"] for answer in held) - started["started_s"]
         used_s = cpu_s(running.pid) - before_s
         attend_s = max(answer["attend_s"] for answer in attended)
@@ -170,7 +170,7 @@ def alive_cores(num_members: int, for_s: float) -> float:
         used_s, took_s = cpu_s(pid) - before_s, time.monotonic() - start_s
         states = drivers.ask("state")
         if failures := [text for state in states for text in state["failures"]]:
-            raise SystemExit(f"of {num_members} members some were lost: {failures}")
+            raise SystemExit(f"some of {num_members} members failed: {failures}")
         sent, late, failed = (
             sum(state[key] for state in states) for key in ("beats", "late_beats", "failed_beats")
         )

@@ -5,15 +5,15 @@
 
 Real processes on one machine at default settings: etcd, a coordinator, two parameter servers, and
 two workers each under `ddp` and under `async-sgd`. A process is killed (SIGKILL), and restarted at
-its address after 120 s. `both`: etcd is killed first, the coordinator after half the time, and etcd
-is restarted first. `crash-loop`: the coordinator dies 3 s after each start, for the whole time.
-Figures per outage, of both jobs together:
+its address after 120 s. `both`: etcd is killed first, the coordinator after half of the outage, and
+etcd is restarted first. `crash-loop`: the coordinator is killed 3 s after each start, for the whole
+outage. Figures per outage:
 
 `outage_*_steps_lost`: steps of `ddp` that a worker repeated or left out, and changes of generation.
-`outage_*_members_lost`: members that coordinators removed, and workers that ended.
+`outage_*_members_lost`: members of both jobs that coordinators removed, and launchers that ended.
 `outage_*_samples_repeated`: batches of `async-sgd` that were trained on more than once, in samples.
-`outage_*_pace_*`: steps a second during the outage, over those before. The slower half of the
-outage counts; its first tenth is left out.
+`outage_*_pace_*`: steps a second during the outage, over steps a second before it. The slower half
+of the outage counts; the first tenth of the outage is left out.
 """
 
 import json
@@ -148,7 +148,7 @@ def pace(logs: Sequence[Sequence[Step]], begin_s: float, end_s: float) -> float:
 
 
 def steps_lost(logs: Sequence[Sequence[Step]], since_s: float) -> int:
-    """Number of steps repeated or left out since then; each change of generation adds one."""
+    """Count the steps repeated or left out since `since_s`; a change of generation adds one."""
     lost = 0
     for log in logs:
         kept = [step for step in log if step.at_s >= since_s]
@@ -164,7 +164,7 @@ def samples_repeated(logs: Sequence[Sequence[Step]]) -> int:
 
 
 def strike(cluster: Cluster, what: str, away_s: float) -> None:
-    """Kill the processes, and return when the time is over, before they are restarted."""
+    """Kill the processes of an outage of `away_s`, and return at its end, before their restart."""
     until_s = time.monotonic() + away_s
     if what in ("etcd", "both"):
         cluster.etcd.process.kill()
@@ -195,9 +195,9 @@ def outage(cluster: Cluster, what: str, away_s: float, runs: Sequence[Process]) 
         cluster.start_etcd()
     if what != "etcd":
         cluster.start_coordinator()
-    await_true(cluster.leads, "it leads again", cluster.coordinator_log, BACK_S)
+    await_true(cluster.leads, "a coordinator leads again", cluster.coordinator_log, BACK_S)
     cluster.await_steps(time.monotonic(), BACK_S)
-    time.sleep(BEFORE_S)  # members that are declared lost have been by now
+    time.sleep(BEFORE_S)  # so that members that fell silent have been declared lost
     lost = cluster.coordinator_log.read_text().count("member_removed") - removed
     lost += sum(run.exit_code is not None for run in runs)
     logs = {strategy: cluster.steps(strategy) for strategy in STRATEGIES}
@@ -235,7 +235,7 @@ def main() -> None:
     away_s = float(sys.argv[1]) if len(sys.argv) > 1 else AWAY_S
     what = sys.argv[2:] or OUTAGES
     if unknown := set(what) - set(OUTAGES):
-        raise SystemExit(f"what goes away: seen {sorted(unknown)}, expected some of {OUTAGES}")
+        raise SystemExit(f"outages: seen {sorted(unknown)}, expected some of {OUTAGES}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name, Supervisor(grace_s=2.0) as supervisor:
         cluster = Cluster(supervisor, Path(name))

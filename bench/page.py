@@ -3,11 +3,11 @@
     make bench NAME=page
     .venv/bin/python bench/page.py 5      # first paints
 
-A real coordinator on a real etcd. The members attend, agree, send heartbeats over gRPC and report
-their health, like those of bench/membership.py. Everything shares the cores of this machine.
+A real coordinator on a real etcd. Simulated members as in bench/membership.py attend, agree, send
+heartbeats over gRPC and report their health. Everything shares the cores of this machine.
 
 `page_first_paint_s`: CPU time of the page's main thread, as Chromium counts it, from opening the
-page until all of it is shown. `page_update_s`: that of one update; there is one a second.
+page until all of it is shown. `page_update_s`: CPU time of one update; the page has one a second.
 `page_update_all_members_s`: the same with all members shown. `page_viewers_20_cores`: extra CPU
 cores of the coordinator for 20 open pages, half of them of the large job. `page_bytes_per_s`: bytes
 sent to one of them in a second.
@@ -102,8 +102,8 @@ def busy_s(session: CDPSession) -> float:
 
 
 def opened(page: Page, url: str) -> tuple[CDPSession, float]:
-    """Open the page, and return once it shows the job, with the main thread's CPU seconds until
-    then."""
+    """Open the page, and wait until it shows the job. Returns a session with Chromium, and the CPU
+    seconds of the page's main thread until then."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.setTimeDomain", {"timeDomain": "threadTicks"})
     session.send("Performance.enable")
@@ -118,7 +118,7 @@ def opened(page: Page, url: str) -> tuple[CDPSession, float]:
 
 
 def update_s(page: Page, session: CDPSession) -> float:
-    """The main thread's time for one update."""
+    """CPU seconds of the page's main thread for one update."""
     page.evaluate(
         "() => { window.updates = 0; page.stream.addEventListener('state', () => updates++); }"
     )

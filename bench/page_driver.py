@@ -1,5 +1,5 @@
-"""The members of bench/page.py: like those of bench/membership.py, but they become ready and report
-their health."""
+"""Process that simulates members for bench/page.py: as for bench/membership.py, but the members
+also become ready and report their health."""
 
 import asyncio
 import json

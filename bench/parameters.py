@@ -4,17 +4,17 @@
     .venv/bin/python bench/parameters.py torch-rpc raw-socket    # these peers only
 
 `pull_push_100mb` (GB/s, over all workers) counts the bytes of both directions: 100 MB of gradients
-are sent, SGD is applied, 100 MB of values come back. With one worker and with two, each a process.
+are sent, SGD is applied, 100 MB of values are returned. One worker process takes part, then two.
 Shoal and its peers take turns of about a second, so that other work on the machine affects all
-alike; `..._over_PEER` is the median of the ratios of each round. The peer `ray-actor` is measured
+alike; `..._over_PEER` is the median of the rounds' ratios. The peer `ray-actor` is measured
 if `ray` is installed. Shoal's worker shares memory with the server, like workers on one machine;
 `pull_push_100mb_tcp` and `pull_push_100mb_grpc` are the same over a socket and over gRPC.
 
 `push_20k_parameters`: time of a push of a small model, with one server and with two.
 `replication_cost_ratio`: time of a push of 100 MB to two servers that keep a copy of each other's
-shards, over that to one server without copies, in turns. `push_cpu_*`: CPU time of such a push, by
-part of the cluster. `phase_WAY_*`: CPU time of a push of 100 MB to one server, by phase; `wire` is
-the rest: sockets, event loop and gRPC.
+shards, over the time of a push to one server without copies, in turns. `push_cpu_*`: CPU time of
+such a push, by part of the cluster. `phase_WAY_*`: CPU time of a push of 100 MB to one server, by
+phase; `wire` is the time in no other phase: sockets, event loop and gRPC.
 """
 
 import importlib.util
@@ -62,7 +62,8 @@ WAYS = {"shared_memory": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def exchange_rows(peers: Sequence[str]) -> list[Row]:
-    """Shoal by its fastest transport, with one worker by the others too, beside its peers."""
+    """Rows of Shoal by its fastest transport, beside its peers. With one worker, Shoal is measured
+    by its other transports too."""
     rows = []
     for num_workers in (1, 2):
         name = "pull_push_100mb"
@@ -94,7 +95,7 @@ def _beside(metric: str, own: Sequence[float], others: Mapping[str, Sequence[flo
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used so far, its threads included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    # utime and stime: the fields 14 and 15 of proc(5), the third of which comes first here.
+    # utime and stime: fields 14 and 15 of proc(5). `fields` begins with field 3.
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

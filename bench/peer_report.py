@@ -30,7 +30,7 @@ def page_with(page: str, results: Mapping[str, Entries]) -> str:
 
 
 def figures(results: Mapping[str, Entries]) -> dict[str, str]:
-    """SVGs by file name, without those that benches write themselves."""
+    """Figures as SVG, by file name; figures that a bench writes itself are left out."""
     entries = results.get("trace", ())
     return {"trace": bars(effective_bars(entries))} if entries else {}
 

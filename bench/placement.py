@@ -4,12 +4,12 @@
     .venv/bin/python bench/placement.py tables    # one of the two
 
 Two jobs, each on its own etcd: `dense_1tb`, a transformer of 1 TB, and `tables`, 100 tables of 64
-shards. The servers here have no parameters, and are in this process: they only change the records
-in etcd as real servers do, as if each copy arrived at once. Everything shares this machine.
+shards. The servers are simulated in this process, without parameters: they change the records in
+etcd as real servers do, as if each copy arrived at once. Everything shares this machine.
 
 `place_call`: time of the call that places the shards. `place`: time from that call until every
 shard has its backup. `fail_over`: time from the death of a server, of which its peers know at once,
-until each of its shards has another primary. `whole_again`: until each has its copies again.
+until each of its shards has another primary. `whole_again`: until every shard has its copies again.
 `move`: time to empty a leaving server. `..._written`: bytes of keys and values written to etcd
 meanwhile. `largest_request`, `most_operations`: maxima over all transactions; etcd allows 1.5 MiB
 and 128. `map`: size of the answer with the shard map; `map_call`: time of that call.

@@ -1,13 +1,13 @@
-"""Steps that a job loses when all of it gets a notice to end, and the time until its end.
+"""Steps that a job loses if it gets a notice to end, and the time until its end.
 
     make bench NAME=preemption
     .venv/bin/python bench/preemption.py --times 3 ddp fsdp      # a short run of some strategies
 
-For each strategy, a job of three workers that writes a checkpoint every 1,000 steps gets a SIGTERM
-to its launcher at a random step, and is started again, `--times` times.
+For each strategy, a job of three workers writes a checkpoint every 1,000 steps. Its launcher gets a
+SIGTERM at a random step, and is started again; this is repeated `--times` times.
 `preemption_steps_lost_at_notice_STRATEGY`: committed steps, over all notices, that the next start
 takes again. `preemption_end_STRATEGY`: time from the signal to the end of the launcher, the last
-checkpoint included. The parameter servers of `async-sgd` stay.
+checkpoint included. The parameter servers of `async-sgd` keep running.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "async-sgd")
 NUM_WORKERS = 3
 MOST_STEPS = 200
-"""The notice is sent after 1 to this many steps of an attempt with all members."""
+"""Upper limit of the steps, drawn at random, that all workers take together before a notice."""
 DRAINED = 128 + signal.SIGTERM
 ENDS_WITHIN_S = 120.0
 

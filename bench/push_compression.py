@@ -4,8 +4,8 @@
     sudo .venv/bin/python bench/push_compression.py int8     # one compression, beside none
 
 One worker trains an MLP of 4.5 MB on scikit-learn's digits under `shoal run`, with its parameter
-server. All processes are in a separate network namespace, whose loopback carries 100 Mb/s in all:
-pushes, and the values that come back, which are not compressed. Needs root, `ip`, `tc` and
+server. All processes are in a separate network namespace, whose loopback carries 100 Mb/s in all,
+for pushes and for the returned values, which are not compressed. Needs root, `ip`, `tc` and
 `unshare`.
 
 `push_step_{name}`: median seconds of a step. `push_wire_{name}`: bytes a step on that network, as

@@ -3,9 +3,9 @@
     make bench NAME=reconfigure TORCH=2.15.0
     .venv-torch-2.15.0/bin/python bench/reconfigure.py 4 6    # rounds, kills in each
 
-Needs torch 2.14 or newer. Both variants in turns on one cluster, as in `recovery`: four DDP workers
-over Gloo, of which one is killed again and again. The peer in each row is a new group for each
-generation.
+Needs torch 2.14 or newer. Jobs with and without the option run in turns on one cluster. As in
+bench/recovery.py, a job has four DDP workers over Gloo, of which one is killed again and again. The
+peer of each figure is the job without the option: a new group for each generation.
 
 - `reconfigure_kill_recovery`: seconds from the SIGKILL to the first step that all survivors have
   committed.
@@ -35,7 +35,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def measure(cluster: LocalCluster, place: Path, way: str, num_kills: int) -> dict[str, list[float]]:
-    """Measure one job; its first generation does not count."""
+    """Measure one job. Connecting the first generation does not count."""
     variables = {"SHOAL_RECONFIGURE": way, "SHOAL_LOG_LEVEL": "debug"}
     with ShoalJob(cluster, place, max_members=NUM_WORKERS, variables=variables) as job:
         kills = strikes(job.steps, place, signal.SIGKILL, num_kills)

@@ -50,7 +50,7 @@ or set SHOAL_BENCH_TORCHFT to the interpreter of an environment with torchft-nig
 
 
 class Stuck(RuntimeError):
-    """Workers did not train, or did not train again, within two minutes."""
+    """Raised if workers do not train, or do not train again, within a time limit."""
 
 
 def await_training(steps: Steps, directory: Path) -> list[int]:
@@ -122,7 +122,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
                 raise Stuck(f"the fifth did not join:\n{logs_in(directory)}")
             (fifth,) = set(job.steps.training(NUM_WORKERS + 1, STEPS_BETWEEN)) - set(pids)
             joined_s = job.steps.by_pid[fifth][0].at_s
-            # Gaps after the join count too.
+            # Wait for the steps after the join, whose gaps count too.
             job.steps.await_step(pids, after_s=joined_s + AROUND_JOIN_S, within_s=START_S)
             seen.append(job.steps.pause(pids, joined_s, AROUND_JOIN_S))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
@@ -165,7 +165,7 @@ def takeover(job: ShoalJob, directory: Path, pids: Sequence[int]) -> float:
 
 
 def has_torchft(*others: str) -> bool:
-    """True if torchft's interpreter has it, and the other modules."""
+    """True if the interpreter TORCHFT_PYTHON can import torchft and the other modules."""
     command = [TORCHFT_PYTHON, "-c", f"import {', '.join(('torchft', *others))}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
@@ -195,8 +195,8 @@ def measure_peers(directory: Path) -> dict[str, list[float]]:
 
 
 def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
-    """Kill as `strikes` does, and stop at the first run after which the peer does not recover; that
-    run is left out."""
+    """Kill as `strikes` does. If the peer does not recover from a kill, leave this run out and
+    stop."""
     seen: list[float] = []
     try:
         for _ in range(num_runs):

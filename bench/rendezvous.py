@@ -53,7 +53,7 @@ NUM_LOSSES = 3
 LOSS_WORLD_SIZE = 4
 GIVE_UP_S = 1.5 * BRING_UP_S
 IN_STORE_S = 0.5
-"""Time in which all ranks come to wait in the store: no event reports it."""
+"""Time after which all ranks wait in the store; no event reports that they do."""
 START_S = 120.0
 
 # The fork server imports torch once for all ranks.
@@ -67,7 +67,7 @@ class Ranks:
     def __init__(
         self, coordinators: Sequence[str], size: int, body: Callable[..., None], *more: Any
     ) -> None:
-        # Referenced here because its semaphores are removed with it.
+        # Keep a reference: the semaphores of `world` are removed when it is collected.
         self._world = world = World(
             job=f"bench-{secrets.token_hex(4)}",
             coordinators=tuple(coordinators),
@@ -126,8 +126,8 @@ def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, 
 
 
 def leader_loss_time_s() -> float:
-    """Return the seconds from the SIGKILL of the leading coordinator to the error of the last rank,
-    while another coordinator is on standby."""
+    """Return the seconds from the SIGKILL of the leading coordinator until the last rank raises an
+    error, while another coordinator is on standby."""
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         directory = Path(name)
         config = LocalClusterConfig(directory=directory, num_parameter_servers=0)
@@ -151,7 +151,8 @@ def leader_loss_time_s() -> float:
 
 
 def loss_time_s(coordinator: str, kind: str, number: int) -> float:
-    """Return the seconds from the signal to rank 0 to the error of the last of the others."""
+    """Return the seconds from the signal to rank 0 until the last of the other ranks raises an
+    error; GIVE_UP_S if not all of them do."""
     with Ranks([coordinator], LOSS_WORLD_SIZE, lose_host, kind) as ranks:
         reported = ranks.collect(LOSS_WORLD_SIZE, START_S)
         time.sleep(IN_STORE_S)

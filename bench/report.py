@@ -29,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def main() -> None:
-    """Write the pages, and a plot for each benchmark that has figures of others beside Shoal's."""
+    """Write the pages, and a plot for each benchmark with figures of a peer."""
     write_peer_report()
     found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
     if not found and not ON_GPU.exists():

@@ -6,9 +6,9 @@ Three workers, each a process, push 4 MB of gradients and receive the new values
 times a second: the pause stands for the computation of a step, and leaves CPU time to the servers.
 Meanwhile the number of servers changes from 1 to 4 to 2.
 
-A server that starts imports torch, which takes seconds of CPU time; elsewhere a machine of its own
-does that. Until it serves, it therefore runs at the lowest priority here, then at the same priority
-as the other processes. Only root may raise a priority: see `BUSY_START`.
+A server that starts imports torch, which takes seconds of CPU time. In a real cluster this is the
+time of another machine. Here the server therefore runs at the lowest priority until it serves, and
+then at the priority of the other processes. Only root may raise a priority: see `BUSY_START`.
 
 - `rescale_dip`: largest loss of throughput over one second, as a share of the throughput before.
 - `rescale_longest_dip`: longest time in which the throughput of every 100 ms was down by more than

@@ -1,16 +1,18 @@
-"""CPU time in which a rank of a large job plans the resharding after a change of members.
+"""CPU time that a rank of a large job needs to plan the resharding after a change of members.
 
     make bench NAME=resharding
     .venv/bin/python bench/resharding.py 256 3000    # ranks, tensors
 
-CPU time of one rank from the messages of all ranks to its plan, without network: it reads which
-rows of 3,000 tensors 1,000 ranks hold (a transformer's parameters, each with two moments, cut by
-rows, and copies of a peer's rows), chooses the step, reads which rows all ranks need, and plans.
+The time runs from the messages of all ranks to the plan of one rank, without network. The rank
+reads which rows each of 1,000 ranks has, chooses the step, reads which rows each rank needs, and
+plans. The 3,000 tensors are a transformer's parameters with two moments each, cut by rows; each
+rank also has a copy of a peer's rows.
 
 - `resharding_plan_lost`: a quarter of the ranks is lost, and the others cut the state into new
   parts.
-- `resharding_plan_joined`: as many have joined, and hold nothing yet.
-- `resharding_plan_same`: all ranks hold what they need.
+- `resharding_plan_joined`: as many ranks have joined, and have no state yet.
+- `resharding_plan_same`: all ranks already have the rows that they need.
+- `resharding_message`: size of the message of one rank.
 """
 
 import sys
@@ -120,7 +122,7 @@ def measure(num_ranks: int, num_tensors: int) -> list[Row]:
     fewer = [holding(rank, few) for rank in range(few)]
     nothing = message_of(metas, [])
     cases = {
-        # Every fourth one is lost: its peer, the rank before it, has a copy of its rows.
+        # Every fourth rank is lost. The rank before each has a copy of its rows.
         "lost": ([word for rank, word in enumerate(whole) if rank % 4 != 3], asking(few)),
         "joined": ([*fewer, *[nothing] * (num_ranks - few)], asking(num_ranks)),
         "same": (whole, asking(num_ranks)),

@@ -6,6 +6,7 @@ Members push gradients of a model of 20 MB to two servers as fast as they can, a
 Adam: for a minute without snapshots, then for as long with a snapshot every ten seconds.
 
 - `snapshot_push_p99_ratio`: 99th percentile of the time of a push, with snapshots over without.
+- `snapshot_pause`: median time for which new pushes wait for a snapshot.
 - `torn_steps`: pushes that are in some shards of a snapshot and not in others, over all snapshots
   and members.
 """
@@ -57,7 +58,8 @@ def buffers() -> Mapping[str, memoryview]:
 
 
 def push_for_ever(coordinator: str, name: str, stop: Event, results: Connection) -> None:
-    """Send the start of each push, by the clock that all processes share, and its duration."""
+    """Push until `stop` is set. Then send the start of each push, by the clock that all processes
+    share, and its duration, in seconds."""
     spec = JobSpec(job=JOB, min_members=1, max_members=NUM_MEMBERS, desired_members=NUM_MEMBERS)
     membership = MemberSession(
         Member(

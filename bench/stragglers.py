@@ -4,11 +4,11 @@
     .venv/bin/python bench/stragglers.py 1      # runs of each kind instead of the default
 
 Real processes on one machine: etcd, a coordinator, two parameter servers, workers. Each step waits
-for 50 ms, as for a device, and for 250 ms in the slow worker. `straggler_efficiency_{mode}`: steps
-per second of all four together, over three times those of a fast worker alone plus those of the
-slow one alone, in jobs of the same mode. `ssp` has a bound of 8 rounds, above the ratio of 5
-between the speeds; `ssp_bound_2` has a bound below it, and in `bsp` all workers take each round
-together.
+for 50 ms, as for a device, and for 250 ms in the slow worker. `straggler_efficiency_{mode}` is
+together / (3 fast + slow), in steps per second of three jobs of this mode: all four workers
+together, a fast worker alone, the slow worker alone. `ssp` has a bound of 8 rounds, above the ratio
+of 5 between the speeds; `ssp_bound_2` has a bound below this ratio; in `bsp` all workers take each
+round together.
 """
 
 import os

@@ -8,9 +8,10 @@
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
   ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. Both systems
   run all the time and take blocks of 40 steps in turns (training/turns.py). The figure is the
-  median of the ratios over eight starts of both, because the place of a process in memory makes the
-  steps of one start up to 7 % longer than those of another. Both shuffle. The model is small (2.1
-  MB): copies at peers and checks take a larger share of a step than for a real one.
+  median of the ratios over eight starts of both: the addresses that a process gets in memory make
+  the steps of one start up to 7 % longer than the steps of another. Both systems shuffle the data.
+  The model is small (2.1 MB): copies at peers and checks take a larger share of a step than with a
+  real model.
 - `step_overhead_session`: the same for one rank and "ddp": the cost of `session.step()` itself.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
@@ -53,7 +54,7 @@ START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 COUNTED_FDS = (*STRATEGIES, "hsdp", "fsdp-tensor", "hybrid")
 VISITS, QUIET_STEPS, FREED_S = 5, 20, 20.0
-"""Seconds within which old groups are freed: in the background, once they are idle."""
+"""FREED_S: seconds within which old groups are freed, in the background, once they are idle."""
 
 
 def overheads(strategies: list[str], place: Path) -> list[Row]:

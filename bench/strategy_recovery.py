@@ -9,11 +9,11 @@ default settings on Gloo. Copies at peers are a few steps old, so some steps are
 - `recovery_STRATEGY`: time from the SIGKILL to the first step of the next generation that *every*
   survivor has committed; that step itself moves much of the state over loopback.
 - `step_time_STRATEGY`: time of a step with all four workers.
-- `caught_up_STRATEGY`: time from the SIGKILL to a step later than any before it.
+- `caught_up_STRATEGY`: time from the SIGKILL to a step later than any before the kill.
 - `steps_redone_STRATEGY`: steps that were trained twice.
 
-A new worker is started only once the others have caught up: to import torch it needs a core for
-seconds, which must not be measured on a machine with few cores.
+A new worker is started only once the others have caught up. It needs a core for seconds to import
+torch, which would lengthen the times on a machine with few cores.
 
 Peer of "fsdp": fully_shard under torchrun, which writes a checkpoint to disk every ten steps (as
 often as Shoal copies), restarts all workers and loads it. torchft does not shard on Gloo; its

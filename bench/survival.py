@@ -5,11 +5,12 @@
 
 Three DDP workers on one machine over Gloo, as in bench/recovery.py: a coordinator with etcd and
 `shoal run`; in the same run, three nodes of torchrun with one worker each. Three events strike both
-systems at the same times: a worker gets SIGKILL (its launcher starts another at once), a worker, or
-the agent of torchrun's node, gets SIGTERM, and a launcher with one more worker is started.
+systems at the same times. First a worker gets SIGKILL; its launcher starts another one at once.
+Then a worker gets SIGTERM; with torchrun, the agent of a node does. Last, a launcher with one more
+worker is started.
 
 A step of the job is counted when its workers have committed it: each worker appends a line to a
-file of its own, and in each generation the worker with the most lines is read. torchrun's workers
+file of its own, and in each generation the worker with the most lines counts. torchrun's workers
 load no checkpoint after a restart: steps that they would repeat are not shown. Its rendezvous has a
 last call of 1 s, and a node that leaves is detected by a keep-alive of 5 x 1 s. Node 0, which hosts
 the store of the rendezvous, is neither killed nor drained. A restart imports torch, which takes
@@ -126,7 +127,7 @@ def trained(steps: Steps) -> list[int]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Cause the events; return the job's steps and the pause of each event."""
+    """Cause the events; return the figures of `pauses_of`."""
     is_full = lambda: bool(job.steps.training(NUM_WORKERS, STEPS_BEFORE))  # noqa: E731
     if not job.steps.await_true(is_full, START_S):
         raise SystemExit(f"no {NUM_WORKERS} workers train:\n{logs_in(job.directory)}")
@@ -141,7 +142,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def steps_of(steps: Steps) -> list[Step]:
-    """Steps of the job: in each generation, those of the worker that committed the most there."""
+    """Steps of the job: in each generation, the steps of the worker that committed the most."""
     formations: dict[int, dict[int, list[Step]]] = {}
     for pid, own in steps.by_pid.items():
         for step in own:
@@ -151,7 +152,8 @@ def steps_of(steps: Steps) -> list[Step]:
 
 
 def pauses_of(steps: Sequence[Step], began_s: float) -> dict[str, Any]:
-    """Return steps per second and workers in each bin, and the longest pause of each event."""
+    """Return the steps per second in each bin, the number of workers with the time of each change,
+    and the longest pause of each event, in seconds."""
     bins = [0] * int(END_S / BIN_S)
     for step in steps:
         if 0 <= (at := int((step.at_s - began_s) / BIN_S)) < len(bins) and step.at_s >= began_s:
@@ -248,7 +250,7 @@ def panel(name: str, record: Record, top: float) -> list[str]:
     for (event, at_s), until_s in zip(
         starts.items(), [*list(starts.values())[1:], end_s], strict=True
     ):
-        # A pause that has not ended by then was longer.
+        # Without a step at the end of this span, the pause was longer than measured.
         is_cut = not measured["steps_per_s"][int(until_s / record["bin_s"]) - 1]
         pause_s = f"{'over ' if is_cut else ''}{measured['longest_pause_s'][event]:.2g} s"
         pause = escape(f"longest pause {pause_s}")

@@ -15,11 +15,11 @@ order, rows of 16 floats:
 - `table_bytes_per_row`: memory of a row with SGD, including its 64 bytes of values.
 - `worker_rows`: rows that one worker looks up and pushes, in steps of 16,384 distinct ids of 10
   million, with a parameter server on this machine: by shared memory, by a socket (`_tcp`) and by
-  gRPC (`_grpc`). In turns with them: `raw-socket`, the same bytes over TCP to a process that only
-  reads them, a table behind torch's RPC, and, if `ray` is installed, one behind an actor of Ray
-  (`exchange/row_peers.py`).
+  gRPC (`_grpc`). Peers take turns with them: `raw-socket` exchanges the same number of bytes over
+  TCP with a process that does nothing else; `torch-rpc` and, if `ray` is installed, `ray-actor`
+  have a table in another process (`exchange/row_peers.py`).
 - `worker_wide_rows`: the same with rows of 256 floats and 20,000 ids, nearly all of which have a
-  row.
+  row already.
 """
 
 import importlib.util
@@ -83,7 +83,8 @@ random = np.random.default_rng(0)
 
 
 def rate(metric: str, num_rows: int, work: Callable[[], object], runs: int = NUM_BATCHES) -> Row:
-    """Return rows per second: the median of `runs` runs, after one that is not counted."""
+    """Return millions of rows per second: the median of `runs` runs, after one that does not
+    count."""
     times_s = []
     for _ in range(runs + 1):
         started_s = time.perf_counter()
@@ -238,8 +239,8 @@ def raw_step(stack: ExitStack, dim: int) -> Callable[[], None]:
 
 
 def exchanges(dim: int) -> Sequence[tuple[int, int]]:
-    """Return bytes sent and received: ids for births and values; then ids, births and gradients for
-    an acknowledgement."""
+    """Return the bytes sent and received by each call of a step. The first sends ids and receives
+    births and values; the second sends ids, births and gradients, and receives one byte."""
     return [(8 * STEP_IDS, (8 + 4 * dim) * STEP_IDS), ((16 + 4 * dim) * STEP_IDS, 1)]
 
 

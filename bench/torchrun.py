@@ -1,13 +1,13 @@
-"""Recovery of a torchrun job after a node is killed: time until the rest trains again.
+"""Recovery of a torchrun job after a node is killed: time until the other node trains again.
 
     make bench NAME=torchrun           # 3 runs of each
     .venv/bin/python bench/torchrun.py 5
 
 Two nodes of one worker each sum a number over Gloo in every step. Agent and worker of the second
-get SIGKILL; the figure is the time until the first has completed a step alone, with the start of
-its new process. torchrun's own c10d backend and Shoal's take turns; c10d has the first node as
-host, a last call of 1 s, and a new store for every restart, without which restarted workers read
-stale addresses. A run that does not train again within two minutes is reported and left out.
+node get SIGKILL; the figure is the time until the first node has completed a step alone, including
+the start of its new worker. torchrun's own c10d backend and Shoal's take turns; c10d has the first
+node as host, a last call of 1 s, and a new store for every restart, without which restarted workers
+read stale addresses. A run that does not train again within two minutes is reported and left out.
 """
 
 import json
@@ -113,7 +113,7 @@ def node(backend: Backend, directory: Path, number: int) -> ChildCommand:
 
 
 def kill_workers(pids: Iterable[int]) -> None:
-    """SIGKILL those of the processes that still run the script: process ids are reused."""
+    """SIGKILL each process that still runs the script: another process may have got its id."""
     for pid in pids:
         try:
             if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -144,7 +144,7 @@ def await_true(holds: Callable[[], bool], within_s: float) -> bool:
 
 def shoal_at(coordinator: str) -> Backend:
     options = ["--rdzv-backend=shoal", f"--rdzv-endpoint={coordinator}"]
-    # Both nodes are there before the maximum of two is reached: the last call does not matter.
+    # Two nodes are the maximum: the rendezvous ends when both have joined, without a last call.
     return Backend(name="shoal", options=lambda number: options, environment={})
 
 

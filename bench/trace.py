@@ -3,23 +3,24 @@
     .venv/bin/python bench/trace.py --trace FILE --speed 60
     .venv/bin/python bench/trace.py --mtbf 10 --seconds 600 --seed 1 --record
 
-Replays changes on real processes (`training/machines.py`), the same for each system. They are read
-from a trace (`milliseconds,add|remove,node`), with its numbers of nodes mapped to 1 to `--max`
-machines by quantile; or they are losses drawn by `--seed`, a Poisson process with a mean of
-`--mtbf` minutes between two losses of the job, each machine replaced after 5 minutes on average. A
-trace is replayed `--speed` times as fast; the start of Python and torch takes its real time. A loss
-is a SIGKILL of all processes of the machine; with `--notice S`, a SIGTERM S seconds before. One
-settled machine always stays, and the coordinator or rendezvous of a system is not lost.
+Replays changes on real processes (`training/machines.py`), the same for each system. With `--trace`
+they are read from a trace (`milliseconds,add|remove,node`), whose numbers of nodes are mapped to 1
+to `--max` machines by quantile. With `--mtbf` they are drawn by `--seed`: losses are a Poisson
+process with a mean of `--mtbf` minutes between two losses of the job, and a lost machine is
+replaced after 5 minutes on average. Changes are replayed `--speed` times as fast; the start of
+Python and torch takes its real time. A loss is a SIGKILL of all processes of the machine; with
+`--notice S`, its launcher gets a SIGTERM S seconds before. One settled machine always stays, and
+the coordinator or rendezvous of a system is not lost.
 
 All systems train the model of bench/exactness.py on the same batches with the same pause in each
 step, which stands for a device: 4 workers fit on two cores. torchrun restarts all workers at each
 change, from a checkpoint every k steps; k follows Young and Daly, from the times of a checkpoint
 and a step, which this bench measures first, and the mean time between changes. torchft and Shoal
-write no checkpoint. SHOAL_BENCH_TORCHFT names torchft's interpreter, as in bench/recovery.py; it
-needs Shoal too, whose order of samples all systems share.
+write no checkpoint. SHOAL_BENCH_TORCHFT names torchft's interpreter, as in bench/recovery.py. This
+interpreter needs Shoal too, whose order of samples all systems share.
 
-`training/effective.py` defines the figures of each system; the clock starts when all machines of
-the start train. `distance`: largest difference of a weight from training in one process after as
+`training/effective.py` defines the figures of each system; the clock starts once all first machines
+train. `distance`: largest difference of a weight from training in one process after as
 many steps; none for a system that does not train at the end. With `--record` the figures are
 written to docs/benchmarks/results/trace.json, for docs/report.md.
 """
@@ -121,7 +122,7 @@ def main() -> None:
     asked = parser.parse_args()
     systems = asked.systems.split(",")
     if unknown := set(systems) - set(SYSTEMS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(SYSTEMS)}")
+        parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")

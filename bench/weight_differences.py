@@ -8,7 +8,7 @@ the learning rate times N(0, 1), clipped at 3, and are rounded before and after.
 
 - `weights_difference_changed`: share of the weights whose bf16 value changed;
 - `_over_full`: bytes of the difference over bytes of the full version;
-- `_over_xor`: bytes of the difference over those of the exclusive or compressed by zstandard at
+- `_over_xor`: bytes of the difference over bytes of the exclusive or, compressed by zstandard at
   level 1, which other systems send;
 - `_encode`, `_decode`: GB of the full version per second of CPU time on one core, best of the
   rounds; `_xor`: the same for encoding by exclusive or and zstandard.
@@ -58,7 +58,7 @@ def fastest(work: Callable[[], T], rounds: int) -> tuple[float, T]:
 
 
 def measured(mb: int, rounds: int) -> Iterator[Row]:
-    """Yield rows for each rate; the names of those of RATE contain no rate."""
+    """Yield rows for each rate, with the rate in their names unless it is RATE."""
     compressor = zstandard.ZstdCompressor(level=1)
     for rate in RATES:
         before, after = step(mb * 2**19, rate)

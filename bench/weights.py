@@ -8,29 +8,29 @@ A model of bf16 tensors of 8 MiB each is published by one process and installed 
 into tensors of its own. `--parts` selects parts; each ends after `--minutes`, if necessary with
 fewer rounds, and is stopped after twice that time. At the end the bench lists what it left out.
 
-- `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over that of a copy of
-  the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
-  `publish()` with 8 readers over that with one. `weights_fetch_over_shm_floor`: time from the call
-  of `publish()` until the last reader has installed the model, over that of plain copies: one
-  process copies the model into shared memory and sends a line, and as many readers copy it out.
+- `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over the time of a copy
+  of the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
+  `publish()` with 8 readers, over the time with one. `weights_fetch_over_shm_floor`: time from the
+  call of `publish()` until the last reader has installed the model, over the time of plain copies:
+  one process copies the model into shared memory and sends a line, and as many readers copy it out.
   `weights_fetch_over_PEER`: the same over the time with `safetensors` (a file on tmpfs, renamed and
   loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
   and `torchstore`; `--peers ray` selects one. `weights_cpu_seconds`: CPU time of all processes of a
   system in a round.
 - `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
-  are verified, over those of a bare socket. The fetch begins once the publisher on the same
-  processors has done its work for the version. Both receive into memory that was used for earlier
-  versions; `_first`: both receive into memory that was never touched.
+  are verified, over bytes per second of a bare socket. The fetch begins once the publisher on the
+  same processors has done its work for the version. Both receive into memory that was used for
+  earlier versions; `_first`: both receive into memory that was never touched.
 - `late`. `weights_late_over_usual`: time of a fetch by a reader that starts after the trainer was
-  killed, over that by a reader that starts while it runs.
+  killed, over the time of a fetch by a reader that starts while the trainer runs.
 - `step`. `weights_step_delay`: time of ten steps with a publication, over ten steps without one.
 - `differences`. `weights_difference_over_full` and `_over_xor`: bytes of a difference at 0.9 % of
   weights changed, over the full version and over the exclusive or with zstandard at level 1;
   `_encode`, `_decode`: GB of the full version per second of CPU time. See
   bench/weight_differences.py.
-- `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` until
-  installed over a link of 100 MB/s, in a network namespace, of a version with 0.9 % of its weights
-  changed, over that of a version with all weights changed.
+- `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` of a version
+  with 0.9 % of its weights changed, until a reader behind a link of 100 MB/s (in a network
+  namespace) has installed it; over the same time of a version with all weights changed.
 - `relays`. `weights_relays_64_server_copies`: copies of a version that all servers together send to
   64 readers that relay (without torch, each at 40 MB/s). `weights_relays_64_over_4`: time from
   `publish()` until the last of 64 readers has the version, over that with 4; the depth of the tree
@@ -151,8 +151,8 @@ class Wanted:
 
 
 class Readers:
-    """Reading processes of bench/weights_readers.py; `go` starts a round for those that cannot
-    detect it themselves."""
+    """Reading processes of bench/weights_readers.py. `go` starts a round for readers that do not
+    detect a new version themselves."""
 
     def __init__(
         self,
@@ -245,8 +245,8 @@ def shoal_turn(
 
 
 def wait_idle(model: dict[str, torch.Tensor]) -> None:
-    """Give this process time to allocate memory for the next version, as while a trainer
-    computes."""
+    """Give this process time to allocate memory for the next version; a trainer computes
+    meanwhile."""
     time.sleep(max(0.5, model["w0"].nbytes * len(model) / 1e9))
 
 
@@ -618,7 +618,7 @@ def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
         )
         under = ("nsenter", f"--net={host.path}")
         reader = Readers(stack, "shoal-differences", 1, mb, under=under).ready()
-        # A server computes the difference to the version before, so it has to keep that.
+        # A server computes the difference to the version before, so it has to keep that version.
         turn = shoal_turn(model, reader, changes=False, keep=2)
         for number in limit.rounds(wanted.rounds):
             for kind, times in took.items():

@@ -1,10 +1,11 @@
 """Part `failover` of bench/weights.py: time without a new version after the loss of a member.
 
-Two members of a job on two launchers publish after each step. The process of a member is killed,
-which its launcher reports, or the launcher is killed too, as if their host were lost; both are
-restarted. `weights_failover_KIND`: time from the kill until a reader sees a version of the next
-generation. `_detection`: time until the coordinator removes the member. `_after_detection`: the
-difference. The part fails if the first version of the new generation does not have the next number.
+Two members of a job on two launchers publish after each step. Of kind `member`, only the process of
+a member is killed, which its launcher reports. Of kind `host`, its launcher is killed too, as if
+their host were lost. Killed processes are restarted. `weights_failover_KIND`: time from the kill
+until a reader sees a version of the next generation. `_detection`: time until the coordinator
+removes the member. `_after_detection`: the difference of the two. The part fails if the first
+version of the new generation does not have the next number.
 """
 
 import os

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import structlog
 
-# The cluster whose processes are killed is a helper of the tests.
+# The campaign and its cluster are part of the tests' support code.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from history.published_campaign import GROUPS, Fault, PublishedCampaign, Report, Stuck, draw

@@ -10,8 +10,8 @@
 
 Reads a line for each round and prints two numbers: the seconds of the publishing call, and the
 seconds until the last reader had the model in tensors of its own. In `torchstore-torn`, one writer
-overwrites a key while readers read it, for as many seconds as the line says; it prints the number
-of reads, and of those that contained tensors of two versions.
+overwrites a key while readers read it, for as many seconds as the line says. The two numbers are
+then the reads, and the reads that contained tensors of two versions.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ async def _call(method: Any, *arguments: object) -> list[Any]:
 
 
 def ray_store(mb: int, count: int) -> None:
-    """Put arrays into Ray: tensors would be pickled one by one."""
+    """Measure Ray's object store, with arrays: Ray would pickle tensors one by one."""
     import ray  # noqa: PLC0415
 
     ray.init(
@@ -150,7 +150,7 @@ def _join_rpc(rank: int, port: int, world_size: int) -> None:
 
 
 def torch_rpc(mb: int, count: int) -> None:
-    """Readers, each in a process of its own, that fetch the tensors from rank 0 by calls."""
+    """Measure torch's RPC: readers, each in a process of its own, fetch the model from rank 0."""
     from torch.distributed import rpc  # noqa: PLC0415
 
     with socket.socket() as probe:

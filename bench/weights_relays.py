@@ -47,8 +47,8 @@ def follow(reader: SeriesReader) -> None:
 
 
 def main() -> None:
-    # Reports have standard output for themselves: a log line of another thread could merge with
-    # one of them.
+    # Logs go to standard error: on standard output, a log line of another thread could merge with
+    # a report.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     coordinator, series, name, count = sys.argv[1:]
     relay._Wire = PacedWire  # type: ignore[misc]
@@ -63,7 +63,7 @@ def main() -> None:
         calls = [pool.submit(follow, each) for each in readers]
         for call in wait(calls, return_when=FIRST_EXCEPTION).done:
             traceback.print_exception(call.exception())
-        # The others never end: the bench sees that this process has.
+        # The other readers never end. The bench notices that this process has ended.
         os._exit(1)
 
 

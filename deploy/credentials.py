@@ -257,8 +257,10 @@ def build_parser() -> argparse.ArgumentParser:
     for each in (files, secrets):
         each.add_argument("--valid-h", dest="valid", type=hours, default=timedelta(hours=24))
         each.add_argument("--every-h", dest="every", type=hours, help="renew after this time")
-        each.add_argument("--host", action="append", default=[], help="of the page, for browsers")
-        each.add_argument("--etcd-host", action="append", default=[], help="of each etcd member")
+        each.add_argument(
+            "--host", action="append", default=[], help="host name of the status page"
+        )
+        each.add_argument("--etcd-host", action="append", default=[], help="host name of an etcd")
     return parser
 
 

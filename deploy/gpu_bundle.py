@@ -4,11 +4,11 @@
     make gpu-bundle PYTHON_VERSION=3.11 BUNDLE="--with grpcio"
     python3 .gpu/run.py --only K1,L                 # on the machine
 
-The folder holds wheels of the versions in constraints.txt, checked by hash, Shoal's own wheel, the
-cases of tests/gpu, and run.py, which checks the machine, unpacks the folder and runs the cases.
-Large packages that such machines have, such as torch, are not in it: run.py reports if one is
-missing or too old. A file libnccl.so.2.xz in the folder (deploy/small_nccl.py makes it) is kept,
-and used if torch's own NCCL does not let several ranks share a GPU.
+The folder contains wheels of the versions in constraints.txt, checked by hash, Shoal's own wheel,
+the cases of tests/gpu, and run.py, which checks the machine, unpacks the folder and runs the cases.
+Large packages that such machines have, such as torch, are not in it: run.py reports if such a
+package is missing or too old. A file libnccl.so.2.xz in the folder (deploy/small_nccl.py makes it)
+is kept, and used if torch's own NCCL does not let several ranks share a GPU.
 """
 
 import argparse
@@ -131,8 +131,8 @@ def check_out(out: Path) -> None:
     others = sorted({each.name for each in out.iterdir()} - {*OWN})
     if others:
         raise NotBundled(
-            f"{out} has {others[0]}, which is of no bundle, and everything in that folder would be"
-            " removed: give --out a new or an empty one"
+            f"{out} has {others[0]}, which is not part of a bundle. All files in that folder would"
+            " be removed: give --out a new or an empty folder"
         )
 
 
@@ -149,7 +149,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
     NotBundled; the earlier bundle stays then, unless the new one is too large."""
     unknown = sorted(set(further) - set(LARGE))
     if unknown:
-        raise NotBundled(f"--with {unknown[0]}: it is one of {', '.join(LARGE)}")
+        raise NotBundled(f"bad --with {unknown[0]}: expected one of {', '.join(LARGE)}")
     if out.exists() and not out.is_dir():
         raise NotBundled(f"{out} is no folder")
     try:

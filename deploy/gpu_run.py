@@ -7,7 +7,7 @@
 It needs only Python and pip, and writes only below `--into`.
 """
 
-# Lets an older Python get as far as the message that it is too old.
+# With this import, an older Python reaches the message that it is too old.
 from __future__ import annotations
 
 import argparse
@@ -142,8 +142,9 @@ def extract(archive: tarfile.TarFile, into: Path) -> None:
 
 
 def check_into(into: Path, *, preloads: bool = False) -> None:
-    """Raise NotRun if the folder has files that this script did not write, because all files in it
-    are removed, or if its path cannot stand in PYTHONPATH. `preloads`: nor in LD_PRELOAD."""
+    """Raise NotRun if the folder has files that this script did not write: all files in it will be
+    removed. Raise it too if the folder's path cannot be part of PYTHONPATH or, with `preloads`, of
+    LD_PRELOAD."""
     if into.is_dir() and any(into.iterdir()) and not (into / MADE_HERE).exists():
         raise NotRun(
             f"{into} has files that this script did not write, and everything in that folder would"
@@ -199,7 +200,7 @@ def without_gpu() -> str:
     """The line for a machine on which torch sees no GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}"
-    return f"no GPU that torch can use{shown}: see nvidia-smi; --device cpu tries the cases without"
+    return f"no GPU that torch can use{shown}: see nvidia-smi, or run the cases with --device cpu"
 
 
 def own_nccl(into: Path) -> Path:
@@ -230,7 +231,7 @@ def is_too_old(nccl: tuple[int, ...]) -> bool:
 
 def environment(into: Path, present: tuple[int, ...] | None) -> dict[str, str]:
     """The environment of the cases. `present`: version of torch's NCCL; None: there is no GPU. If
-    it does not let ranks share a GPU, the folder's NCCL is preloaded. Raises NotRun."""
+    that NCCL does not let ranks share a GPU, the folder's NCCL is preloaded. Raises NotRun."""
     own = dict(os.environ)
     own["PYTHONPATH"] = _before(own, "PYTHONPATH", str(into / "site"), str(into / "cases"))
     own["PATH"] = _before(own, "PATH", str(into / "site" / "bin"))
@@ -282,7 +283,7 @@ def run(given: argparse.Namespace, further: Sequence[str]) -> int:
         unpack(into)
         own = environment(into, present)
     except OSError as error:
-        raise NotRun(f"nothing could be unpacked into {into}: {error}") from error
+        raise NotRun(f"the folder could not be unpacked into {into}: {error}") from error
     command = [sys.executable, "-m", "gpu.campaign", "--device", given.device, *further]
     return subprocess.run(command, env=own, check=False).returncode
 

@@ -2,7 +2,7 @@
 
     make locks            (needs a package index, and PyTorch's own for torch without CUDA)
 
-Versions are those of constraints.txt. On x86_64 a lock without CUDA takes torch from `--torch`, an
+Versions come from constraints.txt. On x86_64 a lock without CUDA takes torch from `--torch`, an
 index or a folder of wheels. On aarch64 every lock has the package index' torch, which is the build
 for GPUs: the constraints' build without CUDA is for x86_64 only.
 """

@@ -6,7 +6,7 @@
                                                    and with the token in SHOAL_TOKEN_FILE
     shoal-probe tcp 127.0.0.1:7710                 the address accepts a connection
 
-One of several URLs suffices.
+If several URLs are given, it suffices that one answers.
 
 Standard library only: a check runs every few seconds during training, so it must cost little.
 """

@@ -2,10 +2,10 @@
 
 python examples/plain_grpc_worker.py COORDINATOR JOB
 
-If the cluster uses TLS, as the one of `shoal up` does, SHOAL_TLS must name the folder with its
+If the cluster uses TLS, which is the default of `shoal up`, SHOAL_TLS must name the folder with its
 certificates. Any language with gRPC can do the same from the .proto files. The worker joins a job,
 creates a parameter of two numbers, and fits a line to points, with the optimizer on the parameter
-servers. Start it several times with one job name, and the processes train together.
+servers. If you start it several times with one job name, the processes train together.
 """
 
 import json

@@ -30,7 +30,7 @@ _processes = multiprocessing.get_context("spawn")
 
 
 class PeerFailed(Exception):
-    """A peer did not come up, or one of its workers ended early."""
+    """Raised if a peer does not start in time, or if one of its processes ends early."""
 
 
 def _find(module: str) -> Peer:
@@ -103,7 +103,7 @@ class RunningPeer:
         self._launch(_serve, self._module, other_end, self._num_workers)
         other_end.close()
         if not owner.poll(START_S):
-            raise PeerFailed(f"{self._module} did not come up within {START_S:g} s")
+            raise PeerFailed(f"{self._module} did not start within {START_S:g} s")
         address = owner.recv()
         for number in range(self._num_workers):
             end, other_end = _processes.Pipe()
@@ -170,5 +170,5 @@ def by_turns(
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median of the ratios over all rounds, in each of which both had a turn."""
+    """Median of our GB/s over theirs in the same round."""
     return median(own / other for own, other in zip(ours, theirs, strict=True))

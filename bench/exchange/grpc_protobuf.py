@@ -1,4 +1,4 @@
-"""gRPC with tensors as protobuf messages, one for each: `repeated float`, or `bytes`."""
+"""gRPC with one protobuf message for each tensor, as `repeated float` or as `bytes`."""
 
 import warnings
 from collections.abc import Iterator, Sequence

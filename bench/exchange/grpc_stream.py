@@ -1,4 +1,4 @@
-"""gRPC with nothing but bytes in its messages, of 1 MiB each: no protobuf, no names, no checks."""
+"""gRPC with raw bytes in messages of at most 1 MiB: no protobuf, no names, no checks."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def _receive(messages: Iterator[bytes], into: memoryview) -> None:
         into[at : at + len(message)] = message
         at += len(message)
     if at != len(into):
-        raise ConnectionError(f"{at} bytes came, not {len(into)}")
+        raise ConnectionError(f"received {at} bytes, expected {len(into)}")
 
 
 class _Handler(grpc.GenericRpcHandler):

@@ -1,5 +1,5 @@
-"""The exchange that every peer makes: it sends 100 MB of fp32 gradients, and after a step of SGD
-receives 100 MB of values."""
+"""The exchange that every peer makes: a worker sends 100 MB of fp32 gradients, the server takes a
+step of SGD, and the worker receives 100 MB of values."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ NUM_BYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
 """Size of the gradients, sent in one direction."""
 
 Exchange = Callable[[], None]
-"""Pushes once, and receives the values right after that push."""
+"""Pushes once, and receives the values as they are after that push."""
 
 
 class Peer(Protocol):
     """A transport to measure. Its module has these two functions."""
 
     def serve(self, owner: Connection, num_workers: int) -> None:
-        """Hold the parameters, in a separate process. Sends the address to `owner` once it serves,
-        and returns when the other end of `owner` is closed."""
+        """Serve the parameters from a separate process. Sends the server's address to `owner` once
+        it accepts calls, and returns when the other end of `owner` is closed."""
         ...
 
     def connect(self, address: str, number: int, num_workers: int) -> Exchange:
@@ -32,7 +32,7 @@ class Peer(Protocol):
 
 
 class Parameters:
-    """The values on a server, and SGD on them by the kernel that Shoal uses too."""
+    """The values on a server, with SGD by the kernel that Shoal uses too."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

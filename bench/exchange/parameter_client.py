@@ -26,8 +26,8 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=LR)])
 
 
 class Trainer:
-    """A member of a job, with buffers for its parameters. The shards exist inside its `with`
-    block."""
+    """A member of a job, with buffers for its parameters. Entering its `with` block creates the
+    job's shards, unless another member has done so."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Trainer:
 
 def serve(owner: Connection, num_workers: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        # Servers use another certificate of the folder than their callers.
+        # The folder has one certificate for the servers, and another one for their callers.
         files = from_environment()
         config = LocalClusterConfig(
             directory=Path(directory),

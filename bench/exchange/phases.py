@@ -1,6 +1,6 @@
 """CPU time of a push by phase, measured with the clock of each thread.
 
-CPU time outside of the phases is the rest of the process: sockets, event loop, gRPC's threads.
+The CPU time of a process that is in no phase goes to sockets, the event loop and gRPC's threads.
 """
 
 import json
@@ -25,7 +25,7 @@ from shoal_server.parameters.shard.versioned import VersionedShard
 DIRECTORY_VARIABLE = "SHOAL_BENCH_PHASES"
 """Variable that names the folder to which a parameter server writes its phases when it ends."""
 SITE = Path(__file__).parent / "served_phases"
-"""Folder of the sitecustomize that Python runs at the start of each part of a cluster."""
+"""Folder with the module `sitecustomize`, which Python imports when a cluster's process starts."""
 
 
 class PhaseClock:
@@ -41,7 +41,7 @@ class PhaseClock:
             return dict(self._spent_s)
 
     def time(self, owner: Any, name: str, phase: str) -> None:
-        """Count the CPU time of `owner.name` for a phase from now on."""
+        """Replace `owner.name` by a wrapper that counts its CPU time for a phase."""
         timed = getattr(owner, name)
 
         @wraps(timed)
@@ -93,7 +93,8 @@ def served_environment(directory: Path) -> Mapping[str, str]:
 
 
 def write_at_exit(clock: PhaseClock, register: Callable[[Callable[[], None]], object]) -> None:
-    """Register the writing of this server's figures to the folder in DIRECTORY_VARIABLE."""
+    """Call `register` with a function that writes this server's figures to the folder named in
+    DIRECTORY_VARIABLE."""
     path = Path(os.environ[DIRECTORY_VARIABLE]) / f"{os.getpid()}.json"
     register(lambda: _write(path, clock.spent_s()))
 

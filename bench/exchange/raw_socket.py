@@ -1,4 +1,4 @@
-"""The bytes alone, over TCP: without names, pieces, checksums or retries."""
+"""Plain TCP: the bytes alone, without names, pieces, checksums or retries."""
 
 import socket
 import threading
@@ -48,13 +48,13 @@ def connect(address: str, number: int, num_workers: int) -> Exchange:
         for gradient in gradients:
             connection.sendall(gradient.numpy().data.cast("B"))
         if not _receive(connection, memoryview(values)):
-            raise ConnectionError("the server hung up")
+            raise ConnectionError("the server closed the connection")
 
     return exchange
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fill the buffer; False if the other end is closed."""
+    """Fill the buffer. Returns False if the other end is closed."""
     done = 0
     while done < len(into):
         count = connection.recv_into(into[done:])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from exchange.model import Exchange, Parameters, await_end, new_gradients
 
-# Read when Ray is imported. Its cluster is this machine's own, for a minute.
+# Ray reads this variable on import. Its cluster runs on this machine alone, for a minute.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import ray
@@ -19,7 +19,7 @@ STORE_BYTES = 2 * 1024**3
 
 
 class Holder:
-    """The actor's class."""
+    """Class of the actor: it owns the parameters and applies pushes."""
 
     def __init__(self) -> None:
         self._parameters = Parameters()

@@ -1,9 +1,9 @@
-"""Rows of a table through torch.distributed.rpc and through an actor of Ray, beside Shoal's.
+"""Peers of Shoal's tables: rows behind torch.distributed.rpc, and behind an actor of Ray.
 
 The holder is a separate process on this machine. It has one dense tensor with a row for every id,
-and applies SGD to the rows of a push, without an index, new rows, backups or a journal. A step is
-that of Shoal's worker in bench/tables.py: one call for the values of the ids, one with their
-gradients.
+and applies SGD to the rows of a push, without an index, new rows, backups or a journal. As with
+Shoal's worker in bench/tables.py, a step makes two calls: one gets the values of the ids, one sends
+their gradients.
 """
 
 import multiprocessing

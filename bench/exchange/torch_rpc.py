@@ -16,7 +16,7 @@ def serve(owner: Connection, num_workers: int) -> None:
     _parameters = Parameters()
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    # `_join` waits for the workers, which need the address before.
+    # Sent first: `_join` waits for the workers, which need the address to join.
     owner.send(str(port))
     _join("server", 0, num_workers, port)
     await_end(owner)

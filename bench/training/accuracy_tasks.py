@@ -18,22 +18,22 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 NUM_CLICKS, NUM_HELD_OUT_CLICKS = 60_000, 20_000
 
 Data = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(inputs, targets) to train on, and those held out."""
+"""(inputs, targets) to train on, and held-out (inputs, targets)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data, and how it is trained: the same by one process and by any number."""
+    """A model, its data, and how it is trained: the same for one process as for several workers."""
 
     data: Callable[[], Data]
     new_model: Callable[[bool], nn.Module]
     """Called with True if its embeddings are on parameter servers."""
     lr: float
-    """Initial learning rate of the parameters; it falls linearly to 0 at the last step. That of
-    rows of embeddings is constant, and Adagrad scales it."""
+    """Initial learning rate of the parameters; it falls linearly to 0 at the last step. Rows of
+    embeddings have a constant rate, which Adagrad scales."""
     momentum: float
-    """0 for both tasks: late gradients act like momentum, and with 0.9 added even four workers
-    score three points less on `digits`."""
+    """Momentum of SGD; 0 for both tasks, because late gradients act like momentum. With 0.9 in
+    addition, even four workers score three points less on `digits`."""
     batch_size: int
     """Samples of one step, and so of one push."""
     epochs: int

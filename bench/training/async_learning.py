@@ -29,7 +29,7 @@ def network() -> nn.Module:
 
 
 def samples() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Images and labels to train on, and those that are held out."""
+    """Images and labels to train on, and held-out ones."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 
 class Blocks:
-    """Steps of one rank in blocks of equal length. A block begins with a line on standard input and
-    ends with a line to the descriptor: the seconds between its steps, and the CPU time of one."""
+    """Steps of one rank in blocks of equal length. A block begins when a line arrives on standard
+    input. At its end, a line goes to the descriptor: the seconds between its timed steps, and the
+    mean CPU time of one of them."""
 
     def __init__(self, descriptor: int, num_blocks: int, num_skipped: int, num_timed: int) -> None:
         """`num_skipped`: steps at the beginning of each block that are not timed."""
@@ -31,7 +32,7 @@ class Blocks:
         return bool(self._ended_s)
 
     def before_step(self) -> None:
-        """Called before each step: return when its block may begin."""
+        """Called before each step; before the first step of a block, waits until it may begin."""
         if not self.is_open and not sys.stdin.buffer.readline():
             raise SystemExit("the measurement has ended")
 

@@ -47,7 +47,7 @@ def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
     for at_ms, own in groupby(rows, key=lambda row: row[0]):
         for _, kind, node in own:
             if kind not in ("add", "remove"):
-                raise ValueError(f"{kind!r} at {at_ms} ms: a node is added or removed")
+                raise ValueError(f"{kind!r} at {at_ms} ms: expected add or remove")
             (present.add if kind == "add" else present.discard)(node)
         levels.append(Level(at_s=at_ms / 1e3 / speed, machines=len(present)))
     return levels
@@ -65,7 +65,7 @@ def scaled(levels: Sequence[Level], most: int) -> list[Level]:
             weights[before.machines] = weights.get(before.machines, 0.0) + after.at_s - before.at_s
     total_s = sum(weights.values())
     if not total_s:
-        raise ValueError("a trace has at least two changes, at different times")
+        raise ValueError("the trace needs two changes at different times, the first not to 0 nodes")
 
     def quantile(machines: int) -> float:
         return sum(share for each, share in weights.items() if each <= machines) / total_s
@@ -165,7 +165,8 @@ def interruption_s(changes: Sequence[Change], length_s: float) -> float:
 
 
 KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
-"""Keys of a measured entry; a later run with the same values of them replaces it."""
+"""Keys of a measured entry. An entry of a later run with the same values of these keys replaces
+it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max", type=int, default=4, help="machines at once, at most")
     parser.add_argument("--seconds", type=float, help="length of the run (600 without a trace)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--notice", type=float, default=0.0, help="seconds before each loss")
+    parser.add_argument("--notice", type=float, default=0.0, help="seconds from SIGTERM to loss")
 
 
 def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:

@@ -72,13 +72,13 @@ def models() -> Iterator[nn.Module]:
 
 
 def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
-    """Return the bytes that a rank passes to collectives in a step, and the bytes that it holds
-    when the step is applied."""
+    """Return the bytes that a rank passes to collectives in a step, and its bytes of memory when
+    the step is applied (see `held`)."""
     model = next(made)
     optimizer: torch.optim.Optimizer = new_optimizer(model)
     model, optimizer = shoal.distribute(model, optimizer, strategy_of(strategy))
     dist.barrier()
-    # DDP determines its buckets in the first steps, and then sends them to the others once.
+    # DDP determines its buckets in the first steps, and then sends them to the other ranks once.
     for _ in range(3):
         step(model, optimizer)
         optimizer.zero_grad()
@@ -88,7 +88,8 @@ def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
-    """Take a step; return the memory of gradients before those of other ranks are dropped."""
+    """Take a step; return the memory of gradients before `optimizer.step()`, which drops gradients
+    that belong to other ranks."""
     inputs, targets = samples()
     own = slice(*range_of_rank(0, GLOBAL_BATCH, *shoal.data_share(model)))
     shoal.forward_backward(model, inputs[own], targets[own], mse_loss)
@@ -98,7 +99,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
 
 
 def count_round(strategy: str, place: Path) -> tuple[float, int]:
-    """Return the same of a member's second round, divided by its steps."""
+    """Return the same figures for a member's second round; the bytes for collectives are divided by
+    the steps of the round."""
     config = LocalClusterConfig(directory=place / strategy, num_parameter_servers=0)
     with LocalCluster(config) as cluster, ThreadPoolExecutor(NUM_RANKS) as threads:
         found = [

@@ -1,9 +1,9 @@
 """Figures of a run from the steps that its workers committed; pure functions.
 
 A step is *useful* if the training at the end of the run still has it; a step that was undone by a
-restart and trained again counts once. The step time is that of the system itself, the median time
-between two useful steps: the figures compare the cost of changes rather than the speed of a step;
-`steps_per_s` compares the latter.
+restart and trained again counts once. The step time is measured for each system, as the median time
+between two useful steps. So `effective` compares what changes cost, and not how fast a system takes
+steps; `steps_per_s` compares both together.
 """
 
 import math
@@ -22,7 +22,7 @@ class Effective:
     wall_s: float
     useful_steps: int
     step_s: float
-    """Median time of a step."""
+    """Median time between two useful steps."""
     effective: float
     """Useful steps times the median step, over the wall time; at most 1."""
     steps_per_s: float
@@ -115,5 +115,5 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_every(cost_s: float, mtbf_s: float, step_s: float) -> int:
-    """Return the same interval in whole steps, at least one."""
+    """Return the interval of `daly_interval_s` in whole steps, at least one."""
     return max(1, round(daly_interval_s(cost_s, mtbf_s) / step_s))

@@ -31,7 +31,7 @@ def environment(**more: str) -> Mapping[str, str]:
 
 
 class ShoalJob:
-    """A job of `shoal run`'s workers in the cluster; up inside its `with` block."""
+    """A job of `shoal run` in the cluster, whose workers run inside its `with` block."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class ShoalJob:
         min_members: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`script`: name of the script, and its arguments after the directory. `restarts`: the
-        launcher restarts a killed worker at once; else the caller launches a new one.
-        `variables`: environment variables of the workers."""
+        """`script`: name of the script, and its arguments after the directory. `restarts`: True if
+        one launcher starts all workers, and restarts a killed one at once; if False, each worker
+        has its own launcher, and the caller launches a new one. `variables`: environment variables
+        of the workers."""
         self._restarts, self._variables = restarts, variables
         self._num_workers, self._min_members = num_workers, min_members
         self._cluster = cluster
@@ -115,7 +116,8 @@ def shoal_launcher(
     script: Sequence[str],
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ChildCommand:
-    """Return the command of a `shoal run`; `script`: its name in this folder, and its arguments."""
+    """Return the command of a `shoal run`. `script`: name of a script in this folder, and its
+    arguments."""
     return ChildCommand(
         name=name,
         arguments=(
@@ -194,8 +196,8 @@ def torchrun_node(directory: Path, port: int, number: int, script: str) -> Child
 def torchrun_agent(
     directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
 ) -> ChildCommand:
-    """Return the command of a node with one worker; `conf`: options of the rendezvous, whose store
-    is at `port`."""
+    """Return the command of a node with one worker. `conf`: options of the rendezvous; `port`: port
+    of its store."""
     return ChildCommand(
         name=name,
         arguments=(

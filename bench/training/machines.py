@@ -165,7 +165,7 @@ ONE_PROCESS = "one-process"
 
 
 class NotTraining(RuntimeError):
-    """The machines do not train within the time limit."""
+    """Raised if the machines do not train within a time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,7 @@ class Machines:
     def replay(
         self, first: Sequence[str], later: Iterable[Change], length_s: float, notice_s: float
     ) -> Replayed:
-        """Start the first machines, make the changes once these train, return after `length_s`."""
+        """Start the first machines; once they train, make the changes, for `length_s`."""
         for name in first:
             self.join(name)
         self.await_training(len(first), STEPS_BEFORE, START_S)
@@ -251,7 +251,7 @@ class Machines:
     def _follow(
         self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
     ) -> int:
-        """Make the changes at their times; return their number after `length_s`."""
+        """Make the changes at their times. Returns after `length_s` the number of changes made."""
         number = 0
         for change in changes:
             if change.at_s >= length_s:
@@ -271,7 +271,7 @@ class Machines:
         if not self.steps.await_true(
             lambda: bool(self.steps.training(num_machines, num_steps)), within_s
         ):
-            raise NotTraining(f"no {num_machines} train:\n{logs_in(self._directory)}")
+            raise NotTraining(f"no {num_machines} machines train:\n{logs_in(self._directory)}")
 
     def pid(self, name: str) -> int:
         """Process id of a machine's launcher, or of its worker if it has none."""

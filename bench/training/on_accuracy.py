@@ -57,7 +57,8 @@ _meetings: Mapping[int, Barrier] = {}
 
 
 def prepare(meetings: Mapping[int, Barrier]) -> None:
-    """Prepare this process to train; `meetings`: barriers at the end, by number of workers."""
+    """Prepare this process to train. `meetings`: by number of workers, the barrier at which they
+    wait for each other at the end of a training."""
     global _meetings  # noqa: PLW0603 - set once, as a process starts.
     _meetings = meetings
     torch.set_num_threads(1)
@@ -119,7 +120,7 @@ def together(task: Task, training: Training, coordinator: str, meeting: Barrier)
                 session.backward(task.loss(model(batch.inputs), batch.targets))
             stalenesses.append(session.strategy.metrics()["staleness"])
         # Once batches end, every sample is done and the model has all updates. No worker leaves
-        # before it is measured: a job is removed, with its rows, when all members have left.
+        # before the model is measured: a job is removed, with its rows, when all members have left.
         is_first = meeting.wait(MEETING_S) == 0
         found = score(task, model) if is_first else None
         meeting.wait(MEETING_S)

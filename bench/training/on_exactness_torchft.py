@@ -1,9 +1,9 @@
 """The compared training for torchft: on_exactness_torchft.py DIRECTORY PAUSE_S NAME.
 
 One replica group of one worker on Gloo. torchft's documentation gives every group samples of its
-own (`torchft.data.DistributedSampler`); those of an absent group are never used. To get the result
-of one process, the groups of each quorum divide the global batch here, with losses weighted by
-samples. DIRECTORY/lighthouse has the lighthouse's address.
+own (`torchft.data.DistributedSampler`); samples of an absent group are never used. To get the
+result of one process, the groups of each quorum divide the global batch here, with losses weighted
+by samples. DIRECTORY/lighthouse has the lighthouse's address.
 """
 
 import os

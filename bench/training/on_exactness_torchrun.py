@@ -38,7 +38,7 @@ def main() -> None:
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     step = load_checkpoint(directory, parts)
     ddp = DistributedDataParallel(model)
-    # Each agent counts its own restarts: the formation is named by rank 0.
+    # Agents count their own restarts, so that their counts may differ: rank 0 names the formation.
     formation = torch.tensor([time.monotonic_ns()])
     dist.broadcast(formation, 0)
     loader = new_loader()

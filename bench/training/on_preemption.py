@@ -1,4 +1,7 @@
-"""A worker that is preempted: on_preemption.py DIRECTORY STRATEGY. Checkpoints are rare."""
+"""A worker that is preempted: on_preemption.py DIRECTORY STRATEGY.
+
+Writes a checkpoint every EVERY_STEPS steps, so that a restart without a last one loses many.
+"""
 
 import sys
 import time

@@ -23,7 +23,7 @@ def main() -> None:
     world_size = dist.get_world_size()
     share = GLOBAL_BATCH // world_size
     start = dist.get_rank() * share
-    # Each agent counts its own restarts: the formation is named by rank 0.
+    # Agents count their own restarts, so that their counts may differ: rank 0 names the formation.
     formation = torch.tensor([time.monotonic_ns()])
     dist.broadcast(formation, 0)
     while True:

@@ -1,7 +1,7 @@
 """fully_shard under torchrun, with a checkpoint on disk: on_torchrun_sharded.py DIRECTORY.
 
-It writes one every ten steps, and a restarted worker loads the newest: as few steps are lost as
-with Shoal.
+Workers write a checkpoint every ten steps and load the newest one after a restart: as few steps are
+lost as with Shoal.
 """
 
 import sys

@@ -16,11 +16,11 @@ BURST = "32kb"
 QUEUE = "200ms"
 """Longest wait of data before an interface; TCP fills this queue, and loses few packets."""
 NOT_ROOT = """Shaped links need root, for network namespaces and traffic control.
-    sudo .venv/bin/python bench/compression.py"""
+    sudo .venv/bin/python bench/NAME.py"""
 
 
 class ShapedLinks:
-    """Creates `num_hosts` hosts for the duration of a `with` block."""
+    """Hosts that exist for the duration of a `with` block, with links of `megabits` Mb/s."""
 
     def __init__(self, num_hosts: int, *, megabits: int) -> None:
         self._num_hosts = num_hosts

@@ -19,14 +19,17 @@ class Step:
     at_s: float
     pid: int
     agent: int
+    """Process id of the worker's parent."""
     formation: int
+    """Number of the set of workers that took the step together: Shoal's generation, torchft's
+    quorum or number of participants, a number that torchrun's rank 0 chose; 0 for one process."""
     world_size: int
     step: int = 0
     """Number of the step; 0 from workers that do not record it."""
 
 
 class Steps:
-    """Reader of all steps in a directory; `read` adds new ones."""
+    """All steps that workers wrote to a directory; `read` adds the new ones."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -45,7 +48,7 @@ class Steps:
                 self.by_pid.setdefault(step.pid, []).append(step)
 
     def drop(self, pid: int) -> None:
-        """Forget a process that has ended, and its file."""
+        """Forget the steps of a process that has ended, and delete its file."""
         self.by_pid.pop(pid, None)
         path = self._directory / f"steps-{pid}"
         self._offsets.pop(path, None)
@@ -56,7 +59,7 @@ class Steps:
         return max((own[-1] for own in self.by_pid.values()), key=_at, default=None)
 
     def await_true(self, holds: Callable[[], bool], within_s: float) -> bool:
-        """Read until `holds` returns True; return False once the time is over."""
+        """Read until `holds` returns True. Returns False if it does not within `within_s`."""
         deadline_s = time.monotonic() + within_s
         while True:
             self.read()
@@ -67,8 +70,8 @@ class Steps:
             time.sleep(POLL_S)
 
     def training(self, world_size: int, num_steps: int) -> list[int]:
-        """Return the process ids of the newest formation if `world_size` workers train in it and
-        each has taken `num_steps` steps; else none."""
+        """Return the process ids of the newest formation if it has `world_size` workers, each has
+        taken `num_steps` steps in it, and none is more than a second behind; else an empty list."""
         newest = self.newest()
         if newest is None or newest.world_size != world_size:
             return []
@@ -97,7 +100,8 @@ class Steps:
     def all_first(
         self, pids: Iterable[int], *, after_s: float, where: Callable[[Step], bool]
     ) -> float | None:
-        """Return the time by which every worker had committed such a step; None if one has not."""
+        """Return the time by which each worker had committed a step after `after_s` for which
+        `where` is True; None if a worker has not."""
         times = [self.first(pid, after_s=after_s, where=where) for pid in pids]
         known = [at_s for at_s in times if at_s is not None]
         return max(known) if known and len(known) == len(times) else None
@@ -108,7 +112,8 @@ class Steps:
         return [end - start for start, end in pairs if end >= from_s and start <= to_s]
 
     def pause(self, pids: Iterable[int], at_s: float, around_s: float) -> float:
-        """Return the longest pause of a worker around `at_s`, beyond its usual gap before."""
+        """Return the longest gap of a worker within `around_s` of `at_s`, minus its usual gap
+        before, in seconds."""
         longest = 0.0
         for pid in pids:
             usual = median(self.gaps(pid, at_s - 6 * around_s, at_s - around_s))

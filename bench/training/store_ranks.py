@@ -39,11 +39,11 @@ class World:
     size: int
     barrier: Barrier
     port: "Synchronized[int]"
-    """Port of rank 0 in this round; in a job it is part of the roster, so it is not timed."""
+    """Port of rank 0 in this round. In a real job the roster has it, so sharing it is not timed."""
 
 
 class Rank:
-    """A member of a running generation, with a connection like that of a strategy."""
+    """A member of a running generation, with a connection to the coordinators for its store."""
 
     def __init__(
         self, world: World, on_break: Callable[[int, str], None] = lambda generation, reason: None
@@ -103,7 +103,8 @@ class Rank:
 
 
 def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) -> None:
-    """Send (kind, round, start, end) of every bring-up with its first all-reduce."""
+    """Bring the group up in every round with each kind of store. Sends (kind, round, start, end) of
+    each bring-up with its first all-reduce, and None at the end."""
     rank = Rank(world)
     rank.membership.ready(rank.record)
     for attempt in range(num_rounds):
@@ -136,9 +137,11 @@ def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) 
 
 
 def lose_host(pipe: Connection, world: World, kind: str) -> None:
-    """Host the store, and never open the group, as rank 0; as another, send the error's time.
+    """Run a rank of a group that loses rank 0. Rank 0 hosts the store and never opens the group;
+    each other rank opens it, and sends the name of the error that this raises, and its time.
 
-    A break that the coordinator reports interrupts the group, as in training.
+    A break that the coordinator reports interrupts a group that uses the coordinator's store, as in
+    training.
     """
     groups: list[GlooGroup] = []
     rank = Rank(world, lambda generation, reason: [group.cut(reason) for group in groups])

@@ -35,10 +35,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """Number of blocks, and of their steps."""
+    """Number of measured blocks, and of the steps in each."""
 
     pairs: int
+    """Measured blocks of each of the two systems."""
     skipped: int
+    """Steps at the beginning of a block that are not timed."""
     timed: int
 
     @property
@@ -49,7 +51,7 @@ class BlockPlan:
 
 
 class Ranks:
-    """The processes of one system; up inside its `with` block."""
+    """The processes of one system, which run inside its `with` block."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of a comparison: pairs of a block of ours and one of the other system."""
+    """Result of a comparison: pairs of a block of our system and a block of the other system."""
 
     pairs: Sequence[tuple[Block, Block]]
     figure: Callable[[Sequence[float]], float]

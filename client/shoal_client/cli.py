@@ -42,17 +42,17 @@ class Command:
     called."""
 
     summary: str
-    """One line of `shoal --help`."""
+    """Line for the command in `shoal --help`."""
     config: str
     """The dataclass whose fields are the options."""
     run: str
-    """The function that takes an instance of it and returns the exit code."""
+    """The function that takes an instance of `config` and returns the exit code."""
 
 
 def installed_commands() -> dict[str, Command]:
-    """The sub-commands of all installed packages. Each entry point of the group COMMANDS_GROUP is a
-    function with one parameter, `add`. It calls `add` with name, summary, config and run for each
-    of its sub-commands.
+    """Return the sub-commands of all installed packages, by name. Each entry point of the group
+    COMMANDS_GROUP is a function with one parameter, `add`. The function calls `add` with name,
+    summary, config and run of each sub-command of its package.
     """
     found: dict[str, Command] = {}
 
@@ -65,7 +65,7 @@ def installed_commands() -> dict[str, Command]:
 
 
 def build_app(commands: Mapping[str, Command]) -> App:
-    """The parser, whose result is an instance of the command's config."""
+    """Return the parser. The result of parsing is an instance of the command's config."""
     app = App(
         name="shoal",
         help="Elastic training for PyTorch.",
@@ -110,9 +110,9 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: that of the command, such as 0 for done; 1 for a
-    ShoalError or a closed stdout, 2 for bad arguments, 130 after Ctrl-C."""
-    # gRPC's C core prints texts for its developers; Shoal's own errors say the same.
+    """Run one command and return the exit code: 1 after a ShoalError or if stdout was closed, 2 for
+    bad arguments, 130 after Ctrl-C, else what the command returns (0 for success)."""
+    # gRPC's C core prints texts for its own developers. Shoal's errors already say what happened.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from
     # workers that train on this host.
@@ -158,8 +158,8 @@ def _load(reference: str) -> Any:
 
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
-    """Put `--` before the first positional token if the command passes all tokens from there on to
-    a script: a script's options are not the command's."""
+    """Put `--` before the first positional token if the command passes this token and all after it
+    to a script: a script's options are not the command's."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
         return tokens
@@ -179,7 +179,7 @@ def _forget_empty_variables() -> None:
 
 
 def _shown(default: object) -> object:
-    """A default as the help shows it; None if the option's text explains the default."""
+    """Return a default as the help shows it; None if the option's text explains the default."""
     if isinstance(default, float):
         return f"{default:g}"
     if isinstance(default, tuple):
@@ -188,7 +188,7 @@ def _shown(default: object) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    """The error in the arguments, as one line."""
+    """Describe the error in the arguments in one line."""
     if isinstance(error, UnknownOptionError):
         message = " ".join(str(error).split())
         suggestion = _SUGGESTION.search(message)

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def draw(printed: str) -> None:
-    """Write a picture of a terminal of that width that shows the text."""
+    """Write a picture of a terminal, COLUMNS wide, that shows the text."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
     console.print(Text("$ make demo", style="bold"))
     console.print(Text(printed.rstrip()))

@@ -36,14 +36,14 @@ GROUPS = {
         *("run_in_memory", "init_mpi"),
     ),
 }
-"""Names that `shoal` exports, in the order of the page; the rest stands at its end."""
+"""Names that `shoal` exports, in the order of the page; all other exports are at its end."""
 
 
 OTHER_VARIABLES = {
-    "SHOAL_LOG_LEVEL": "`debug`, `info` (default), `warning` or `error`: from which level on"
-    " coordinators and parameter servers log",
-    "SHOAL_TRANSPORT": "`tcp`: tensors do not travel in shared memory, even on one machine; `grpc`:"
-    " nor over a bulk connection",
+    "SHOAL_LOG_LEVEL": "the lowest level that coordinators and parameter servers log: `debug`,"
+    " `info` (default), `warning` or `error`",
+    "SHOAL_TRANSPORT": "`tcp`: tensors are not sent through shared memory, even on one machine;"
+    " `grpc`: neither through shared memory nor over bulk connections to parameter servers",
     "SHOAL_SERIES": "the series of published weights that `shoal.integrations.trl` and `.verl` use",
     "SHOAL_CERTIFICATE_WAIT_S": "seconds for which a member that was admitted before waits for"
     " an accepted certificate (600)",
@@ -113,18 +113,18 @@ def configuration() -> str:
     return "\n".join(
         [
             "# Configuration\n",
-            "Options of commands are in [commands](commands.md), those of strategies in the"
+            "Options of commands are in [commands](commands.md), options of strategies in the"
             " [API](api.md).\n",
             "## A worker\n",
-            "Arguments of `shoal.join`, and the variables that stand in for them."
-            " `shoal run` sets these for its workers.\n",
+            "Arguments of `shoal.join`, and the environment variables that are read for arguments"
+            " that are not given. `shoal run` sets the variables for its workers.\n",
             *table(("argument", "variable", "default", "what it is"), rows),
             "\n## Other variables\n",
             *table(("variable", "what it is"), [(f"`{k}`", v) for k, v in OTHER_VARIABLES.items()]),
             "\n## Time limits\n",
-            "Of a coordinator with its defaults, in seconds. Chosen are `--heartbeat-s`,"
-            " `--join-s`, `--collective-s` and `--wait-for-members-s`; the others follow, and"
-            " `shoal config` prints them for other choices.\n",
+            "The limits of a coordinator with its defaults, in seconds. You choose `--heartbeat-s`,"
+            " `--join-s`, `--collective-s` and `--wait-for-members-s`; the others are computed from"
+            " these. `shoal config` prints them for other choices.\n",
             *table(("limit", "seconds", "what it is"), times),
             "",
         ]

@@ -43,7 +43,7 @@ Positions = npt.NDArray[np.int64]
 
 class _Kind(IntEnum):
     SAME = 0
-    """The span equals that of the base; no streams."""
+    """The span is the same as in the base; no streams."""
     DISTANCES = 1
     """Four streams: low bytes of gaps, high bytes of gaps, distances of 8 bits, and of 16 bits."""
     PLANES = 2

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport: calls of parameter servers without gRPC around them.
+"""Frames of the bulk transport, which carries calls to parameter servers and relays without gRPC.
 
 A connection carries one call at a time. A call begins with the frame of its request (PUSH, PULL,
 ...); its other frames follow in both directions until END or ERROR. A frame is a header of
@@ -36,7 +36,7 @@ class FrameKind(IntEnum):
     """`num_bytes` of a shard from `offset_bytes` on, in the body."""
     PLACED = 5
     """`num_bytes` of a shard from `offset_bytes` on, in shared memory at offset `at`. The sender
-    does not change the data until it is answered."""
+    does not change the data until the receiver has answered."""
     FREE_SLOT = 6
     """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
     server to another one: the data at `at` were applied or copied."""

@@ -9,7 +9,7 @@ __all__ = ["crc32", "verify"]
 
 
 def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
-    """Raise ChecksumMismatch, naming `what`, unless `checksum` is that of the concatenated buffers.
+    """Raise ChecksumMismatch, naming `what`, unless the concatenated buffers have this checksum.
     Does nothing if `checksum` is None: for data in shared memory, the sender computes none."""
     if checksum is None:
         return

@@ -103,7 +103,7 @@ class DiskFull(Overloaded):
 
 class CheckpointFailed(RetryError):
     """A checkpoint could not be written in time, or not at all; training is not affected. `details`
-    has its path; the rank and errno if writing failed.
+    has the checkpoint's path, and the rank and errno if writing failed.
 
     The next checkpoint may succeed, once there is space or permission.
     """
@@ -129,8 +129,8 @@ class Fenced(RejoinError):
 
 
 class GenerationBroken(RejoinError):
-    """The generation is over or cannot go on, for example as a member was lost; its members agree
-    on the next one."""
+    """The generation is over or cannot go on, for example because a member was lost; its members
+    agree on the next one."""
 
 
 class LeaseExpired(RejoinError):
@@ -164,7 +164,7 @@ class UnsupportedOptimizer(RefusedError):
 class ProposalConflict(RefusedError):
     """Members, or a member and its job, differ in a field that must be the same.
 
-    `details` maps each field that differs to the values, each with the members that have it.
+    `details` has the values of each field that differs, each value with the members that have it.
     """
 
 
@@ -210,7 +210,7 @@ class UnknownJob(RefusedError):
 
 
 class JobFinished(RefusedError):
-    """The job is over. `shoal run --fresh` starts a new run under its name."""
+    """The job is finished. `shoal run --fresh` starts a new run under its name."""
 
 
 class JobStopped(RefusedError):
@@ -238,7 +238,8 @@ class UnknownSnapshot(RefusedError):
 
 
 class ForgottenPush(RefusedError):
-    """The push is older than those that its shard remembers: it may have been applied or not."""
+    """The push is older than the pushes that its shard remembers: it may have been applied or
+    not."""
 
 
 class StalePush(RefusedError):
@@ -259,9 +260,9 @@ class StaleEpoch(RefusedError):
 
 
 class PublicationAbandoned(RefusedError):
-    """The publication will not become a version: a rank of it was lost, or its parts do not cover
-    each element exactly once. Or an engine could not load a version. Earlier versions are
-    untouched."""
+    """The publication will not become a version: one of its ranks was lost, or its parts do not
+    cover each element exactly once. Also raised if an engine could not load a version. Earlier
+    versions are untouched."""
 
 
 class VersionGone(RefusedError):
@@ -273,11 +274,11 @@ class Regressed(RefusedError):
 
 
 class ShapeMismatch(RefusedError):
-    """A tensor's shape or length is not the one that was agreed."""
+    """A tensor does not have the expected shape or length."""
 
 
 class DtypeMismatch(RefusedError):
-    """A tensor's dtype is not the one that was agreed."""
+    """A tensor does not have the expected dtype."""
 
 
 class NonFiniteGradient(RefusedError):
@@ -292,7 +293,7 @@ class TrainingFailed(RefusedError):
 
 class MalformedMessage(RefusedError):
     """The bytes are not a message of the expected type, a required field is missing, or the message
-    or its values do not belong where they came."""
+    or a value in it is not valid at this point."""
 
 
 class NoServers(RefusedError):
@@ -326,8 +327,8 @@ class SnapshotDamaged(CorruptError):
 
 
 class JournalDamaged(CorruptError):
-    """A journal's file is not what was written, or cannot be applied. The message names the file;
-    `details` does, except for a file that cannot be applied."""
+    """A journal's file is not what was written, or cannot be applied. The message names the file,
+    and so does `details`, except for a file that cannot be applied."""
 
 
 class StateLost(CorruptError):
@@ -336,8 +337,8 @@ class StateLost(CorruptError):
 
     If members lack parts, `details` maps each step to the first parts that no member has. If
     parameter servers lost a shard, `details` has `job`, `shard`, `epoch`; `table` if the shard is
-    part of one; `version`, the newest that the member has seen, if any; and what the coordinator
-    knows: `at_least_version`, `lost_unix_s`, `servers`, `on_disk`, `snapshot`.
+    part of a table; `version`, the newest that the member has seen, if any; and what the
+    coordinator knows: `at_least_version`, `lost_unix_s`, `servers`, `on_disk`, `snapshot`.
     """
 
 

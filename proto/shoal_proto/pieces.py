@@ -47,7 +47,8 @@ class AnyPiece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadPiece:
-    """The fields of a Piece. `data` lie in the message they were read from, if aligned there."""
+    """The fields of a Piece. `data` is a view of the memory that the piece was read from, if
+    aligned there; else a copy."""
 
     shard_id: int
     offset_bytes: int
@@ -55,7 +56,8 @@ class ReadPiece:
     checksum: int | None
     """None: the data lie in shared memory, and have no checksum."""
     is_shared: bool = False
-    """True if the data lie in shared memory, which the sender may reuse once it is answered."""
+    """True if the data lie in shared memory, which the sender may reuse once the receiver has
+    answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
 
 
 def announced(agent: str) -> ProtocolRange | None:
-    """Return the range in the user agent of a call; None if there is none: the caller is another
-    gRPC client, whose requests are checked by their content."""
+    """Return the range in the user agent of a call. None if there is none: the caller is not a
+    process of Shoal, and its requests are checked by their content."""
     found = _ANNOUNCED.search(agent)
     return ProtocolRange(int(found[1]), int(found[2])) if found else None

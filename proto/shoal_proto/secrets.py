@@ -1,7 +1,7 @@
 """Secrets that a process presents to prove its identity. They are stored only as digests.
 
 A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
-process. A launcher draws a secret for each process that it starts.
+process. A launcher makes a new secret for each process that it starts.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def digest_of(secret: str) -> str:
 
 
 def matches_digest(secret: str, digest: str) -> bool:
-    """True if the digest is that of the secret."""
+    """True if the secret has this digest; False for an empty digest."""
     return bool(digest) and hmac.compare_digest(digest_of(secret), digest)
 
 

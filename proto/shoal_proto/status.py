@@ -2,7 +2,7 @@
 
 The status code shows any gRPC client the kind of failure; the trailing metadata entry
 `shoal-error-bin` has the error, from which a Shoal client raises the same class again. If the error
-is larger than 4 KiB, its texts are cut there, and some of its details left out.
+is larger than 4 KiB, this entry has its texts cut, and some of its details left out.
 """
 
 from collections.abc import Iterable, Mapping

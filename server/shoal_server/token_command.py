@@ -14,11 +14,12 @@ DEFAULT_FILE = Path("shoal-tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig:
-    """Makes tokens for the HTTP API: for the header Authorization: Bearer TOKEN, and to log in to
-    the page. create: prints a new one, and adds its hash to the file. list: names and roles.
+    """Makes tokens for the HTTP API and the status page. A program sends a token in the header
+    `Authorization: Bearer TOKEN`; a person logs in to the page with it. `create` prints a new
+    token and adds its hash to the file. `list` prints the names and roles in the file.
 
-    The file is for `shoal coordinator --http-tokens FILE`, which reads it again when it changes:
-    remove a line to end that token and its sessions.
+    Give the file to `shoal coordinator --http-tokens FILE`, which reads it again when it changes.
+    To revoke a token and end its sessions, remove its line.
     """
 
     action: Annotated[Literal["create", "list"], Parameter(show_default=False)] = field(

@@ -293,7 +293,7 @@ def test_a_folder_with_other_files_is_not_overwritten_by_a_bundle(tmp_path: Path
     (tmp_path / gpu_bundle.NCCL).touch()
     gpu_bundle.check_out(tmp_path)
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(gpu_bundle.NotBundled, match="which is of no bundle"):
+    with pytest.raises(gpu_bundle.NotBundled, match="which is not part of a bundle"):
         gpu_bundle.bundle(
             tmp_path, python="3.12", machine="x86_64", further=[], uv=Path(sys.executable)
         )
@@ -306,7 +306,7 @@ def test_a_refused_option_leaves_the_existing_folder(tmp_path: Path) -> None:
         gpu_bundle.bundle(out, python="3.12", machine="x86_64", further=further, uv=uv)
 
     (tmp_path / "run.py").touch()
-    with pytest.raises(gpu_bundle.NotBundled, match="--with torch: it is one of grpcio"):
+    with pytest.raises(gpu_bundle.NotBundled, match="bad --with torch: expected one of grpcio"):
         bundle(tmp_path, "torch")
     assert (tmp_path / "run.py").exists()
     with pytest.raises(gpu_bundle.NotBundled, match="cannot be made"):

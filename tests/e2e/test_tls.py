@@ -116,14 +116,16 @@ def test_jobs_train_and_recover_with_tls(shoal_command: Shoal, tmp_path: Path) -
     assert code == 0, output
 
     # The address is not known to be this user's, as from another machine. Without a certificate the
-    # command fails at once and names it; with the one that the cluster's welcome names, it
+    # command fails at once and names it; with the one that `shoal up` prints, it
     # succeeds.
     with Network() as network:
         wire = network.wire(cluster["SHOAL_COORDINATOR"])
         without = {"SHOAL_COORDINATOR": wire.endpoints[0]}
         code, output = finish(shoal_command.start("stop", "ddp", environment=without))
         assert code == 1 and "speaks TLS, and this process has no certificate" in output, output
-        assert "Set SHOAL_TLS to the folder of certificates that `shoal up` names" in output, output
+        assert "Set SHOAL_TLS to the folder of certificates that `shoal up` prints" in output, (
+            output
+        )
         (named,) = [line.split()[1] for line in welcome if line.startswith("certificates")]
         given = {**without, "SHOAL_TLS": named}
         code, output = finish(shoal_command.start("status", "--all", environment=given))

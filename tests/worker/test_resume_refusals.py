@@ -229,8 +229,8 @@ def net(num_more: int = 0, *, frozen: bool = False, buffer: bool = False) -> tor
 @pytest.mark.parametrize(
     ("first", "second", "seen"),
     [
-        ({"num_more": 1}, {}, r"model, which has less; saw 2\.bias"),
-        ({"buffer": True}, {}, r"model, which has less; saw seen"),
+        ({"num_more": 1}, {}, r"model, which lacks a tensor; saw 2\.bias"),
+        ({"buffer": True}, {}, r"model, which lacks a tensor; saw seen"),
         ({}, {"num_more": 1}, r"model at 2\.weight; saw missing"),
         ({}, {"frozen": True}, r"another optimizer.*saw 0\.bias in the state"),
         ({"frozen": True}, {}, r"another optimizer.*saw a state without 0\.bias"),

@@ -1,4 +1,4 @@
-"""torch.compile, with a validation after each epoch that ends the training early."""
+"""torch.compile, with a validation after each epoch that may end the training early."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A run that continues from the checkpoint that an earlier one wrote after an epoch."""
+"""A run that continues from the checkpoint that an earlier run wrote after some epochs."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""nanoGPT's loop: a GPT with tied weights, micro-batches, autocast and a rate for each step."""
+"""nanoGPT's loop: a GPT with tied weights, micro-batches, autocast and a learning rate per step."""
 
 import math
 import sys

@@ -25,7 +25,8 @@ class OpenBulkCall(Protocol):
 
 
 class BulkTransport:
-    """The transport to one server. For one thread at a time, except `close`."""
+    """The transport to one server. One thread at a time may use it; `close` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class BulkTransport:
         transport: str,
         slot_bytes_for: Callable[[int], int] = int,
     ) -> None:
-        """`slot_bytes_for`: returns the slot size to ask for, given that of the largest part."""
+        """`transport`: "auto", "tcp" (no shared memory) or "grpc". `slot_bytes_for`: returns the
+        slot size to ask for, given the size of the largest part."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
@@ -52,7 +54,8 @@ class BulkTransport:
         self, largest_bytes: int, num_parts: int, timeout_s: float
     ) -> BulkConnection | None:
         """Return the connection for a call with about `num_parts` parts of at most `largest_bytes`
-        each; open it if necessary. None: use gRPC. Raises grpc.RpcError."""
+        each; open it if necessary. Returns None if the call has to use gRPC. Raises
+        grpc.RpcError."""
         held = self._connection
         if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
             return held
@@ -72,7 +75,7 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # `close` ran while this connected: the call must fail like any call in progress.
+            # `close` ran while this thread connected: the call must fail like a call in progress.
             connection.close()
         return connection
 

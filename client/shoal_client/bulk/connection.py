@@ -30,18 +30,19 @@ from shoal_proto.v1.tables_pb2 import (
 )
 
 LOOKS_S = 0.0003
-"""Time for which a call of large parts through shared memory polls for an answer before its thread
-sleeps. The kernel wakes a sleeping thread on the server's processor, which both then share although
-another is idle. Polling yields the processor to other threads."""
+"""Time for which a large call through shared memory polls for an answer before its thread sleeps.
+The kernel wakes a sleeping thread on the server's processor, so that thread and server share one
+processor although another one is idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Minimum size of a call that polls; a smaller call is answered soon in any case."""
+"""Minimum number of bytes copied into slots by a call that polls. A smaller call is answered soon
+in any case."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
 class BulkConnection:
-    """Bulk connection, for one thread at a time, except `close`. An error in a call ends the
-    connection; so does an iterator that is closed before its end."""
+    """Bulk connection. One thread at a time may use it; `close` may be called from any thread. An
+    error in a call ends the connection; so does an iterator that is closed before its end."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
         """Take ownership of the socket."""
@@ -73,8 +74,8 @@ class BulkConnection:
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
         """Pull shards. `parts`: the requested shards, in the request's order. The iterator raises
-        the server's error, MalformedMessage, Unavailable or DeadlineExceeded. A yielded piece is
-        valid until the next one is requested."""
+        the server's error, MalformedMessage, ChecksumMismatch, Unavailable or DeadlineExceeded. A
+        yielded piece is valid until the next one is requested."""
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 
@@ -188,8 +189,8 @@ class BulkConnection:
         return frame
 
     def _poll_briefly(self) -> bool:
-        """Poll for an answer if the call is large enough. True if data was read. Raises
-        Unavailable if the server hung up."""
+        """Poll for an answer if the call is large enough. Returns True if data was read. Raises
+        Unavailable if the server has closed the connection."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -201,8 +202,8 @@ class BulkConnection:
         return False
 
     def _receive(self) -> bool:
-        """Read data that has arrived. True if there was any. Raises Unavailable if the server hung
-        up."""
+        """Read data that has arrived. Returns True if there was any. Raises Unavailable if the
+        server has closed the connection."""
         try:
             count = self._socket.recv_into(self._reader.space())
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -50,8 +50,8 @@ class Sending:
         return bool(self._ready or self._record)
 
     def record_answer(self, shard_id: int) -> None:
-        """Record that the server has answered for the shard. If it refused the shard, the rest of
-        its data is not sent."""
+        """Record that the server has answered for the shard. A part of the shard that has not begun
+        is then not sent: the server has refused it."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
@@ -126,7 +126,7 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Send prepared data, at most MAX_BUFFERS buffers. True if the kernel took all of them."""
+        """Send prepared data, at most MAX_BUFFERS buffers. Returns True if the kernel took all."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]

@@ -77,7 +77,8 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """A certificate with a new key. Raises InvalidSpec if it would outlive this authority."""
+        """Issue a certificate with a new key. Raises InvalidSpec if the certificate would outlive
+        this authority."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
             raise InvalidSpec(
                 "a certificate would outlive its authority",
@@ -123,7 +124,8 @@ def read(cert: bytes) -> x509.Certificate:
 
 
 def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
-    """Holder of a certificate, to issue it again; None if it is not of Shoal's form."""
+    """Return the holder and the duration of a certificate, to issue it again; None if the
+    certificate is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -33,7 +33,7 @@ class ListedCertificate:
 
 
 class CertificateFolder:
-    """`ca.crt` and `ca.key`, and NAME.crt with NAME.key for each holder."""
+    """A folder with `ca.crt` and `ca.key`, and with NAME.crt and NAME.key for each holder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class CertificateFolder:
 
     @property
     def has_authority(self) -> bool:
-        """True if the folder has an authority."""
+        """True if the folder has the certificate or the key of an authority."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
     def init(
@@ -54,8 +54,9 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, and a certificate for each role. `hosts`: names and addresses of
-        the coordinator. Raises InvalidSpec if there is an authority already, if the folder cannot
+        """Make the authority, for ten years, and a certificate for each role. `valid`: duration of
+        these certificates. `hosts`: names and addresses of the coordinator. Raises InvalidSpec if
+        there is an authority already, if `valid` is not less than ten years, if the folder cannot
         be made, or if other users have access to it.
         """
         if self.has_authority:
@@ -63,8 +64,8 @@ class CertificateFolder:
                 "there is an authority already",
                 seen=str(self.path / CA_FILE),
                 expected="a folder without one",
-                fix="`shoal certs issue` and `renew` use it. A new one would make all certificates"
-                " of this one worthless: remove the folder first, if that is meant.",
+                fix="`shoal certs issue` and `renew` use it. A new authority would make all of its"
+                " certificates worthless. To replace it nevertheless, remove the folder first.",
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,7 +83,8 @@ class CertificateFolder:
             self._keep_new(authority, holder)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec, as for a taken name."""
+        """Issue one more certificate; return its file. Raises InvalidSpec, for example if there is
+        a certificate of this name already."""
         self._check_private()
         return self._keep_new(self._authority(), holder)
 
@@ -93,12 +95,13 @@ class CertificateFolder:
 
     def renew(self) -> list[Path]:
         """Issue every certificate of the folder again, with a new key and the same duration; return
-        the files. Raises InvalidSpec."""
+        their files. Raises InvalidSpec."""
         self._check_private()
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match; a reader then reads them again.
+            # Between the two writes the files do not match. A process that loads them then tries
+            # again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)

@@ -95,7 +95,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
         ),
         (
             "certs",
-            "make the certificates by which the parts of a cluster recognise each other",
+            "make the certificates with which the parts of a cluster authenticate each other",
             "certs:CertsConfig",
             "certs:certs",
         ),

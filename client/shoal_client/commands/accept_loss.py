@@ -37,9 +37,9 @@ _SAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptLossConfig:
-    """Gives up shards of a job that are lost: they start over with the initial values of the next
-    worker. The job's other shards keep their values. This cannot be undone: try `shoal restore`
-    first, or start the server whose journal has them."""
+    """Gives up lost shards of a job: they start over with the initial values of the next worker
+    that joins. The job's other shards keep their values. This cannot be undone: try `shoal restore`
+    first, or start the server whose journal has the shards."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -48,8 +48,8 @@ class AcceptLossConfig:
     yes: Annotated[bool, Parameter(name="--yes")] = False
     """Do not ask for the job's name as a confirmation."""
     samples: Literal["anew", "keep"] | None = None
-    """anew: train on all samples again; keep: continue after those already trained on. By default
-    anew if nothing of the trained values is left; if a part is left, you have to choose."""
+    """anew: train on all samples again. keep: train on the remaining samples only. By default anew
+    if all trained values are lost; if some shards keep theirs, you have to choose."""
     coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
@@ -90,7 +90,7 @@ def accept_loss(config: AcceptLossConfig) -> int:
         coordinators.close()
     for shard in reply.shards:
         at = _local(shard.accepted_unix_s)
-        again = ", before" if shard.before else ""
+        again = ", in an earlier call" if shard.before else ""
         print(
             f"loss of {_in_short(shard)} of job {config.job} accepted by {printable(shard.by)}"
             f" at {at}{again}"

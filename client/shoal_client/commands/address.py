@@ -25,7 +25,7 @@ HttpUrl = Annotated[
         metavar="URL,...",
         help="Base URL of the coordinator's status page; with several coordinators, one for each."
         " By default the coordinator is asked for it if --coordinator is given; otherwise it is"
-        " http://127.0.0.1:7780, or your only cluster on this machine.",
+        " http://127.0.0.1:7780, or the page of your only cluster on this machine.",
     ),
 ]
 """The option --http."""
@@ -47,22 +47,22 @@ class StatusAddress(TlsOptions):
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas; if only coordinators are given, just the leader's,
-        for which they are asked. Raises the errors of that call, and InvalidSpec if no address is
-        given and several of this user's clusters run on this machine."""
+        """URLs of the page, separated by commas. If only coordinators are given, they are asked for
+        the leader's URL. Raises the errors of that call, and InvalidSpec if no address is given and
+        several of this user's clusters run on this machine."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 
 def _usual_urls() -> str:
-    """URLs of the page: those of this user's only cluster on this machine, or the usual one if a
-    cluster has it or none runs. Raises InvalidSpec if there are several clusters."""
+    """URLs of the page of this user's only cluster on this machine; the usual URL if a cluster has
+    it, or if none runs. Raises InvalidSpec if there are several clusters."""
     found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
     return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:
-    """Base URL of the page of the coordinator that leads, which this asks for; empty without
-    coordinators. Raises the errors of the call."""
+    """Ask the coordinators for the base URL of the leader's page; empty without coordinators.
+    Raises the errors of the call."""
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)

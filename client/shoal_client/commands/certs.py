@@ -22,7 +22,7 @@ _ROLES = ", ".join(role.value for role in CertificateRole)
 
 @dataclass(frozen=True, kw_only=True)
 class CertsConfig:
-    """Makes the certificates by which the processes of a cluster recognise each other.
+    """Makes the certificates with which the processes of a cluster authenticate each other.
 
     init: an authority, and a certificate for each role. issue ROLE: one more certificate. renew:
     issues all certificates of the folder again; running processes use the new ones without a
@@ -50,7 +50,7 @@ class CertsConfig:
     hosts: Annotated[
         Sequence[str], Parameter(name="--host", metavar="NAME", allow_repeating=True)
     ] = ()
-    """issue, init: names and addresses by which browsers reach the coordinator. Shoal's own
+    """issue, init: names and addresses at which browsers reach the coordinator. Shoal's own
     processes need none. Can be repeated."""
     valid_h: Annotated[float, Parameter(metavar="HOURS")] = DEFAULT_VALID.total_seconds() / 3600
     """issue, init: hours for which certificates are valid. Renewed certificates are valid for the

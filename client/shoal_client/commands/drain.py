@@ -51,7 +51,8 @@ class DrainConfig:
 
 
 def drain(config: DrainConfig) -> int:
-    """Make the member leave, wait until it has left. Raises UnknownMember or DeadlineExceeded."""
+    """Ask the member to leave, and wait until it has left. Raises UnknownMember,
+    DeadlineExceeded."""
     member_id = config.member
     urls = config.address.urls()
     coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))
@@ -123,7 +124,7 @@ def _drained(
             raise DeadlineExceeded(
                 f"{request.member_id} has not left job {request.job} yet",
                 seen=seen,
-                expected="a step that ends, and others that can go on without it",
+                expected="a step that ends, and other members that can go on without it",
                 fix=f"See `shoal why {request.member_id} --job {request.job}`, or wait longer"
                 " with --timeout.",
             )

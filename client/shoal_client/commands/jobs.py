@@ -110,10 +110,10 @@ class WaitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """Lets workers join a job again that failed, was stopped, or whose state is lost; with
-    --from-scratch also an interrupted job without members. It continues from its state on the
-    parameter servers, or from the newest checkpoint. If there is neither, the job is lost again,
-    unless you give --from-scratch."""
+    """Lets workers join a job again that failed, was stopped, or whose state is lost. The job
+    continues from its state on the parameter servers, or from the newest checkpoint. If there is
+    neither, the job is lost again, unless you give --from-scratch. With that option the job may
+    also be an interrupted one without members."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -129,7 +129,8 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job. Returns 1 if members are left after `wait_s`, unless that is 0; else 0."""
+    """Stop the job. Returns 1 if members are left after `wait_s` seconds; else 0, and always 0 if
+    `wait_s` is 0."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -158,7 +159,8 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end. Raises UnknownJob, Unavailable if no coordinator answers at first."""
+    """Wait for the job's end. Raises UnknownJob, JobQuarantined, or Unavailable if no coordinator
+    answers at first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s
@@ -183,8 +185,8 @@ def wait(config: WaitConfig) -> int:
 
 
 def retry(config: RetryConfig) -> int:
-    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if it runs or
-    its records were removed and `--from-scratch` was not given.
+    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec: the job has
+    members, or its records were removed and `--from-scratch` was not given.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
@@ -235,8 +237,8 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
         was = "was stopped" if standing.phase == "stopped" else "has failed"
         raise JobStopped(
             f"job {job} {was} ({printable(standing.reason)})",
-            fix=f"`shoal retry {job}` lets it be joined again, from where its state is; --fresh"
-            " starts it over.",
+            fix=f"`shoal retry {job}` lets workers join it again, and it continues from its state;"
+            " --fresh starts it over.",
         )
     if standing.finished:
         raise JobFinished(

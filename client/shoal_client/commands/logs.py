@@ -36,9 +36,9 @@ ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """Shows what the workers of a job print, or one of them, on whichever host they run. Their
+    """Shows the output of a job's workers, or of one worker, on whichever host they run. Their
     launchers provide the newest 1 MiB of each worker's output. The newest 8 to 16 MiB are in files
-    on their hosts; if the coordinator has no output, those of this host are shown."""
+    on the worker's host; if the coordinator has no output, the files of this host are shown."""
 
     name: str = field(kw_only=False)
     """Name of the job, or id of a member."""
@@ -46,11 +46,12 @@ class LogsConfig:
     """Show only the output of this member."""
     of_job: Annotated[str, Parameter(name="--job", metavar="NAME")] = ""
     """The member's job: `shoal logs MEMBER --job NAME` is `shoal logs NAME MEMBER`. Needed only if
-    several jobs have a member of this name, or it has left."""
+    several jobs have a member of this name, or the member has left."""
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative=())] = False
     """Keep showing new lines, until Ctrl-C or the end of the launchers."""
     number: Annotated[int | None, Parameter(name="-n", metavar="N")] = None
-    """Number of newest lines to show first: 100 of one member, 10 of each of several by default."""
+    """Number of newest lines to show first. By default 100 for one member, or 10 for each of
+    several."""
     directory: Annotated[Path | None, Parameter(name="--log-dir", metavar="DIRECTORY")] = None
     """Read the files of a launcher's --log-dir on this host, and ask no coordinator."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
@@ -79,7 +80,8 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there are none, InvalidSpec to follow several."""
+    """Print the lines. Raises UnknownMember if there is no output, and InvalidSpec if `follow` is
+    given and the files of several members are shown."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:
@@ -127,7 +129,7 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    """Members of the job, or if it has none now, those of the newest generation."""
+    """Members of the job; if it has none now, the members of its newest generation."""
     detail = client.job(job)
     found = [str(each["member"]["member_id"]) for each in detail["members"]]
     if not found and detail["generations"]:
@@ -177,7 +179,7 @@ def _follow(
                 del positions[member]
                 continue
             if page["has_gap"]:
-                _say(f"lines of {member} are missing here: too many at once, or a new launcher")
+                _say(f"lines of {member} are missing: it printed too fast, or its launcher is new")
             _show(page["lines"], member if prefixed else "")
             positions[member] = page["after"]
 
@@ -203,7 +205,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
         _show(newest, path.stem if len(found) > 1 else "")
     if config.follow:
         if len(found) > 1:
-            raise InvalidSpec("files are followed one at a time", expected="a MEMBER")
+            raise InvalidSpec("files of several members cannot be followed", expected="one MEMBER")
         for data in _followed(found[0]):
             _show(plain_lines(data), "")
     return 0
@@ -236,7 +238,7 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
-    """Yield data appended from now on, even after the launcher has begun a new file."""
+    """Yield data appended after the call, also when the launcher has begun a new file."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         pause(LOOK_EACH_S)

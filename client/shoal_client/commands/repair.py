@@ -24,7 +24,7 @@ BROKEN = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """Shows why a job is quarantined: which record in etcd cannot be read, what it holds, and what
+    """Shows why a job is quarantined: which record in etcd cannot be read, its contents, and what
     can be done. With --apply, moves such records to keys under /shoal/v1/quarantine/ and lets the
     job continue from the rest; nothing is destroyed, and the coordinator is not restarted. Exits
     with 1 while the job is quarantined."""
@@ -34,11 +34,12 @@ class RepairConfig:
     apply: bool = False
     """Apply the repair. Without it, nothing changes."""
     min_members: Annotated[int, Parameter(name="--min")] = 0
-    """The job's --min, if the record of it cannot be read."""
+    """The job's --min. Needed if the record that contains it cannot be read, and the job has
+    members."""
     max_members: Annotated[int, Parameter(name="--max")] = 0
-    """The job's --max, likewise."""
+    """The job's --max; needed like --min."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
-    """The job's --desired, likewise."""
+    """The job's --desired; needed like --min."""
     coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
@@ -90,7 +91,7 @@ def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
             else f"  {'--apply' if record.mendable else 'remedy'}:   {record.remedy}",
         ]
     if reply.quarantined and reply.goes_on:
-        lines.append(f"job {job} goes on ({reply.phase or 'nothing of it is left'})")
+        lines.append(f"job {job} goes on ({reply.phase or 'it has no records left'})")
     elif reply.quarantined and not reply.records:
         lines.append("All its records can be read: --apply lets it continue from them.")
     return lines

@@ -38,8 +38,8 @@ from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
 
 ANSWER_WITHIN_S = 10.0
 _URL_HELP = (
-    "A directory that all servers share, or s3://bucket/prefix, ... By default that of the"
-    " coordinator's --snapshot-url."
+    "A directory that all servers share, or s3://bucket/prefix, ... By default the coordinator's"
+    " --snapshot-url."
 )
 
 
@@ -152,7 +152,7 @@ def show(config: SnapshotListConfig) -> int:
     for what in reply.damaged:
         print(f"damaged: {printable(what)}", file=sys.stderr)
     if reply.every_s:
-        console.print(f"one every {reply.every_s:g} s, {reply.num_kept} are kept")
+        console.print(f"a snapshot every {reply.every_s:g} s; the newest {reply.num_kept} are kept")
     return 0
 
 
@@ -166,7 +166,7 @@ def restore(config: RestoreConfig) -> int:
     snapshot = reply.snapshot
     age_s = time.time() - snapshot.taken_unix_s
     print(
-        f"job {snapshot.job} is as of snapshot {snapshot.number}, {age_s:.0f} s ago:"
+        f"job {snapshot.job} is restored from snapshot {snapshot.number}, {age_s:.0f} s old:"
         f" {snapshot.num_shards} shards on {', '.join(reply.servers)}"
     )
     return 0

@@ -36,7 +36,7 @@ ANSWER_WITHIN_S = 5.0
 MAX_SHOWN_SHARDS = 8
 MAX_SHOWN_MEMBERS = 10
 WIDE = 100
-"""Minimum width of a terminal in columns for showing members' hosts, and each table undivided."""
+"""Width of a terminal, in columns, from which members' hosts are shown and no table is split."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
 """Option of a request: the server's certificate must have a coordinator's name, not the address."""
@@ -257,7 +257,7 @@ def grpc_address_of(urls: str) -> Sequence[str]:
 
 
 def status(config: StatusConfig) -> int:
-    """Print the jobs that have not ended, every job, or one."""
+    """Print the jobs that have not ended; with `every` all jobs, with `job` only that job."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()
@@ -276,7 +276,7 @@ def status(config: StatusConfig) -> int:
     for series in scripts:
         _print_weights(console, series)
     if num_over := len(every) - len(known):
-        console.print(f"\n{num_over} more that are over: --all shows them, `shoal jobs` lists them")
+        console.print(f"\n{num_over} more have ended: --all shows them, `shoal jobs` lists them")
     return 0
 
 
@@ -416,7 +416,7 @@ def _print_weights(console: Console, series: Json) -> None:
     if series["lost"]:
         versions = ", ".join(map(str, series["lost"]))
         console.print(
-            f"lost: versions {versions}: no server has them", style="red", highlight=False
+            f"lost versions: {versions} (no server has them)", style="red", highlight=False
         )
 
 
@@ -507,7 +507,7 @@ def _print_servers(console: Console, view: Json) -> None:
         console.print(table, highlight=False)
     for server in view["servers"]:
         for peer in server["full_peers"]:
-            text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
+            text = f"{peer['server_id']} accepts no further copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
     for loss in view["lost_in_words"]:
         console.print(f"lost: {escape(loss)}", style="red", highlight=False)

@@ -64,8 +64,8 @@ class UpConfig:
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
     """Make all parts log everything they do: SHOAL_LOG_LEVEL=debug."""
     tls: bool = False
-    """Use TLS, which is the default: certificates are made in `certs` in --dir, and renewed while
-    this runs."""
+    """Use TLS; this is the default. Certificates are made in `certs` in --dir, and renewed while
+    the cluster runs."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File of tokens, made by `shoal token`, with which other users of this machine access the
     status page. By default only the user that runs this command can, and root."""
@@ -90,7 +90,7 @@ class UpConfig:
 
 
 def up(config: UpConfig) -> int:
-    """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it cannot stay up (1)."""
+    """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, 1 if a part of it does not stay up."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     orders = StopOrders()
 
@@ -165,7 +165,7 @@ def _check_listens(etcd: str) -> None:
         "the cluster does not come up without etcd",
         seen="; ".join(seen),
         expected=f"an etcd that answers at {etcd}",
-        fix="Check --etcd, and that nothing keeps this machine from reaching it.",
+        fix="Check --etcd, and that this machine can reach it.",
     )
 
 
@@ -178,13 +178,13 @@ def _await_leader(cluster: LocalCluster, etcd: str) -> None:
             "the cluster does not come up: no coordinator leads",
             seen=error.seen,
             expected=f"an etcd that answers at {etcd}",
-            fix="Check --etcd, and that nothing keeps this machine from reaching it.",
+            fix="Check --etcd, and that this machine can reach it.",
         ) from error
 
 
 def _next_of(ended: "queue.SimpleQueue[str]") -> str:
-    """Wait for the next entry, in short waits: a signal that arrives just before a wait does not
-    end it."""
+    """Wait for the next entry. A signal that arrives just before a wait does not end that wait, so
+    each wait is short."""
     while True:
         with suppress(queue.Empty):
             return ended.get(timeout=SIGNALS_SEEN_S)

@@ -43,7 +43,7 @@ cannot continue the job, or this process' certificate has to be renewed."""
 # Not the module `random`: the script may have seeded `random` with the same number in every member,
 # and draws by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
-"""A number from 0 to 1, for the pauses between attempts."""
+"""Draws a number from 0 to 1, for the pauses between attempts."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -154,9 +154,10 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error, or
-        CertificateRefused. A RetryError is raised only if no time is left for another attempt, if
-        `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
-        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
+        CertificateRefused. A RetryError is raised only in these cases: no time is left for another
+        attempt; `gives_up()` returns True after an attempt; `close` was called; or the error is a
+        DeadlineExceeded and less than `attempt_s` was left for the attempt: a server may answer
+        with this error before the time is over."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
@@ -206,10 +207,10 @@ class Coordinators:
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
         """Repeat a call until it is answered, through outages of hours. `call` limits the time of
-        each attempt itself. Raises errors other than those in OUTLASTED at once, CertificateRefused
-        after SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True
-        or the connection is closed. Logs one line at the beginning of an outage, and one when the
-        call is answered after it."""
+        each attempt itself. An error that is not in OUTLASTED is raised at once, CertificateRefused
+        after SHOAL_CERTIFICATE_WAIT_S, and any error once `gives_up()` returns True or `close` was
+        called. Logs one line at the beginning of an outage, and one when the call is answered after
+        it."""
         back_off = BackOff()
         away_since_s: float | None = None
         certificate = CertificateWait(wait_s())
@@ -225,7 +226,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not since the call began: a coordinator may have held it for long.
+                    # Not the time of the call: a coordinator may have kept it waiting for long.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue

@@ -45,14 +45,14 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def record_reply(self) -> None:
-        """Record a reply: from now on the stream may be silent."""
+        """Record a reply: the stream has no time limit after it."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """Error for the stream that just ended, if the time limit ended it, which also doubles the
-        next limit; else None."""
+        """Error for the stream that just ended, if the time limit ended it; else None. With an
+        error, the next limit is doubled."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)

@@ -37,8 +37,8 @@ def greeting(member_id: str, process: str) -> bytes:
 
 class ProbeListener:
     """Greets peers until it is closed. The constructor binds, and raises OSError if no port is
-    free. It binds to `address` if that is an address of this host. If it is a name, or the address
-    of a gateway to this host, it binds to every interface."""
+    free. It binds to `address` if that is an address of this host. If `address` is a name, or the
+    address of a gateway to this host, it binds to every interface."""
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
         self._greeting = greeting(member_id, public_id(incarnation))

@@ -2,8 +2,8 @@
 TLS.
 
 gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
-repeated in vain. So after such a failure a TLS handshake is made directly, twice if the first one
-gives no reason: it shows the error, and the side that refused."""
+repeated until its time limit. So after such a failure this module makes a TLS handshake itself,
+twice if the first one gives no reason: it shows the error, and the side that refused."""
 
 import socket
 import ssl
@@ -150,6 +150,6 @@ def _needs_tls(address: str) -> CertificateRefused:
         f"{address} speaks TLS, and this process has no certificate",
         seen="a TLS handshake",
         expected="--tls DIRECTORY, or --tls-ca, --tls-cert and --tls-key",
-        fix="Set SHOAL_TLS to the folder of certificates that `shoal up` names (its user's commands"
-        " on its machine find it by themselves), or to one of `shoal certs`.",
+        fix="Set SHOAL_TLS to the folder of certificates that `shoal up` prints, or to one made by"
+        " `shoal certs`. The user who runs `shoal up` need not set it on that machine.",
     )

@@ -103,9 +103,10 @@ def count_asynchronous(
     accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
     """Count a run in which each worker's step is one push. A killed worker's last push may have
-    been applied without an acknowledgement. The number of such pushes is that of applied pushes
-    minus that of acknowledged ones. If it is unknown (None), all unacknowledged pushes count as
-    applied, so that no repetition is missed.
+    been applied without an acknowledgement. The number of such pushes is `pushes_applied` minus the
+    number of acknowledged pushes; the first unacknowledged pushes of `accounts` are counted. If
+    `pushes_applied` is None (unknown), all unacknowledged pushes count as applied, so that no
+    repetition is missed.
     """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()

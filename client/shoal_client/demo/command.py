@@ -57,7 +57,8 @@ class DemoConfig:
 
 
 def demo(config: DemoConfig) -> int:
-    """Run the demo and return its exit code: 0 good, 1 not, 130 after Ctrl-C."""
+    """Run the demo. Returns the exit code: 0 if both trainings are good and no process is left, 1
+    if not. Raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -77,7 +78,8 @@ def demo(config: DemoConfig) -> int:
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
-    """Train, end all processes and print the figures; return True if all of it is good."""
+    """Train, end all processes and print the figures; return True if both trainings are good and
+    no process is left."""
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]

@@ -14,7 +14,7 @@ class DemoPlan:
     strategy: str
     epochs: int
     global_batch: int
-    """Samples in a step: of all workers together; asynchronous: of one worker."""
+    """Samples in a step of all workers together; if asynchronous, in a step of one worker."""
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
@@ -38,18 +38,18 @@ PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of one training. Fields and meanings are those of `shoal demo --json`."""
+    """Outcome of one training, with the fields of `shoal demo --json`."""
 
     strategy: str
     test_accuracy: float
     """Accuracy of the final weights on the held-out images."""
     steps: int
-    """Committed optimizer steps; asynchronous: pushes applied."""
+    """Committed optimizer steps; if asynchronous, applied pushes."""
     samples_per_s: float
     """Mean over the whole training, kill and recovery included."""
     recovery_s: float
-    """Seconds from the SIGKILL to the next step that a surviving worker completed; synchronous: in
-    the generation without the killed worker."""
+    """Seconds from the SIGKILL to the next step that a surviving worker completed; if synchronous,
+    the next step in the generation without the killed worker."""
     pause_s: float
     """The longest time without a step by any survivor in the two seconds after the kill, beyond the
     usual gap."""

@@ -1,4 +1,4 @@
-"""One training of the demo: `shoal run` with a SIGKILL on the way, and its outcome."""
+"""One training of the demo: `shoal run`, with a SIGKILL of one worker, and its outcome."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Kill:
 
 
 class LiveTally:
-    """Cheap counts from the growing audit files, only for the progress bar."""
+    """Cheap counts from the growing audit files, for the progress bar and the time of the kill."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -59,8 +59,8 @@ class WorkerStatus:
 
 class HostBeats:
     """Sends heartbeats, on its own thread, for every running process that has claimed its slot. If
-    a heartbeat is refused, the worker gets the refusal itself: without accepted heartbeats of the
-    launcher it sends its own.
+    a heartbeat is refused, the worker gets the refusal too: once the launcher's heartbeats are not
+    accepted, the worker sends its own.
     """
 
     def __init__(

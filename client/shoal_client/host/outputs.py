@@ -43,7 +43,8 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: the output of each member in `request`. `coordinators` has to outlive this."""
+        """`tails`: the output of each member in `request`. `coordinators` must stay open until the
+        end of the `with` block."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)
@@ -129,7 +130,7 @@ class HostOutputs:
             return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
         except ShoalError as error:
             return error  # the connection was closed
-        return Unavailable("the coordinator ended the stream of questions")
+        return Unavailable("the coordinator ended the stream of output requests")
 
     def _answer(self, wanted: pb.OutputWanted) -> None:
         tail = self._tails.get(wanted.member_id)

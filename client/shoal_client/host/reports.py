@@ -51,7 +51,7 @@ OVER = frozenset({"lost", "stopped", "failed"})
 worker that joins a finished job is refused."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""Maximum number of reports that wait for a coordinator to come back."""
+"""Maximum number of reports that wait until a coordinator answers."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
@@ -81,7 +81,7 @@ def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]
             f"no coordinator leads at {', '.join(coordinators)}",
             seen=seen,
             expected="one of them to lead, which needs etcd",
-            fix="`/readyz` of its status page says what keeps it from leading.",
+            fix="`/readyz` of a coordinator's status page says why it does not lead.",
         )
     return Unavailable(
         f"no coordinator answers at {', '.join(coordinators)}",
@@ -182,7 +182,8 @@ class HostReporter:
 
     @property
     def is_job_running(self) -> bool:
-        """True if the job was neither finished nor over in the newest answer; False before one."""
+        """True if the job was neither finished nor over in the newest answer; False before the
+        first."""
         return self._phase not in ("", FINISHED) and not self.final_phase
 
     @property
@@ -202,7 +203,8 @@ class HostReporter:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Wait until all reports so far are sent or dropped; False if that takes longer."""
+        """Wait until all reports so far are sent or dropped; False if that takes longer than
+        `timeout_s`."""
         sent = threading.Event()
         self._reports.put(sent)
         return sent.wait(timeout_s)

@@ -29,7 +29,7 @@ class StopOrders:
         return time.monotonic() < self._first_s + SAME_ORDER_S
 
     def is_repeated(self, number: int) -> bool:
-        """Note a signal; True if it repeats the newest order. Otherwise the signal begins a new
+        """Record a signal; True if it repeats the newest order. Otherwise the signal begins a new
         order.
 
         Two SIGINTs are two orders: a person has pressed Ctrl-C twice.

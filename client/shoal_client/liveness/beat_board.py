@@ -1,6 +1,6 @@
 """Memory shared by a launcher and its workers, so that either can send a worker's heartbeats.
 
-A trainer that holds Python's lock for seconds (a compiler, a C extension, CUDA at its start) stops
+A trainer that holds the GIL for seconds (a compiler, a C extension, CUDA at its start) stops
 all threads of its process, including the one that sends heartbeats. So the launcher sends
 heartbeats for all workers of its host in one call. It reads their identities from this board: a
 worker may join another job than the launcher named, or join again as a new incarnation.
@@ -90,8 +90,8 @@ class MembershipEnding(enum.IntEnum):
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for the error that ended a membership, by what the next process of that name
-        would meet."""
+        """Ending for the error that ended a membership, chosen by what a new process of the same
+        member would get."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
@@ -189,7 +189,7 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
-        """Record that a thread of this process runs: Python's lock is not held."""
+        """Record that a thread of this process runs: no other thread keeps the GIL."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:

@@ -41,7 +41,7 @@ class Lifeline:
 
     def hold(self) -> bool:
         """Hold the lock until `release` or the end of this process; False if that is impossible.
-        Must be called on the main thread: no other lives as long as its process.
+        Must be called on the main thread: no other thread lives as long as its process.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -107,7 +107,7 @@ class Lifeline:
 
 class ExitWatch:
     """Calls `on_exit` with the exit code, on its own thread, as soon as a process begins to exit
-    while it holds its lifeline; not if `exit_code_of` gives no code, as for code 0."""
+    while it holds its lifeline. No call is made if `exit_code_of` returns None, as for code 0."""
 
     def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
         self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit

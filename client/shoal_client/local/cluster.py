@@ -3,8 +3,8 @@
     with LocalCluster(LocalClusterConfig(directory=Path("run"))) as cluster:
         ...  # cluster.coordinator is host:port
 
-All parts are stopped at the end of the block, and none survives a crash of the process that holds
-it. Each part takes free ports; its log, and etcd's data, are in the directory.
+All parts are stopped at the end of the block, and none survives a crash of this process. Each part
+takes free ports; its log, and etcd's data, are in the directory.
 
 With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
 its addresses, a parameter server under its id, at its address if that is still free. A server comes
@@ -48,7 +48,7 @@ class LocalClusterConfig:
     parameters: bool = True
     """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
     num_coordinators: int = 1
-    """Number of coordinators. One of them leads; the others stand ready to take over."""
+    """Number of coordinators. One of them leads; another takes over if it ends."""
     etcd: str = ""
     """host:port,... of an existing etcd; empty: one is started."""
     prefix: str = ""
@@ -58,19 +58,20 @@ class LocalClusterConfig:
     http: str = "127.0.0.1:0"
     """host:port of the first coordinator's HTTP service."""
     advertise: str = ""
-    """Address of this machine by which others reach the coordinators and the parameter servers,
-    which then listen on all addresses, with TLS. Empty: they are for this machine alone."""
+    """Address by which other machines reach the coordinators and the parameter servers, which then
+    listen on all interfaces, with TLS. Empty: only this machine reaches them."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
     `snapshots` in the directory."""
     start_timeout_s: float = 60.0
-    """Limit for a coordinator or server to come up; with progress, ten minutes."""
+    """Maximum time for a coordinator or server to come up if it makes no progress; with progress,
+    ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment of coordinators and servers; its variables for TLS are removed."""
     tls: LocalTls | None = None
-    """None: plain text, on loopback."""
+    """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None
     """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
     the page included. etcd is on loopback, without TLS."""
@@ -115,8 +116,8 @@ class CoordinatorAddress:
 
 class LocalCluster:
     """A local cluster, which is up inside its `with` block. `on_exit` is called with each process
-    that ends, also at the end of the block; `say` with lines for people about a part that is
-    started again. Both run on threads of the cluster.
+    that ends, also at the end of the block. `say` is called with lines for the user, for example
+    about a part that is started again. Both run on threads of the cluster.
     """
 
     etcd: str
@@ -254,8 +255,9 @@ class LocalCluster:
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Ask a server to hand its shards over to the others and to end, and wait for its end.
 
-        From now on the server is not restarted. Raises Unavailable after `timeout_s`: the server
-        then still hands over, and ends later. Does nothing if there is no server of that name.
+        The server is not restarted after this call. Raises Unavailable after `timeout_s`: the
+        server then still hands over, and ends later. Does nothing if there is no server of that
+        name.
         """
         process, keeper = self.processes.get(name), self._keepers.get(name)
         if keeper is not None:
@@ -263,7 +265,7 @@ class LocalCluster:
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:
-                raise self._failure(name, f"still there after {timeout_s:g} s", "end")
+                raise self._failure(name, f"still running after {timeout_s:g} s", "end")
         self._servers.pop(name, None)
 
     def log_tail(self, name: str) -> str:
@@ -382,7 +384,7 @@ class LocalCluster:
             *("--listen", self._listen_address(listen), "--http", http),
             *("--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
-            # At the end of the cluster etcd is stopped too, so a coordinator cannot drain.
+            # The cluster ends as a whole: a coordinator need not wait for members that drain.
             "--drain-s=0",
             *self._advertise_arguments,
             *(() if self._config.parameters else ("--no-parameters",)),

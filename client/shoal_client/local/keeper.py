@@ -20,7 +20,8 @@ class RestartPolicy:
     """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """Ends and failed restarts in a row, each within `settled_s`, that give the cluster up."""
+    """Number of ends and failed restarts in a row, each within `settled_s`, after which the cluster
+    is given up."""
     settled_s: float = 20.0
     """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1
@@ -32,7 +33,7 @@ class RestartPolicy:
             raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
 
     def pause_s(self, failures: int) -> float:
-        """Pause before the restart, after that many ends in a row."""
+        """Pause before a restart that follows `failures` ends in a row."""
         return doubled_s(self.first_pause_s, self.max_pause_s, failures - 1)
 
 
@@ -48,7 +49,7 @@ class Keeper:
     """One part, and the thread that waits for its end.
 
     `start(failures)` starts the part again and returns once it serves, or raises the error. `say`
-    gets lines for people. `give_up` is called once, with the part's name and the reason, if the
+    gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
     part does not stay up. All of them run on the keeper's thread.
 
     A part that ends with EX_TEMPFAIL needs a service outside the cluster, such as an etcd that is

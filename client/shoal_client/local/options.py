@@ -12,7 +12,7 @@ _LIMIT = Parameter(
     metavar="SECONDS",
     group=Group(
         "Time limits of the cluster that is started",
-        help="By default those of `shoal coordinator`: see `shoal config`.",
+        help="By default the limits of `shoal coordinator`, which `shoal config` shows.",
     ),
 )
 LIMITS = ("heartbeat_s", "join_s", "collective_s", "wait_for_members_s")
@@ -23,17 +23,17 @@ class ClusterOptions:
     num_parameter_servers: Annotated[int, Parameter(name="--ps", metavar="N")] = 2
     """Number of parameter servers in the cluster that is started."""
     insecure: bool = False
-    """Start that cluster without TLS: every user of this machine can then read its parameters and
+    """Start the cluster without TLS: every user of this machine can then read its parameters and
     end its jobs. By default certificates are made for it, and your other commands find them."""
     heartbeat_s: Annotated[float | None, _LIMIT] = None
     """Time between heartbeats."""
     join_s: Annotated[float | None, _LIMIT] = None
-    """The longest that a newcomer waits for a generation."""
+    """Maximum time that a newcomer waits for a generation."""
     collective_s: Annotated[float | None, _LIMIT] = None
-    """The longest wait in a collective before it counts as hung."""
+    """Maximum wait in a collective before it counts as hung."""
     wait_for_members_s: Annotated[float | None, _LIMIT] = None
-    """The longest that a job which has trained waits for members while fewer than --min are there.
-    By default there is no limit."""
+    """Maximum time that a job that has trained waits for members while it has fewer than --min. By
+    default there is no limit."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:

@@ -94,7 +94,7 @@ class Process:
     def drain(self, timeout_s: float) -> None:
         """Wait, after the exit, until the child's last lines have reached the sink."""
         if self._pump is not None:
-            # A descendant that left the group may hold the pipe open: hence the limit.
+            # A descendant that left the group may keep the pipe open, so the wait has a limit.
             self._pump.join(timeout_s)
 
     def send_signal(self, number: int) -> None:

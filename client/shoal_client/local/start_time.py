@@ -8,7 +8,7 @@ MOST_S = 600.0
 LEAST_SHARE = 1 / 60
 """Share of a core that counts as progress: a hung part uses less, a part on a busy machine more."""
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
-ADVICE = "If this machine is busy or its disk is slow, run the command again once it is less so."
+ADVICE = "If this machine is busy or its disk is slow, run the command again later."
 
 
 class StartTime:

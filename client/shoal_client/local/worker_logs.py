@@ -63,7 +63,7 @@ class WorkerLog:
         # Another user may have made the directory and the file before, in order to read it.
         if found.st_uid != os.geteuid() or found.st_nlink != 1:
             self.close()
-            raise PermissionError(errno.EPERM, "it is another user's, or has another name as well")
+            raise PermissionError(errno.EPERM, "it belongs to another user, or has a second link")
         os.fchmod(self._file, 0o600)
         self._num_bytes = found.st_size
 

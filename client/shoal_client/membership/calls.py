@@ -36,7 +36,7 @@ def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
 
 
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
-    """Method that reports a heartbeat, whose reply has content."""
+    """Method that sends heartbeats; its reply has an answer to each."""
     return MembershipStub(channel).Heartbeat
 
 

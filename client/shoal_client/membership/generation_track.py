@@ -81,8 +81,8 @@ class GenerationTrack:
         return self._propose_request(proposal)
 
     def begin_step(self, step: int) -> StepBegun | BringUpGeneration | PlannedChange:
-        """Begin the step, or return the generation to bring up instead, or the change that holds
-        the trainer back."""
+        """Begin the step, or return the generation to bring up instead, or the change that the
+        trainer has to wait for."""
         change = self.change
         # No step from the offer on is begun before all members have agreed where to stop:
         # `boundary`.
@@ -166,8 +166,8 @@ class GenerationTrack:
             return None
         if self.change is None or self.change.generation != number:
             self.change = PlannedChange(record=record, offer=self._begun + 1)
-        # A repeated record gets the same offer: this member may have begun only steps below it
-        # since.
+        # A repeated record gets the same offer: since the first one, this member has begun only
+        # steps below it.
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:

@@ -66,7 +66,7 @@ class LeaveState:
     # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Request of a member that stays although its own work is done, or the job is closed. New
+        """Request of a member that stays although its own work is done, or that closes the job. New
         leaders get it again."""
         before = self.stays_as or pb.LeaveRequest()
         self.stays_as = pb.LeaveRequest(

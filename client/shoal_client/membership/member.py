@@ -54,8 +54,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """Callbacks of a session to its owner, on the thread that holds the stream of notices;
-    `on_break` on any thread of the session, the trainer's included."""
+    """Callbacks of a session to its owner. They run on the thread that holds the stream of notices;
+    only `on_break` may run on any thread of the session, the trainer's included."""
 
     validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
@@ -103,9 +103,9 @@ class OwnJob:
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
 
-        `admitted`: True if the member had been admitted to the job. A member that finds its job
-        finished before that was not needed: usually no failure. If the script has several jobs, it
-        is a failure, so that no job is skipped unnoticed.
+        `admitted`: True if the member had been admitted to the job. If the job was finished before,
+        the member was not needed, which is usually no failure. In a script with several jobs it
+        counts as a failure, so that no job is skipped unnoticed.
         """
         ending = MembershipEnding.of(error)
         several = self._is_anothers or self._key in _completed
@@ -132,6 +132,6 @@ class OwnJob:
             expected="another job for each session of a script"
             if again
             else "a job that still has work to do, or a script that goes on with its next job",
-            fix=f'{fix}: "Several jobs in one script" in docs/run.md. `shoal run --fresh` and'
+            fix=f'{fix}: see "Several jobs in one script" in docs/run.md. `shoal run --fresh` and'
             " `shoal rm` let a job start over.",
         )

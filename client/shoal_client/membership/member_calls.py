@@ -55,8 +55,7 @@ class MemberCalls:
         self._joined_s, self._joins_within_s = now_s, within_s
 
     def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:
-        """Log, once, that no coordinator has admitted the member for longer than a change of
-        leaders takes."""
+        """Log, once, that no coordinator has admitted the member for ADMISSION_LOGGED_AFTER_S."""
         if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_LOGGED_AFTER_S:
             return []
         self._is_awaited = True

@@ -372,9 +372,9 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership continues after the error: no coordinator answers, or it cannot
-        continue this job for now. The trainer trains on meanwhile. After a refused certificate an
-        admitted member waits for a renewed one, for a limited time."""
+        """True if the membership continues after the error: no coordinator answers, or the leader
+        cannot continue this job for now. The trainer trains on meanwhile. After a refused
+        certificate an admitted member waits for a renewed one, for a limited time."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -402,7 +402,8 @@ class MemberCore:
         """Handle a notice to leave. `now`: no other member needs this one any more. `unreplaced`:
         no generation follows without this member."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
-        # The notice comes twice: when the coordinator accepts, and when the others go on.
+        # The notice is sent twice: when the coordinator accepts the drain, and when the others go
+        # on.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [
@@ -504,7 +505,7 @@ class MemberCore:
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
             # The others have stopped too, and no coordinator reports their next generation.
-            return drained(self.identity, "the others' next generation did not report that it runs")
+            return drained(self.identity, "no report that the others' next generation runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
         )

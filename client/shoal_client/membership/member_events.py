@@ -66,7 +66,8 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRefused:
-    """The coordinator does not know this member any more."""
+    """The coordinator answered a heartbeat with an error, usually because it no longer knows this
+    member."""
 
     error: ShoalError
 
@@ -197,13 +198,14 @@ def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.Heartb
 
 
 class Persistence(enum.Enum):
-    """Handling of an unanswered call. Refused ones are not repeated, except for a certificate."""
+    """Handling of an unanswered call. A refused call is not repeated, unless the refusal is a
+    CertificateRefused."""
 
     UNTIL_ANSWERED = enum.auto()
     """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""
     WITH_STREAM = enum.auto()
-    """Not repeated: the stream that led to the call is closed, and the next one leads to it
-    again."""
+    """Not repeated: the stream whose notice caused the call is closed, and a notice on the next
+    stream causes it again."""
     FOR_A_TIME = enum.auto()
     """A request to drain: repeated until `give_up_s`; then the member leaves without an answer."""
     ONCE = enum.auto()
@@ -258,7 +260,7 @@ class CancelStream:
 
 @dataclass(frozen=True, kw_only=True)
 class FindLeader:
-    """Turn to another coordinator: the current one has failed with this error."""
+    """Choose another coordinator: the current one has failed with this error."""
 
     error: ShoalError
 
@@ -320,7 +322,7 @@ class LogMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class RaiseError:
-    """End the trainer's call with this error; the effects after it are void."""
+    """End the trainer's call with this error; the effects after it are discarded."""
 
     error: ShoalError
 

@@ -89,9 +89,9 @@ class MemberSession:
     def join(self, timeout_s: float | None = None) -> None:
         """Become a member.
 
-        Raises DeadlineExceeded if no coordinator admits it within `timeout_s` (by default the
-        member's `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such
-        as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
+        Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
+        its `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such as
+        JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
         AccessDenied.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
@@ -168,8 +168,8 @@ class MemberSession:
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
-        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError,
-        except `wait_generation_over` and a call in progress."""
+        """Set the time, by `time.monotonic`, at which the trainer's waits and later calls end with
+        a RetryError. It does not end `wait_generation_over` or a call that is in progress now."""
         with self._lock:
             self._core.clock.give_up_at_s = time_s
 
@@ -185,8 +185,8 @@ class MemberSession:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
         None: it has begun. A record: the old generation stops here by agreement; bring this one up
-        instead, then ask again. Waits only while the members agree where to stop: with a
-        coordinator, no longer than a step of the slowest member. If the next generation does not
+        instead, then ask again. Waits only while the members agree where to stop: if a coordinator
+        answers, no longer than a step of the slowest member. If the next generation does not
         include this member, calls `hand_over` once, waits until that generation runs, and raises
         MemberDrained. Raises DeadlineExceeded if the members do not agree in time, and any other
         error that ended the membership.
@@ -228,8 +228,8 @@ class MemberSession:
 
     def pause(self, reason: str, limit_s: float) -> None:
         """Ask the other members to wait while the trainer runs its script's own code; `resume` ends
-        it. If no coordinator can be reached, the pause is reported later: until then no limit of
-        the other members runs either.
+        the pause. If no coordinator can be reached, the pause is reported later: until then no
+        limit of the other members runs either.
         """
         self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 

@@ -1,6 +1,6 @@
-"""Rosters that notices leave out, and name by their digests.
+"""Rosters that notices do not contain, but name by their digests.
 
-A member keeps the newest rosters that it was sent. It takes others from the files that the members
+A member keeps the newest rosters that it was sent. It reads others from the files that the members
 of its host share, or fetches them from the coordinator.
 """
 
@@ -18,8 +18,8 @@ LOCK_WAIT_S = 2.0
 """Maximum wait for another member of the host that fetches a roster; then this one fetches too."""
 
 Fetch = Callable[[str, float], bytes]
-"""Function of a digest and a timeout in seconds that fetches a packed roster from the
-coordinator."""
+"""Function that fetches a packed roster from the coordinator, by its digest and within a timeout in
+seconds."""
 
 
 class Rosters:

@@ -20,7 +20,8 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""Time to wait for a coordinator's first notice before another is asked; doubled each time."""
+"""Time to wait for a coordinator's first notice before another is asked; doubled each time, up to 8
+times as long."""
 
 
 class HeldStream:
@@ -28,8 +29,8 @@ class HeldStream:
     cancel them."""
 
     def __init__(self, closing: threading.Event, joining: tracing.OngoingSpan) -> None:
-        """`closing`: set before the last `cancel`; no stream is held from then on. `joining`: the
-        span of joining, to which attending belongs while it lasts."""
+        """`closing`: set before the last `cancel`; a stream opened after that is cancelled.
+        `joining`: the span of joining, the parent of the spans of attending until it ends."""
         self.address = ""
         """Address of the current or last coordinator."""
         self._closing = closing

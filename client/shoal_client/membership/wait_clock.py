@@ -1,4 +1,5 @@
-"""Time limits of waits. They do not run while a member is paused or no coordinator is reached."""
+"""Time limits of waits. They do not run while a member is paused or no coordinator is reached, and
+begin anew afterwards."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +8,9 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class WaitClock:
-    """Clock of a wait for other members. It stops while a member is paused, while no coordinator
-    can be reached, and while this member is on standby, which has no limit.
+    """Clock of waits for other members. It stops while a member is paused, while no coordinator can
+    be reached, and while this member is on standby, which has no limit. After a stop, the limit of
+    each wait begins anew.
     """
 
     def __init__(self) -> None:
@@ -17,7 +19,8 @@ class WaitClock:
         self.give_up_at_s = math.inf
         """Time at which the trainer's own calls and waits end in any case."""
         self.away_since_s = math.inf
-        """Time since which no coordinator holds the stream; infinite before the first."""
+        """Time since which no coordinator holds the stream; infinite while one does, and before the
+        first stream."""
         self._turned_s = -math.inf
         self._paused: Sequence[str] = ()
         """Members that are paused."""
@@ -35,7 +38,8 @@ class WaitClock:
         return max(0.0, now_s - self.away_since_s)
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
-        """Set the members that are paused now."""
+        """Set the members that are paused now. Limits begin anew even if no member is paused: the
+        coordinator also sends this notice while a bring-up makes progress."""
         self._paused, self._released_s = tuple(member_ids), now_s
 
     def set_standby(self, now_s: float, *, is_standby: bool) -> None:
@@ -53,7 +57,8 @@ class WaitClock:
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for a notice ends; infinite without coordinator and on standby."""
+        """Time at which a wait for a notice ends; infinite on standby, and while no coordinator
+        holds the stream."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))

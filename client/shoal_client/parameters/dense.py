@@ -130,9 +130,9 @@ class ParameterClient:
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
-        """Give the shards their first values; return the number of shards that this call created as
-        far as it knows: an answer may be lost, and the call repeated. An existing shard is left
-        unchanged, so any member may create at any time. Raises ShapeMismatch."""
+        """Give the shards their first values; return the number of shards that this call created.
+        The number is too low if an answer was lost. An existing shard is left unchanged, so any
+        member may create at any time. Raises ShapeMismatch."""
         shard_map = self._job.cached_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
@@ -163,9 +163,9 @@ class ParameterClient:
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers.
 
-        Waits up to `wait_s`, and at most `timeout_s` (None: that long), for shards that are not
-        created yet, then raises ShardNotReady. Each shard's values are of one version. If the call
-        fails, some buffers may have new values, others not. Raises ShapeMismatch."""
+        Waits for shards that are not created yet, up to `wait_s` (None: `timeout_s`) and never
+        longer than `timeout_s`; then raises ShardNotReady. Each shard's values are of one version.
+        If the call fails, some buffers may have new values, others not. Raises ShapeMismatch."""
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
@@ -191,8 +191,8 @@ class ParameterClient:
         self._until_done(attempt, ready_by_s)
 
     def joint_step(self, rows_in: Collection[int]) -> JointStep:
-        """Begin a step that includes the next push here, to every shard, and a push of rows to
-        `rows_in`. Pass the step to both pushes. See `TableClient.shard_ids`."""
+        """Begin a step that includes the next push of this client, to every shard, and a push of
+        rows to `rows_in`. Pass the step to both pushes. See `TableClient.shard_ids`."""
         self._sequence += 1
         own = (shard.shard_id for shard in self._job.cached_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
@@ -211,12 +211,12 @@ class ParameterClient:
         """Apply gradients, each exactly once, and write the resulting values into `into`.
 
         The optimizer does not change parameters without a gradient. `lr`: a learning rate for each
-        parameter group; empty: those of `create`. `bases`: the values on which the gradients were
+        parameter group; empty: as in `create`. `bases`: the values on which the gradients were
         computed, for servers that compensate for delay; they must not share memory with `into`.
         `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
-        of `joint_step` for this push and one of rows, which may be made at the same time.
+        of `joint_step` for this push and a push of rows, which may be made at the same time.
         `encoded`: data to send for some shards in place of their gradients; `gradients` still
-        states which parameters have one. Raises NonFiniteGradient with the parameter's name,
+        states which parameters have a gradient. Raises NonFiniteGradient with the parameter's name,
         InvalidSpec if a server does not read a codec, ShapeMismatch, and ForgottenPush if a shard
         no longer knows whether it applied its part. After an error, some shards may have applied
         their parts."""
@@ -365,7 +365,7 @@ class ParameterClient:
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make calls wait from now on for lost shards to come back; after `wait_s` they raise
+        """Make later calls wait for lost shards to come back; after `wait_s` they raise
         StateLost."""
         self._job.wait_for_lost(wait_s)
 

@@ -64,10 +64,10 @@ class JobShards(Generic[Stub]):
         )
 
     def fetch_map(self, wait_s: float = 0.0, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s`, and the coordinator's limit of a call,
-        until there is one, then raises DeadlineExceeded. `timeout_s`: limit of the whole call;
-        None: `wait_s` and the client's `timeout_s`. Raises Fenced if the job was started over since
-        the last map."""
+        """Fetch the newest shard map. If there is none yet, waits for up to `wait_s`, and never
+        longer than the coordinator's limit of a call; then raises DeadlineExceeded. `timeout_s`:
+        limit of the whole call; None: the sum of `wait_s` and the client's `timeout_s`. Raises
+        Fenced if the job was started over since the last map."""
         request = GetMapRequest(token=self._token(), wait_s=wait_s)
         limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
         return self._accept_map(
@@ -121,7 +121,7 @@ class JobShards(Generic[Stub]):
         self._servers.connect_ahead(address, connect)
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make calls wait from now on, for `wait_s`, for lost shards to come back."""
+        """Make later calls wait for lost shards to come back, for at most `wait_s` each."""
         self._servers.lost_wait_s = wait_s
 
     @property

@@ -66,8 +66,8 @@ class ShardServers(Generic[Stub]):
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time for which a call waits, from its beginning, for servers that are gone with their
-        shards, both before and after the shards are declared lost."""
+        """Time for which a call waits, from its beginning, for servers that ended and their shards
+        to come back, both before and after the shards are declared lost."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
@@ -79,8 +79,8 @@ class ShardServers(Generic[Stub]):
         self._ahead: dict[str, Future[None]] = {}
         """Connections that are being opened ahead of a first call, by address."""
         self._has_connected = False
-        """True once a server has answered without an error: from then on, calls wait for the
-        renewal of a refused certificate."""
+        """True once a server has answered without an error: later calls wait for the renewal of a
+        refused certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -95,12 +95,12 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first.
 
         Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
-        one may be at fault. Other limits apply to waits for space on a full disk (no limit), for a
+        one may be outdated. Other limits apply to waits for space on a full disk (no limit), for a
         renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
         without values (until `ready_by_s` of the monotonic clock, if that is earlier) and for lost
         shards (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and
-        the map is updated. Raises the error that ended the attempts, or the last error before it if
-        that is a DeadlineExceeded; InvalidSpec in a forked process."""
+        the map is updated. Raises the error that ended the attempts; if this is a DeadlineExceeded,
+        the last other error, if there was one. Raises InvalidSpec in a forked process."""
         self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -334,7 +334,7 @@ def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
 
 
 def _comes_back(error: ShoalError, lost_by_s: float) -> bool:
-    """True if a shard is lost and its return is still waited for."""
+    """True if a shard is lost, and calls still wait for it to come back."""
     return isinstance(error, StateLost) and time.monotonic() < lost_by_s
 
 
@@ -393,10 +393,10 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=error.seen,
         expected="that server to answer, or a backup of it to lead",
-        fix=f"If it has ended, start it again, with its journal if it had one: {_them(shards)}"
-        " may count as led by it for 15 minutes, in which nothing is restored by itself. `shoal"
-        " status` shows the servers, and what is lost; `shoal restore JOB` and `shoal accept-loss"
-        " JOB` are for what does not come back.",
+        fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
+        f" it may still count as the leader of {_them(shards)}, and nothing is restored"
+        " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"
+        " and `shoal accept-loss JOB` are for shards that stay lost.",
     )
 
 

@@ -178,7 +178,7 @@ def rows_a_message(row_bytes: int) -> int:
 
 
 def _messages(pushed: PushedRows) -> Iterator[tuple[RowGradients, int]]:
-    """Pieces of one shard's rows, each for one message at most, with their sizes in bytes."""
+    """Pieces of one shard's rows, each small enough for one message, with their sizes in bytes."""
     part, row_bytes = pushed.gradients, pushed.row_bytes
     size = rows_a_message(row_bytes)
     for start in range(0, part.num_rows, size):

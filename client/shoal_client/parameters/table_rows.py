@@ -46,7 +46,7 @@ class Gradients:
     base_version: int
     base_epoch: int
     step: int = 0
-    """Number of the table's steps, as far as known here."""
+    """Number of the table's steps, as far as the caller knows."""
     lr: float | None = None
     """Learning rate; None: the one in the table's spec."""
     codec: GradientCodec | None = None

@@ -133,10 +133,10 @@ class TableClient:
     ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        `step`: the result of `ParameterClient.joint_step` for this push and one of parameters; give
-        one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row,
-        ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an error, some
-        shards may have applied their rows."""
+        `step`: the result of `ParameterClient.joint_step` for this push and a push of parameters.
+        Give a step to all pushes of this client, or to none. Raises NonFiniteGradient with table
+        and row, ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an
+        error, some shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])
@@ -233,7 +233,7 @@ class TableClient:
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make calls wait from now on for lost shards to come back; after `wait_s` they raise
+        """Make later calls wait for lost shards to come back; after `wait_s` they raise
         StateLost."""
         self._job.wait_for_lost(wait_s)
 

@@ -39,7 +39,7 @@ class Clock:
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
         """`wait_s`: limit on a wait for other members while a coordinator answers; the coordinator
-        removes members that hold up others for too long. `ended`: returns the error that ended the
+        removes members that make others wait too long. `ended`: returns the error that ended the
         membership, if any; it ends every wait."""
         self._coordinators = coordinators
         self._token = token
@@ -63,10 +63,11 @@ class Clock:
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
-        That is not needed if the updates that the values must include were known to be applied
-        before the last pull. Without a coordinator it waits only for its first step (also after
-        `rest`), or if the last answer does not permit the step. Raises DeadlineExceeded, which
-        names the members waited for, a refusal, or the error that ended the membership."""
+        No pull is needed if the updates that the values must include were known to be applied
+        before the last pull. While no coordinator answers, this call waits only if the step is the
+        member's first (or its first after `rest`), or if the last answer does not permit the step.
+        Raises DeadlineExceeded, which names the members waited for, a refusal, or the error that
+        ended the membership."""
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)

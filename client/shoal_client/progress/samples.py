@@ -64,7 +64,7 @@ class SampleClient:
     ) -> None:
         """`token` returns the member's current token, at each call.
 
-        Both numbers must be the same for every member of the job."""
+        `dataset_size` and `num_epochs` must be the same for every member of the job."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -103,10 +103,12 @@ class SampleClient:
         more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
         ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
-        last RetryError when the time is over. After one of the last three, other than Overloaded,
-        the next call first repeats the request, with its own `timeout_s`: if the answer has a
-        range, it returns that range, and the call after it reports its `completed`. With
-        `num_samples=0` it gives that range back, and returns none."""
+        last RetryError when the time is over.
+
+        After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
+        may have been carried out. So the next call repeats it first, within its own `timeout_s`. If
+        the answer has a range, that call returns the range; its own `completed` ranges are reported
+        by the call after it. With `num_samples=0` it gives the range back, and returns none."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -193,8 +195,8 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges and ask for no more, as before leaving. Raises what `lease`
-        raises."""
+        """Report completed ranges without a request for more, for example before leaving. Raises
+        what `lease` raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 

@@ -51,8 +51,8 @@ class ShardBlocks:
     def gather(
         self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """Yield (offset, parts) of pieces that together hold every block with a buffer, in order.
-        The parts of a piece are consecutive in the shard; they are the caller's memory."""
+        """Yield (offset, parts) of pieces that together contain every block with a buffer, in
+        order. The parts of a piece are consecutive in the shard; they are the caller's memory."""
         parts: list[memoryview] = []
         held = start = 0
         for run in self._runs:
@@ -102,7 +102,7 @@ class ShardBlocks:
 
 def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writable: bool) -> None:
     """Raise ShapeMismatch unless each buffer is one of the job's parameters, whole and flat.
-    `complete`: each parameter with elements needs a buffer. `writable`: read-only ones fail."""
+    `complete`: each parameter with elements needs a buffer. `writable`: no buffer is read-only."""
     sizes = {p.name: prod(p.shape) * DTYPE_BYTES[p.dtype] for p in shard_map.parameters}
     for name, buffer in buffers.items():
         if name not in sizes:
@@ -113,7 +113,7 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
             )
         if buffer.nbytes != sizes[name] or buffer.format != "B" or buffer.ndim != 1:
             raise ShapeMismatch(
-                f"the buffer of parameter {name} has another length",
+                f"the buffer of parameter {name} has another size or format",
                 seen=f"{buffer.nbytes} bytes (format {buffer.format!r}, {buffer.ndim}-d)",
                 expected=f"{sizes[name]} bytes (format 'B', 1-d)",
                 fix="Compare shape and dtype with the job's.",

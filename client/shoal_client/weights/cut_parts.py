@@ -1,4 +1,4 @@
-"""Layouts of the segments that parameter servers make from a cut, for a version that has tables.
+"""Layouts of the segments that parameter servers make from a cut: a job's parameters and tables.
 
 The columns of a table's shard are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`.
 """

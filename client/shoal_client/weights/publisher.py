@@ -71,9 +71,9 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        Raises StaleEpoch, SeriesHeld, NoServers and other refusals at once, Overloaded after CALL_S
-        and the last other RetryError, JobQuarantined or CertificateRefused once the time is over or
-        this is closed."""
+        Raises StaleEpoch, SeriesHeld, NoServers and other refusals at once, and Overloaded after
+        CALL_S. Once the time is over or `close` was called, raises the last other RetryError,
+        JobQuarantined or CertificateRefused."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)
@@ -111,9 +111,10 @@ class SeriesPublisher:
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
         PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name or a
-        layout of more than 5 MB, Overloaded or NoServers if no server has had space for it for
-        OVERLOADED_S, and other RetryErrors or ChecksumMismatch once `timeout_s` has passed or this
-        is closed: the version may or may not be committed then."""
+        layout of more than MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers if no server has had
+        space for the segment for OVERLOADED_S. Once `timeout_s` has passed or `close` was called,
+        raises other RetryErrors or ChecksumMismatch: the version may or may not be committed
+        then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
         check_layout(layout)
@@ -190,7 +191,8 @@ class SeriesPublisher:
         give_up_s: float,
     ) -> pb.Segment:
         """Send the segment to its servers; return its description with its holders. Raises the
-        error of a server, or Unavailable if there is none, or one did not get the segment."""
+        error of a server, or Unavailable if there is no server, or a server did not get the
+        segment."""
         if not begun.servers:
             raise Unavailable(
                 f"no parameter server can hold a segment of series {self._series}",

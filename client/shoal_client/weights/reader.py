@@ -192,19 +192,20 @@ class SeriesReader:
         host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
         need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
         whole. With `base`, segments that have not changed since are taken from it. For a whole
-        segment with few changes, a server on another host computes the difference, and only that is
-        fetched.
+        segment with few changes, a server on another host computes the difference, and only the
+        difference is fetched.
 
         `reuses_memory`: segments that arrive over a network are in memory that a later fetch
-        reuses once nothing refers to it. For callers that copy the data, and keep at most a base.
+        reuses once nothing refers to it. This is for callers that copy the data, and keep at most a
+        base.
 
-        A relay fetches from the relay that the coordinator has named, if any, and the rest from
-        servers if that fails. It holds what it has fetched for other readers, in memory that is not
-        reused, until it has fetched another version.
+        A relay fetches from the relay that the coordinator has named, if any; if that relay fails,
+        it fetches the rest from servers. It keeps the fetched segments for other readers, in memory
+        that is not reused, until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, RetryErrors or CorruptErrors of the last attempt once `timeout_s` has passed,
-        refusals at once, and InvalidSpec for `ranges` in a relay."""
+        within CALL_S, the RetryError or CorruptError of the last attempt once `timeout_s` has
+        passed, refusals at once, and InvalidSpec for `ranges` in a relay."""
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
@@ -239,8 +240,8 @@ class SeriesReader:
     def report(
         self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
     ) -> None:
-        """Report in the background which version this reader serves. `digest`: of the installed
-        bytes. Raises Regressed if the version is older than the last one."""
+        """Report in the background which version this reader serves. `digest`: digest of the
+        installed bytes. Raises Regressed if the version is older than the last one."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
     @property
@@ -264,7 +265,8 @@ class SeriesReader:
     def _relaying(
         self, record: pb.VersionRecord, indices: Sequence[int]
     ) -> Iterator[RelaySource | None]:
-        """Pass on what is fetched within the block. Yields the relay to fetch from, or None."""
+        """Let the relay of this reader pass on the segments that are fetched within the block.
+        Yields the relay to fetch from, or None."""
         if self._relay is None:
             yield None
             return

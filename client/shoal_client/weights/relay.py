@@ -208,7 +208,7 @@ class Relay(WeightStoreServicer):
         return staged
 
     def give_up(self, digest: bytes) -> None:
-        """Note that a staged segment does not arrive; readers that wait for it get an error."""
+        """Record that a staged segment will not arrive; readers that wait for it get an error."""
         with self._changed:
             entry = self._segments.get(digest)
             if entry is not None and not entry.is_whole:
@@ -244,7 +244,7 @@ class Relay(WeightStoreServicer):
         self._stack.close()
 
     def _announce(self, digest: bytes) -> _RelayedSegment:
-        """Entry for a segment that is being fetched, visible to other readers from now on."""
+        """Make the entry of a segment that is being fetched visible to other readers."""
         self._fetched.add(digest)
         self._changed.notify_all()
         return self._segments.setdefault(digest, _RelayedSegment())

@@ -77,7 +77,7 @@ class SeriesWatch:
         head = self._view.head if self._view is not None else None
         return DeadlineExceeded(
             f"no newer version of series {self._series} within {timeout_s:g} s",
-            seen="no answer of a coordinator" if head is None else f"version {head}",
+            seen="no answer from a coordinator" if head is None else f"version {head}",
             expected=f"one newer than {newer_than}",
         )
 

@@ -47,7 +47,7 @@ def root_digest(of_chunks: bytes) -> bytes:
 
 
 def check_chunk(index: int, chunk: Buffer, of_chunks: bytes) -> None:
-    """Raise ChecksumMismatch if the bytes are not those of chunk `index`."""
+    """Raise ChecksumMismatch if the bytes do not have the digest of chunk `index`."""
     expected = of_chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
     seen = chunk_digest(chunk)
     if seen != expected:

@@ -1,8 +1,8 @@
 """Memory into which segments are received again and again.
 
-The first touch of a page costs more than receiving its bytes: a reader that follows a series over a
-network receives each version into the pages of an earlier one. Such memory is not sealed: it is not
-shared with other processes, and only its owner may keep a view of it.
+The first touch of a page costs more than receiving its bytes. So a reader that follows a series
+over a network receives each version into the pages of an earlier one. Such memory is not sealed:
+it is not shared with other processes, and only its owner may keep a view of it.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ class _Pages(SegmentWriter):
 
 
 class ReusedSegment(Segment):
-    """A segment whose memory receives a later one, once nothing refers to this segment."""
+    """A segment whose memory receives a later segment once this one is closed and has no views."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _ReusingWriter(SegmentWriter):
         return self._pages.is_touched or self._pages.populate(start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Return the bytes as a segment. They are not sealed: no other process has them.
+        """Return the bytes as a segment. Its memory is not sealed: no other process has it.
         `of_chunks`: the digests of its chunks; None: they are computed."""
         pages, window = self._pages, self._window
         assert pages is not None and window is not None

@@ -27,7 +27,7 @@ SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
 """Number of bytes for which one call allocates and maps pages."""
 HUGE_FROM_BYTES = 64 * 1024 * 1024
-"""Size from which memory is mapped with huge pages: the last one is wasted in part."""
+"""Size from which memory is mapped with huge pages. Part of the last page is wasted."""
 
 
 def advise_huge_pages(mapped: mmap.mmap) -> None:
@@ -50,7 +50,7 @@ def _closing(
 def _close_after_fork() -> None:
     """Close the descriptors that a forked process has inherited: as long as it lived, they would
     keep the memory of segments from being freed. Inherited views of sealed segments stay valid; the
-    memory of writers, also that of `ReusedSegment`, is not mapped in the child."""
+    memory of writers and of `ReusedSegment` is not mapped in the child."""
     for owner in list(_open):
         owner._close()
 

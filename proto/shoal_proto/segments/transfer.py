@@ -187,12 +187,11 @@ class SegmentConnection:
     ) -> "SegmentConnection":
         """Connect to the server that made the offer. `address`: host:port of its gRPC service.
         `name`: the name that its TLS certificate must have. `may_be_local`: False to connect over
-        TCP on this host too. Raises Unavailable, or ChecksumMismatch for
-        a damaged answer.
+        TCP on this host too. Raises Unavailable, or ChecksumMismatch for a damaged answer.
 
-        `chunk_within_s`: set it for a relay: the longest time until its next frame, BEAT included.
-        Digests of a descriptor are then computed here; with None (a server) the sent ones are
-        trusted.
+        `chunk_within_s`: the longest time until the next frame, BEAT included, if the other end is
+        a relay; the digests of a descriptor are then computed here. None: the other end is a
+        server, whose digests are trusted.
         """
         try:
             if not offer.port:
@@ -253,7 +252,7 @@ class SegmentConnection:
         """Send a segment: its descriptor to a server on this host, else its bytes; nothing if the
         server has the segment. Returns once the server holds the segment and has forwarded it; the
         reply names the servers that hold the segment. `timeout_s`: limit of the whole call,
-        checked between its parts: a silent server may delay the error by up to SILENCE_S.
+        checked between its parts: a silent server may delay the error by up to twice SILENCE_S.
 
         Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
@@ -460,7 +459,7 @@ class SegmentConnection:
         if time.monotonic() >= give_up_s:
             raise DeadlineExceeded(
                 f"the server at {self._address} did not answer in time",
-                expected="the next part of a segment within the limit of the call or of a relay",
+                expected="the next part of the segment within the time limit",
             )
 
     def _drop_descriptors(self) -> None:

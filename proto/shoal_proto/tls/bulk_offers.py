@@ -11,6 +11,7 @@ from shoal_proto.tls.names import Caller
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
+"""Time within which a key must be used."""
 MAX_KEYS = 1024
 """Bound on keys not used yet; a new one replaces the oldest."""
 
@@ -35,6 +36,8 @@ class PermittedUse:
 
 
 class BulkOffers:
+    """Issues keys for bulk connections, and redeems each key once."""
+
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._given: dict[bytes, tuple[float, PermittedUse]] = {}
@@ -57,6 +60,7 @@ class BulkOffers:
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> PermittedUse | None:
-        """Use a key, and return its purpose; None if it is unknown, expired or already used."""
+        """Invalidate a key, and return its permitted use; None if the key is unknown, expired or
+        already used."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

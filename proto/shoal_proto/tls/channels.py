@@ -70,8 +70,8 @@ def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
 
 
 def material() -> TlsMaterial | None:
-    """Return the material for new channels. A channel made from other material uses a certificate
-    that is out of date."""
+    """Return the material for new channels; None if this process does not use TLS. A channel made
+    from other material uses a certificate that is out of date."""
     own = identity.own()
     return None if own is None else own.material
 

@@ -117,7 +117,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
             context.load_cert_chain(files.cert, files.key)
     except ssl.SSLError as error:
         raise InvalidSpec(
-            "the TLS files are no certificate with its key",
+            "the TLS files contain no certificate with its key",
             seen=f"{error.reason or error} with {files.cert}, {files.key}, {files.ca}",
             expected="PEM files: a certificate, its own private key without a passphrase, and the"
             " authority",
@@ -127,7 +127,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         raise _unreadable(error) from error
     except ValueError as error:
         raise InvalidSpec(
-            "the authority's file holds no certificate",
+            "the authority's file contains no certificate",
             seen=f"{files.ca}: {error}",
             expected="PEM",
         ) from error

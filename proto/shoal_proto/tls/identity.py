@@ -1,8 +1,8 @@
 """The certificate of this process, which all its connections use.
 
-A process has at most one; without one, it does not use TLS. A command's or script's start sets it
-by `use`, a script's to the result of `from_environment`; every connection that is made or accepted
-reads it.
+A process has at most one; without one, it does not use TLS. Commands and scripts set it with `use`
+when they start; a script passes the result of `from_environment`. Every connection that is made or
+accepted later uses it.
 """
 
 import os
@@ -28,7 +28,7 @@ def own() -> TlsIdentity | None:
 
 
 def use(files: TlsFiles | None) -> None:
-    """Use these files for all connections from now on; None: no TLS. Raises InvalidSpec."""
+    """Use these files for all later connections; None: no TLS. Raises InvalidSpec."""
     global _own  # noqa: PLW0603 - one for the process, as a user id is
     if files is None:
         _own = None

@@ -21,8 +21,8 @@ def _option(name: str, metavar: str, variable: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """Certificate of this process. Without any option there is no TLS, except with a cluster that
-    this user has started on this machine: its certificates are found."""
+    """Certificate of this process. Without these options TLS is not used, except with a cluster
+    that this user has started on this machine, whose certificates are found."""
 
     folder: Annotated[Path | None, _option("--tls", "DIRECTORY", FOLDER_VARIABLE)] = None
     """Use TLS, with this command's certificate from a folder that `shoal certs` made."""
@@ -50,7 +50,7 @@ class TlsOptions:
         return ()
 
     def files_of(self, *roles: CertificateRole) -> TlsFiles | None:
-        """Return `files` for other roles."""
+        """Return `files` for these roles instead of `roles`."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
 

@@ -11,7 +11,7 @@ HANDSHAKE_S = 3.0
 
 def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
     """Return the connection to a process that serves as `name`, within TLS if it is not a Unix
-    socket and this process has a certificate. Use only the result from then on.
+    socket and this process has a certificate. Use only the result afterwards.
 
     Raises OSError, after closing the connection.
     """

@@ -22,7 +22,7 @@ class _Tracing:
 
 
 class Carrier(Protocol):
-    """The field of a token that carries a span."""
+    """A message that carries its caller's span: a token."""
 
     traceparent: str
 
@@ -47,7 +47,7 @@ def from_environment(part: str) -> None:
         raise InvalidSpec(
             "traces need a package that is not installed",
             seen=str(error),
-            expected="the extra traces",
+            expected="the packages of the extra `traces`",
             fix="pip install 'shoal[traces]'",
         ) from None
     named = (
@@ -77,7 +77,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Make a span as `span` does, but only within another one: it never begins a trace."""
+    """Make a span as `span` does, but only within another span: it never begins a trace."""
     if _Tracing.tracer is None or not _carried():
         yield
         return
@@ -125,7 +125,7 @@ def mark(token: Carrier) -> None:
 
 
 def current_traceparent() -> str:
-    """Return the current span, as tokens carry it; empty: none, or traces are off."""
+    """Return the current span, as tokens carry it; empty if there is none, or traces are off."""
     return "" if _Tracing.tracer is None else _carried()
 
 

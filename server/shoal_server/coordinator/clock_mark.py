@@ -1,9 +1,10 @@
 """Time of the last leader, kept in etcd: a leader whose clock is doubted removes nothing at first.
 
 The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
-is days ahead would find every ended job old, and remove data at its first sweep that cannot be
-restored. Therefore each leader writes the time to etcd once a minute, and its successor compares. A
-gap may be an outage or a wrong clock; in doubt nothing is removed for a while, and the log says so.
+is days ahead would consider every ended job old, and its first sweep would remove data that cannot
+be restored. Therefore each leader writes the time to etcd once a minute, and its successor
+compares. A gap may be an outage or a wrong clock; in doubt nothing is removed for a while, and the
+log says so.
 """
 
 import json

@@ -44,10 +44,10 @@ class CoordinatorConfig:
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
     """Address of the status page and its API. A port alone: at --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
-    """Further host name by which browsers and tools may reach the page, such as that of a load
-    balancer or an ingress. Addresses, names without a dot, this machine's names, those of its
-    cluster (.svc, .internal) and the advertised host are always allowed. Can be repeated. "*"
-    allows any name; then any web site can read the API through a browser that reaches it."""
+    """Further host name by which browsers and tools may reach the page, such as the name of a load
+    balancer or an ingress. Addresses, names without a dot, names of this machine and of its cluster
+    (.svc, .internal) and the advertised host are always allowed. Can be repeated. "*" allows any
+    name; then any web site can read the API through a browser that reaches it."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
     makes tokens and this file. Without it, every caller that --http-clients admits may do both; but
@@ -60,14 +60,14 @@ class CoordinatorConfig:
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
     leader_lease_s: Annotated[float, Parameter(metavar="SECONDS")] = DEFAULT_TTL_S
-    """A leader that hangs or is cut off is replaced after this time (etcd may take longer); a
-    leader that is killed, at once, if others reach its host. A leader that was halted for most of
-    this time steps down. Below 2 s, terms end needlessly: an election within etcd takes 1 to 2
-    s."""
+    """A leader that hangs or is cut off is replaced after this time (etcd may take longer). A
+    killed leader is replaced at once, if the other coordinators reach its host. A leader that was
+    halted for most of this time steps down. Below 2 s, terms end needlessly: an election within
+    etcd takes 1 to 2 s."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 25.0
-    """Longest time, on SIGTERM, for which the leader stays for members that drain: they write a
-    last checkpoint meanwhile. If none drains it ends within 5 s, without members at once, in both
-    cases as soon as etcd has its last changes. At a second signal it ends at once. 0: it does not
+    """Longest time that the leader, on SIGTERM, waits for members that drain: they write a last
+    checkpoint meanwhile. If no member drains, it ends after 5 s, and at once if it has no members,
+    but not before etcd has its last changes. A second signal ends it at once. 0: it does not
     wait."""
     without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
     """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what

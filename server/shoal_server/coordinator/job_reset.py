@@ -1,9 +1,9 @@
 """Reset of a job under its name: all its keys are deleted in one transaction.
 
-Versions of its published weights are dropped before. A crash before that transaction leaves the old
-job, perhaps without these versions, a crash after it a free name. Shards and
-processes that survive the reset are recognised by their run: servers drop shards whose record is
-gone or belongs to another run, and generation numbers keep rising (`EarlierRuns`).
+The versions of its published weights are dropped first. A crash before the transaction leaves the
+old job, perhaps without these versions; a crash after it leaves the name free. Shards and processes
+that survive the reset are recognised by their run: servers drop shards whose record is gone or
+belongs to another run, and generation numbers keep rising (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -77,16 +77,16 @@ class JobReset:
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns True if there was any, or a version of its published
-        weights; and the job's last generation.
+        """Delete the job's state. Returns a pair: True if there was any state, or a version of its
+        published weights; and the job's last generation.
 
-        `forgets_processes`: the job ended so long ago that none of its processes can come back.
-        Then no record of its earlier runs is kept.
+        `forgets_processes`: True if the job ended so long ago that none of its processes can
+        return. Then no record of its earlier runs is kept.
 
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
-        job is read or reset, NotLeader, and the error of the job's last write. The job is then
-        unchanged, except that versions of its published weights may have been dropped; or its keys
-        are deleted, if etcd carried out a write and was then lost before it answered.
+        job is being read or reset, NotLeader, and the error of the job's last write. The job is
+        then unchanged, except that versions of its published weights may have been dropped; or its
+        keys are deleted, if etcd carried out the write and was then lost before it answered.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed(job):

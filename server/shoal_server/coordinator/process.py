@@ -207,7 +207,7 @@ class LeaderLoop:
         return True
 
     def _note_trouble(self, reason: str) -> None:
-        """Forget the last known leader: it may lead no longer, and callers are not sent there."""
+        """Forget the last known leader: it may lead no longer, so callers are not sent to it."""
         known = self._coordinator.registry.known_leader
         known.address = ""
         known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"

@@ -151,7 +151,7 @@ class RendezvousService(RendezvousServicer):
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
-                fix="Report it as broken; the next generation has its own keys.",
+                fix="Report the generation as broken; the next one has its own keys.",
             )
         return self._spaces.setdefault(key, KeySpace(limits=self.limits))
 
@@ -162,7 +162,7 @@ class RendezvousService(RendezvousServicer):
         return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 
     def drop_dead(self, job: str) -> None:
-        """Drop the key spaces of generations that are over; calls that wait there fail."""
+        """Drop the key spaces of the job's generations that are over; their waiting calls fail."""
         actor = self._registry.actor_if_known(job)
         alive = actor.generations_in_force() if actor else []
         for key in [k for k in self._spaces if k[0] == job and k[1] not in alive]:

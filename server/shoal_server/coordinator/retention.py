@@ -1,8 +1,8 @@
 """Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
-Only the leader does this, one job at a time, and each removal is one transaction: after a crash the
-job is either unchanged, apart from its published weights, or fully processed, and the next sweep
-continues.
+Only the leader does this, one job at a time, and each removal is one transaction. So after a crash
+the job is either unchanged, apart from its published weights, or fully processed, and the next
+sweep continues.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Retention:
 
     async def sweep(self) -> None:
         """Do what is due for each job; a failure of one job is logged and affects no other. Raises
-        NotLeader once another coordinator leads."""
+        NotLeader if an action fails because another coordinator leads."""
         self._may_remove = await self._mark.update_mark()
         await self._forget_runs()
         actors = self._registry.actors()

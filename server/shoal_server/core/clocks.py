@@ -1,8 +1,8 @@
 """Clocks of a job's members, and the decision whether a member may begin its next step.
 
 Members that train at their own pace count rounds. A member's clock is the round that it is in: the
-pushes of all its steps in earlier rounds are acknowledged. It may begin a step of round c only
-while c minus the clock of the slowest member is at most the bound. So the values on which it
+pushes of all its steps in earlier rounds are acknowledged. A member may begin a step of round c
+only while c minus the clock of the slowest member is at most the bound. So the values on which it
 computes the step include every live member's pushes up to round c - bound - 1, and no member passes
 round c + bound until the step is applied ("stale synchronous parallel": Ho et al., NIPS 2013).
 
@@ -67,8 +67,8 @@ class ClockStatus:
     slowest: int
     """The lowest clock of all members. 0 also while reports to a new leader are missing."""
     reason: str = ""
-    """Text that follows "waits for", such as other members and their round; empty if it is
-    allowed."""
+    """Text that follows "waits for", such as other members and their round; empty if the member may
+    go on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Clocks:
         self._standing = PositionIndex()
         """All members that have a position."""
         self._stepping = PositionIndex()
-        """Members among them that are in a step."""
+        """Members of `_standing` that are in a step."""
         self._waits_since_s: dict[str, float] = {}
         """Time at which each waiting member was first refused its next step or push, the earliest
         first."""
@@ -240,9 +240,9 @@ class Clocks:
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """The lowest position. A member goes on once this has reached the member's `threshold`.
+        """The lowest position. A member goes on once the horizon has reached its `threshold`.
 
-        No member's wait ends while it stays the same. None: no member may go on.
+        No member's wait ends while the horizon stays the same. None: no member may go on.
         """
         if self._unreported:
             return None
@@ -258,7 +258,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, and no member has yet to report one to this leader."""
+        """True if no member has a clock, and no report of a clock to this leader is missing."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---

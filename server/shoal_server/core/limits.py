@@ -1,8 +1,8 @@
 """Time limits, all computed from a few numbers, in a checked order.
 
-A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
-heartbeats expels live members, and a collective that may take longer than the watchdog allows is
-killed as if it hung. So the order is checked once, when a `Limits` is made.
+A limit that is out of order shows as a fault far from its cause. A lease shorter than a few
+heartbeats expels live members; a collective that may take longer than the watchdog allows is killed
+as if it hung. So the order is checked once, when a `Limits` is made.
 """
 
 import math
@@ -73,7 +73,7 @@ class Limits:
 
     @property
     def reconnect_s(self) -> float:
-        """Time for a broken stream to come back before its member is lost."""
+        """Time for a member to open its broken stream again before the member is lost."""
         return 2 * self.heartbeat_s
 
     @property
@@ -83,12 +83,13 @@ class Limits:
 
     @property
     def lease_s(self) -> float:
-        """A member without a heartbeat for this long is lost, if its heartbeats came evenly."""
+        """A member without a heartbeat for this long is lost, if its heartbeats were even."""
         return 4 * self.heartbeat_s
 
     @property
     def silence_s(self) -> float:
-        """A member without a heartbeat for this long is lost, however unevenly they came before."""
+        """A member without a heartbeat for this long is lost, even if its heartbeats were uneven
+        before."""
         return (self.lease_s + self.collective_s) / 2
 
     @property
@@ -132,7 +133,7 @@ class Limits:
 
     @property
     def watchdog_s(self) -> float:
-        """A process none of whose threads has run for this long counts as hung."""
+        """A process counts as hung if none of its threads has run for this long."""
         return 2 * self.collective_s
 
 

@@ -21,13 +21,12 @@ class PositionIndex:
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}
-        # The names at a position, in the order in which they came to it.
+        # The names at a position, in order of arrival.
         self._names: dict[ClockPosition, dict[str, None]] = {}
         self._positions: list[ClockPosition] = []
         """Occupied positions, in order."""
 
     def move(self, name: str, position: ClockPosition) -> None:
-        """Move the name to this position."""
         if self._at.get(name) == position:
             return
         self.drop(name)
@@ -39,7 +38,6 @@ class PositionIndex:
         names[name] = None
 
     def drop(self, name: str) -> None:
-        """Remove the name."""
         position = self._at.pop(name, None)
         if position is None:
             return

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class MemberProcess(NamedTuple):
-    """One process of a member."""
+    """A process of a member."""
 
     member_id: str
     incarnation: str
@@ -13,7 +13,7 @@ class MemberProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """One process of a parameter server, which holds shards."""
+    """A process of a parameter server, which holds shards."""
 
     server_id: str
     incarnation: str

@@ -1,4 +1,4 @@
-"""Retention of jobs: when one without members has failed, and when records are removed."""
+"""Retention of jobs: when a job without members has failed, and when records are removed."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -43,7 +43,7 @@ class RetentionState:
     has_result: bool
     """True if the job's result is kept in the job's own record."""
     is_cleared: bool
-    """True if all but that record was removed."""
+    """True if everything but the job's own record was removed."""
 
 
 def held_s(now_s: float, noted_s: float | None) -> float:
@@ -57,7 +57,7 @@ def held_s(now_s: float, noted_s: float | None) -> float:
 
 
 def due_action(job: RetentionState, limits: RetentionLimits, now_s: float) -> DueAction:
-    """Return the first action that is due. The caller asks again once it is done."""
+    """Return the first action that is due. The caller asks again once the action is done."""
     if job.ended_s is None:
         empty_s = 0.0 if job.empty_since_s is None else now_s - job.empty_since_s
         return DueAction.ABANDON if empty_s > limits.abandon_after_s else DueAction.NOTHING

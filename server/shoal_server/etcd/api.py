@@ -19,7 +19,7 @@ NO_LEASE = LeaseId(0)
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as of one revision."""
+    """A key and its value, as of one revision."""
 
     key: str
     value: bytes
@@ -45,7 +45,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change. `previous_value` is empty for a key that did not exist before."""
+    """A change of one key. `previous_value` is empty for a key that did not exist before."""
 
     kind: EventKind
     key: str
@@ -60,8 +60,8 @@ class WatchBatch:
 
     `reset` is set when history was compacted beyond the point that the watch had reached, and for
     the first listing of `mirror.list_and_watch`. The events then lead from the state last delivered
-    to that of `revision`: deletes of the keys that vanished, then puts of every key that exists, in
-    key order.
+    to the state at `revision`: deletes of the keys that vanished, then puts of every key that
+    exists, in key order.
     """
 
     revision: Revision
@@ -158,9 +158,9 @@ class Keyspace(Protocol):
     Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
     etcd, for about `timeout_s` of the client (`transact`: up to twice that), then raises
     `Unavailable`. It raises etcd's refusals at once, such as `AccessDenied`, `Overloaded` and
-    `LeaseExpired`. A write whose outcome the client cannot know (the connection broke after it was
-    sent) is never sent twice silently: `transact` raises `DeadlineExceeded` or `Unavailable` with
-    `details["outcome"] == "unknown"`, and the caller reads back.
+    `LeaseExpired`. If the connection breaks after `transact` has sent a write, the outcome is
+    unknown. `transact` does not send the write again, but raises `DeadlineExceeded` or
+    `Unavailable` with `details["outcome"] == "unknown"`, and the caller reads back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...
@@ -194,8 +194,8 @@ class Keyspace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedRenewal:
-    """A renewal that the store confirmed: when it was sent (`time.monotonic`), and the TTL that the
-    lease has from then on."""
+    """A renewal that the store confirmed: the time at which it was sent (`time.monotonic`), and the
+    TTL in seconds that the store answered."""
 
     sent_s: float
     ttl_s: float
@@ -227,8 +227,8 @@ class KeyValueStore(Keyspace, Protocol):
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete, and return how many keys this deleted; 0 also if the answer of a first attempt
-        that deleted them was lost."""
+        """Delete the key, or all keys under a prefix. Return how many keys the last attempt
+        deleted: 0 if an earlier attempt deleted them and its answer was lost."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:

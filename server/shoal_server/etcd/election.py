@@ -1,10 +1,11 @@
-"""Election of the leading coordinator: it holds the leader's key, under a lease that it renews.
+"""Election of the leading coordinator, which has written the leader's key, under a lease that it
+renews.
 
-Two guards, since no clock can be trusted alone. A leader stops by its own clock before its lease
-can have run out in etcd: it counts from the moment at which it *sent* the last renewal that etcd
-confirmed, while etcd counts from a later moment. And each of its writes compares the revision at
-which its key was created: once the key is deleted or belongs to another leader, etcd refuses the
-write, however late the deposed leader notices.
+There are two guards, since no clock can be trusted alone. First, a leader stops by its own clock
+before its lease can have run out in etcd: the leader counts from the moment at which it *sent* the
+last renewal that etcd confirmed, while etcd counts from a later moment. Second, each write of the
+leader compares the revision at which its key was created: once the key is deleted or belongs to
+another leader, etcd refuses the write, however late the deposed leader notices.
 
 Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
 
@@ -42,17 +43,17 @@ log = structlog.get_logger(__name__)
 DEFAULT_TTL_S = 5.0
 GIVE_UP_WITHIN_S = 2.0
 SAFETY = 0.9
-"""The part of a lease's TTL that a leader relies on; the rest covers a late timer."""
+"""Fraction of a lease's TTL that a leader relies on; the rest covers a late timer."""
 
 
 class Leadership:
-    """One term, made by `Election.campaign`. Renews its lease until the term ends."""
+    """Term of a coordinator, made by `Election.campaign`. Renews the lease until the term ends."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
     ) -> None:
         self.lost = asyncio.Event()
-        """Set when the term is over, for whatever reason."""
+        """Set when the term is over, for any reason."""
         self.reason = ""
         """Reason for which the term is over."""
         self.create_revision = leader.create_revision
@@ -133,19 +134,20 @@ class Leadership:
             return
 
     async def _observe(self) -> None:
-        """End the term if its key is deleted or replaced, which renewals do not show."""
+        """End the term if its key is deleted or replaced: renewals of the lease do not show
+        that."""
         try:
             async with aclosing(follow(self._store, self.create_revision)) as leaders:
                 async for leader in leaders:
                     if leader is None or leader.create_revision != self.create_revision:
                         self._lose("the leader's key was deleted, or another process has it")
                         return
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - without the watch the term ends
             self._lose(f"the leader's key cannot be watched: {error}")
 
 
 class Election:
-    """One candidate's view of the election. Works on every KeyValueStore."""
+    """A candidate's view of the election. Works on every KeyValueStore."""
 
     def __init__(
         self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
@@ -196,7 +198,8 @@ class Election:
                 log.warning("campaign_interrupted", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
             except LeaseExpired as error:
-                # For example, this process was suspended. etcd answers: it is no trouble of etcd.
+                # For example, this process was suspended. etcd answered: `on_trouble` is not
+                # called.
                 log.warning("campaign_interrupted", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
 

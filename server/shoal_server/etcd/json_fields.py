@@ -22,17 +22,17 @@ class UnreadableRecord(ValueError):
 
 
 class LaterFormat(UnreadableRecord):
-    """A record of a later release, in a format that this one cannot read."""
+    """Raised for a record of a later release, in a format that this release cannot read."""
 
 
 def check_format(value: Mapping[str, object], newest: int = 1) -> None:
     """Raise LaterFormat if the object's `format` (by default 1) is above `newest`, and
-    UnreadableRecord if it is no positive integer."""
+    UnreadableRecord if it is not a positive integer."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
     if found > newest:
-        raise LaterFormat(f"format {found}, of a later release; this one reads up to {newest}")
+        raise LaterFormat(f"format {found}, of a later release; this release reads up to {newest}")
 
 
 @contextmanager

@@ -165,8 +165,8 @@ def sample_deltas(job: str) -> str:
 
 
 def sample_delta(job: str, token: str, number: int) -> str:
-    """A change to the sample ledger with that token, in a binary format of its own. Numbers count
-    from 0."""
+    """A change to the sample ledger with that token, in its own binary format. Numbers count from
+    0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 

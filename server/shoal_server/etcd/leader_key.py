@@ -33,7 +33,7 @@ class LeaderCandidate:
     """A coordinator as the leader's key names it."""
 
     address: str
-    """host:port of the gRPC service, as others reach it."""
+    """host:port of the gRPC service, as other processes reach it."""
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""
@@ -74,7 +74,7 @@ async def follow(
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
-    """Delete the key if it is still that leader's; True if the last attempt did.
+    """Delete the key if it is still that leader's; return True if the last attempt deleted it.
 
     Retries through outages, and raises other errors. If an attempt deleted the key but its answer
     was lost, the next attempt finds nothing to delete, and the result is False.

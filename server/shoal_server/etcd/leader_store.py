@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 class Term:
     """The time from `begin` to `end`, in which this coordinator believes that it leads. Each write
-    to etcd checks that."""
+    to etcd checks that it does."""
 
     def __init__(self) -> None:
         self.deposed = asyncio.Event()
@@ -69,7 +69,8 @@ class LeaderStore:
         on_deposed: Callable[[str], object],
     ) -> None:
         """`leadership` returns the conditions for this coordinator to lead, and raises NotLeader
-        outside of a term. `on_deposed` is called with the reason when they no longer hold."""
+        outside of a term. `on_deposed` is called with the reason when a condition no longer holds.
+        """
         self._store = store
         self._leadership = leadership
         self._on_deposed = on_deposed

@@ -80,8 +80,9 @@ class PrefixMirror(Generic[T]):
     """The records under a prefix as this process last saw them [Kubernetes: informer].
 
     Use it on one event loop; it follows etcd during its `async with` block. The newest revision of
-    a key wins, be it from the watch or from `note`, and its callbacks come in the order of
-    revisions. A deletion is not remembered: `note` of an older item brings the record back.
+    a key wins, whether it is from the watch or from `note`. The callbacks for a key are called in
+    the order of its revisions. A deletion is not remembered: `note` of an older item brings the
+    record back.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class PrefixMirror(Generic[T]):
         raises a ShoalError, that is logged and the known record is kept.
 
         `on_put` gets the name (the key without the prefix), the new record and the previous one
-        (None: there was none); `on_delete` the name and the last record; `on_change` is called
-        after each batch, and each call of `note`, `note_all`, `look_up` or `forget`, that changed
-        anything. With `resync`, an error that ends the watch is logged, and all keys are
+        (None: there was none); `on_delete` gets the name and the last record. `on_change` is called
+        after each batch, and after each call of `note`, `note_all`, `look_up` or `forget`, that
+        changed anything. With `resync`, an error that ends the watch is logged, and all keys are
         listed again after a pause, so that the block may begin during an outage of etcd. Without
-        it, `wait_failed` raises the error.
+        `resync`, `wait_failed` raises the error.
         """
         self._store = store
         self._prefix = prefix
@@ -155,8 +156,8 @@ class PrefixMirror(Generic[T]):
             await asyncio.shield(self._task)
 
     async def wait_failed(self) -> None:
-        """Wait until the mirror ends, and raise its error (with `resync`: for ever). Never
-        returns."""
+        """Wait until the mirror ends, and raise its error. Never returns; with `resync`, the mirror
+        does not end by itself."""
         assert self._task is not None
         await asyncio.shield(self._task)
 

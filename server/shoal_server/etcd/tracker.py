@@ -12,7 +12,7 @@ from shoal_server.etcd.api import EventKind, KeyValue, RangeResult, Revision, Wa
 
 
 class WatchTracker:
-    """Turns what a store sends into batches in which each change comes exactly once."""
+    """Turns what a store sends into batches that have each change exactly once."""
 
     def __init__(self, start: Revision) -> None:
         if start < 1:
@@ -59,7 +59,7 @@ class WatchTracker:
         return WatchBatch(now.revision, events, reset=True)
 
     def _with_previous(self, event: WatchEvent) -> WatchEvent:
-        # The value kept here, even if etcd sent a previous one: etcd omits compacted values.
+        # The kept value is used even if etcd sent a previous one: etcd omits compacted values.
         previous = self._values.get(event.key, b"")
         if event.kind is EventKind.DELETE:
             self._values.pop(event.key, None)

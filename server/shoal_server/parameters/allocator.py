@@ -15,9 +15,9 @@ MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory. Gradients come in pieces of a MiB: if their pages were returned
-    to the kernel each time, faulting them in again would cost more than filling them. With another
-    C library this does nothing."""
+    """Have glibc keep freed memory. Gradients arrive in pieces of a MiB: if their pages were
+    returned to the kernel each time, faulting them in again would cost more than filling them. With
+    another C library this does nothing."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

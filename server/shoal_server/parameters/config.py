@@ -34,13 +34,13 @@ class WorkLimits:
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
-    """Most connections for tensors at once; never more than a quarter of the descriptors that this
-    process may have. A further one is closed: its client then uses gRPC, but published weights
-    cannot be sent over gRPC."""
+    """Maximum number of connections for tensors, and never more than a quarter of the descriptors
+    that this process may have. A further connection is closed: its client then uses gRPC, but
+    published weights cannot be sent over gRPC."""
     max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
-    """Most bytes of gradients that are received but not applied yet, over all calls. Above this,
-    pushes are refused as Overloaded, and clients retry. One shard's part may be larger, if there is
-    no other."""
+    """Maximum bytes of gradients that are received but not applied yet, over all calls. Above this,
+    pushes are refused as Overloaded, and clients retry. A single push to one shard may be larger,
+    if no other is in progress."""
     num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
     """Number of threads for work on large shards, each for one shard at a time."""
 
@@ -53,8 +53,8 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """Most connections for tensors: `max_bulk_connections`, or fewer if the descriptors of this
-        process allow no more."""
+        """Maximum number of connections for tensors: `max_bulk_connections`, or fewer if this
+        process has too few descriptors."""
         return min(self.max_bulk_connections, descriptors.descriptors_for_callers(0.25))
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.8
-"""Share of the memory. The rest is for the interpreter, and for messages and chunks of images in
-transit."""
+"""Fraction of the memory that is the limit. The rest is for the interpreter, and for messages and
+chunks of images in transit."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -16,7 +16,8 @@ def default_limit_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """Return 80 % of the lowest memory limit that applies to this process: the machine's memory, or
     a limit of the process's cgroup (version 1 or 2) or of one of its ancestors.
 
-    `cgroups`: the folder where cgroups are mounted. `own`: a file as /proc/self/cgroup.
+    `cgroups`: the folder where cgroups are mounted. `own`: a file with the content of
+    /proc/self/cgroup.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(SHARE * min([machine_bytes, *_limits(cgroups, own)]))

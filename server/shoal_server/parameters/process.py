@@ -85,7 +85,7 @@ WEIGHT_THREADS = 4
 """Number of threads for digests of segments, and for their transfer from and to other servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
-"""Most shards that one log line names."""
+"""Maximum number of shards that one log line names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,8 +353,8 @@ async def _journal(
     replicas: ShardReplicas,
     config: ParameterServerConfig,
 ) -> AsyncIterator[None]:
-    """Become primary of the shards that the previous process left in the journal, and journal every
-    shard of which this server is the primary from now on."""
+    """Become primary of the shards that the previous process left in the journal. While the block
+    runs, journal every shard of which this server is the primary."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)

@@ -28,8 +28,8 @@ class Bound:
     length: int = 0
     """Maximum length of a text in characters, and of bytes in bytes."""
     most: int | None = None
-    """Maximum of a whole number, which then may not be negative; None, or at least 2**32 - 1 for a
-    number of 32 bits: any of its type."""
+    """Maximum of a whole number, whose minimum is then 0; None: any number of the field's type. A
+    maximum of 2**32 - 1 or more does not bound a field of 32 bits."""
     seconds: bool = False
     """True for a number of seconds: from 0 to MAX_SECONDS. All real numbers must be finite."""
     count: int = 1 << 20
@@ -314,7 +314,8 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
     "PutSegmentRequest.chunk_digests": Bound(length=1 << 22),
 }
-"""Bounds by message and field, for names that have no bounds, or others, in `NAMED`."""
+"""Bounds by message and field, for fields whose names have no bounds, or other bounds, in
+`NAMED`."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}

@@ -50,8 +50,8 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
     """Run `work`; return the text of the ShoalError that ended it (empty: none) and the exit code.
 
-    Not the error itself: its frames would outlive the event loop, and hold gRPC objects that need
-    the loop to be released."""
+    The error itself is not returned: its frames would outlive the event loop, and refer to gRPC
+    objects that need the loop to be released."""
     try:
         await work
     except Unavailable as error:

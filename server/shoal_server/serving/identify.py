@@ -1,4 +1,5 @@
-"""Check by a call that a parameter server is alive: its lease outlives it by seconds."""
+"""Check, by a call, if a parameter server is alive. Its lease in etcd does not show this: the lease
+lasts for seconds after the server's end."""
 
 from collections.abc import Sequence
 

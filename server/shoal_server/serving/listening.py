@@ -111,8 +111,8 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Addresses (host:port by service) that other machines can reach: those not on loopback. Raises
-    InvalidSpec for one that is not host:port."""
+    """Addresses (host:port by service) that other machines can reach: all that are not on loopback.
+    Raises InvalidSpec for an address that is not host:port."""
     return {
         name: address
         for name, address in listens.items()
@@ -121,8 +121,8 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or if none can reach any port although
-    etcd is on another machine.
+    """Warn if other machines may reach a port without TLS, or if no other machine can reach any
+    port although etcd is on another machine.
 
     `listens`: host:port of each service; `etcd`: host:port of its endpoints.
     """

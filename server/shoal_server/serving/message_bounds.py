@@ -54,7 +54,8 @@ class _Kind:
 
 
 class MessageBounds:
-    """Checks of messages. Those of a message type are made when its first message is checked."""
+    """Checks of messages. The checks of a message type are made when its first message is
+    checked."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Kind] = {}

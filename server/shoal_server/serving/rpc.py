@@ -126,7 +126,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
-        # One request is parsed before the handler is called, a stream of them as it comes.
+        # A single request is parsed before the handler is called, a stream request by request.
         decode: Decode
         if mismatch is not None:
             decode = partial(_refuse, mismatch)

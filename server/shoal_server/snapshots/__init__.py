@@ -1,1 +1,1 @@
-"""Snapshots in storage: manifests, the files that they name, and which are kept."""
+"""Snapshots in storage: their manifests and files, and the removal of old snapshots."""

@@ -66,8 +66,8 @@ class SnapshotLibrary:
         return manifests[-1] if manifests else None
 
     def next_number(self) -> int:
-        """Number for the next snapshot: above those of all snapshots, damaged ones included. Raises
-        Unavailable."""
+        """Number for the next snapshot: one above the highest of all snapshots, damaged ones
+        included. Raises Unavailable."""
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
@@ -112,8 +112,8 @@ class SnapshotLibrary:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest of a snapshot after checking that all its files have their size.
 
-        Raises SnapshotFailed if one does not, or if its name does not have the form of a snapshot's
-        file; Unavailable, after which the manifest may have been written.
+        Raises SnapshotFailed if a file is missing, has another size, or a name that does not have
+        the form of a snapshot's file; Unavailable, after which the manifest may have been written.
         """
         for part in manifest.parts:
             _check_reported(part)
@@ -157,7 +157,7 @@ class SnapshotLibrary:
         manifests, damaged = self.read_all()
         kept = manifests if num_kept is None else manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
-        # Manifests first, so that none ever names a missing file.
+        # Manifests first, so that no manifest ever names a missing file.
         for each in removed:
             self.storage.remove(self._manifest_paths_of(each.number, each.cut_id))
         if not kept:

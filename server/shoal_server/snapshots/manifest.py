@@ -23,7 +23,7 @@ class ManifestEntry:
 
     shard_id: int
     epoch: int
-    """Epoch of the shard when it was taken."""
+    """Epoch of the shard at the cut."""
     version: int
     kind: str
     """"dense" or "table"."""
@@ -40,17 +40,17 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot: one above the greatest at its location, damaged ones included."""
+    """Number of the snapshot: one above the highest at its location, damaged snapshots included."""
     cut_id: str
     lineage: str
-    """Random id, replaced when the job is restored: versions after the snapshot then exist
-    twice."""
+    """Random id, replaced when the job is restored. It tells two states of a shard apart that have
+    the same version: one from before a restore, one from after."""
     taken_unix_s: float
     layout: bytes
     """The job's ShardMap as it was written when the job was placed, serialized. The shards may have
     had other primaries at the cut."""
     parts: Sequence[ManifestEntry]
-    """One for each shard of the layout, in order of shard ids."""
+    """One entry for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
     """Sequence number of each session's newest push in the snapshot."""
     partial_steps: Sequence[str]

@@ -22,7 +22,8 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
 
 
 def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
-    """Return the steps in progress in messages of `of_begun`; None: the step touches all shards."""
+    """Decode the steps that `of_begun` encoded, with the shards that each touches; None: every
+    dense shard."""
     return {
         StepId(session.session, step.sequence): None
         if step.touches_all

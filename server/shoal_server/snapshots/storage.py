@@ -51,8 +51,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable; then the old file, the new
-        one or none may be there."""
+        """Write a file, replacing one that exists. Raises Unavailable; then the path may have the
+        old file, the new file or no file."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -66,9 +66,9 @@ class Storage:
 
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write a file from pieces, replacing one that exists. `name` is called after the last
-        piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
-        Unavailable, on a local disk also for an OSError of `pieces`; and other errors of `pieces`
-        as they are."""
+        piece. On a local disk each piece is written as it is yielded; a bucket gets all pieces at
+        once. Raises Unavailable, and the errors of `pieces`; on a local disk, an OSError of
+        `pieces` is raised as Unavailable, too."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -79,9 +79,9 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def publish(self, draft: str, path: str) -> None:
-        """Move a file to its final path, atomically. A bucket that carries the request out late,
-        when the draft was removed, publishes nothing. Raises Unavailable; then the file may be
-        there."""
+        """Move a file to its final path, atomically. If a bucket carries out the request late, when
+        the draft was removed, nothing is published. Raises Unavailable; then the file may have been
+        published."""
         source, target = self._full(draft), self._full(path)
         try:
             if self.location.is_local:
@@ -213,7 +213,7 @@ def _move_local(draft: Path, path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> Sequence[Path]:
-    """Make a folder and those above it. Returns the new ones."""
+    """Make a folder and the folders above it. Returns the new folders."""
     new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     return new_folders

@@ -35,7 +35,7 @@ NOT_FOUND: Responses = {
 REPORT_REFUSED: Responses = {
     **NOT_FOUND,
     409: {"model": ErrorBody, "description": "The incarnation is not the member's."},
-    408: {"model": ErrorBody, "description": "The body did not come in time."},
+    408: {"model": ErrorBody, "description": "The body did not arrive in time."},
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
@@ -87,7 +87,7 @@ def _add_weights(api: APIRouter, reading: StatusQueries) -> None:
 def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     @api.get("/jobs/{job}/members", summary="Members", tags=["members"], responses=NOT_FOUND)
     async def members(job: JobName) -> list[MemberDetail]:
-        """The members of a job by rank, those without one last."""
+        """The members of a job by rank; members without a rank last."""
         return list(reading.detail(reading.job(job)).members)
 
     @api.get(
@@ -140,7 +140,7 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
     async def generation(
         job: JobName, generation: Annotated[int, Path(ge=1, le=MAX_COUNT)]
     ) -> GenerationView:
-        """The record that every member of the attempt got."""
+        """The record that every member of the generation received."""
         return reading.generation(job, generation)
 
     @api.get("/jobs/{job}/events", summary="Events", tags=["history"], responses=NOT_FOUND)
@@ -150,7 +150,7 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
         details: Annotated[
             bool,
-            Query(description="Include events whose details another event sums up in one line."),
+            Query(description="Include events that another event sums up in one line."),
         ] = True,
     ) -> EventsView:
         """Events of the job, oldest first; the newest 1000 are kept."""

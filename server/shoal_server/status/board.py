@@ -37,7 +37,8 @@ DETAILS = frozenset(
 class _MemberHealth:
     latest: HealthView
     step: int = 0
-    """Step in the newest report: a wrong one is corrected by the next report."""
+    """Step in the newest report that has a step. It may fall: a wrong step is corrected by the next
+    report."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
@@ -133,8 +134,9 @@ class StatusBoard:
         return event
 
     def runs(self, job: str, story: ChangeSummary) -> None:
-        """Record that a generation runs. The change is logged once a member has reported its pause,
-        by `log_due_reports`, or before the next change; at once if no member will report."""
+        """Record that a generation runs. The change is logged when a member reports its pause, when
+        `log_due_reports` finds it due, or before the next change, whichever is first. It is logged
+        at once if no member will report."""
         self._tell(job, self._board(job).reports.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
@@ -213,8 +215,8 @@ class StatusBoard:
         return max((value for value in reported if value is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
-        """Time at which the newest checkpoint was first reported; None without one, or if the first
-        report that this coordinator got had it already."""
+        """Time at which the newest checkpoint was first reported; None without a checkpoint, or if
+        the first report to this coordinator already named it."""
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
@@ -224,8 +226,8 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if the latest report of a member says that it writes checkpoints, False if all that
-        mention it deny it, None without such a report."""
+        """True if the latest report of any member says that it writes checkpoints; False if all
+        latest reports that have this figure deny it; None if no report has it."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -245,8 +247,8 @@ class StatusBoard:
     def events(
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
     ) -> Sequence[EventView]:
-        """The oldest `limit` events with an id above `after`, in order; without `details`, those
-        that are no details of another event."""
+        """The oldest `limit` events with an id above `after`, in order. `details`: include events
+        that `generation_changed` sums up."""
         board = self._jobs.get(job)
         known = board.events if board else ()
         found = [e for e in known if e.id > after and (details or not e.detail)]
@@ -302,8 +304,9 @@ class StatusBoard:
             known.losses.append((health.step, health.loss))
 
     def reset_reports(self, job: str) -> None:
-        """Drop what members of the job reported: the next run of its name has no steps and no loss
-        yet. Events, the counts of events and reports, and the newest snapshot's time stay."""
+        """Drop all that members of the job reported: the next run under its name has no steps and
+        no loss yet. Events, the counts of events and reports, and the newest snapshot's time
+        stay."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()

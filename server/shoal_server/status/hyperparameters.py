@@ -6,7 +6,7 @@ from collections.abc import Mapping
 _NOT_SHOWN = frozenset(
     {"schema", "torch", "backend", "device", "nccl", "reconfigure", "validators", "registered"}
 )
-"""Fields about the model's parts and where it is trained."""
+"""Fields that describe the model's parts, or the hardware and software with which it is trained."""
 _ORDER = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
 _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
 """The text of one optimizer: its class, and the settings of each group."""
@@ -18,10 +18,10 @@ _NUM_PARAMETERS = "parameters"
 
 
 def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
-    """Return the hyperparameters by name, the best known first.
+    """Return the hyperparameters by name: first those in `_ORDER`, then the others by name.
 
     The settings of a single optimizer become entries of their own, with the values of its groups if
-    these differ. The values are those before the first step: a schedule's later changes are not
+    these differ. The values are from before the first step: a schedule's later changes are not
     shown.
     """
     found = {name: value for name, value in fields.items() if name not in _NOT_SHOWN}
@@ -33,8 +33,8 @@ def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings_of(optimizer: str) -> dict[str, str]:
-    """Class and settings of an optimizer by name; empty for a text of another form: of several
-    optimizers, or one that was too long to be agreed on in full."""
+    """Class and settings of an optimizer by name. Empty for a text of another form: of several
+    optimizers, or a text that was too long to be agreed on in full."""
     form = _OPTIMIZER.fullmatch(optimizer)
     if form is None:
         return {}

@@ -45,7 +45,8 @@ KINDS = (
     *("collective_failed", "phase_aborted", "server_lost", "shards_lost", "shards_moved"),
     *("snapshot_taken", "job_quarantined"),
 )
-"""Events that have counters from the start: a counter that first appears at 1 shows no increase."""
+"""Events that have counters from the start: Prometheus sees no increase in a counter that first
+appears with the value 1."""
 MAX_OVER = 50
 
 

@@ -47,8 +47,8 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
             str | None, Query(pattern=f"^{_POSITION}$", description="Only earlier lines.")
         ] = None,
     ) -> OutputView:
-        """Lines of stdout and stderr, as the member's launcher keeps them: the newest, or those
-        after or before a position."""
+        """Lines of stdout and stderr, as the member's launcher keeps them: the newest lines, or the
+        lines after or before a position."""
         return await source.output(job, member, _asker(guard, request), after, before)
 
     return api

@@ -1,4 +1,4 @@
-"""The live page: a few static files, and a stream of what they show."""
+"""The live page: a few static files, and a stream of the state that they show."""
 
 import asyncio
 import math
@@ -38,7 +38,8 @@ FRESH_S = 0.9
 """Maximum age of a state that several pages share."""
 MAX_SHOWN_EVENTS = 100
 SHOWN_MEMBERS = 50
-"""Members that are shown by default; members that are not well come first."""
+"""Number of members that are shown by default: first those in another state than WELL, slow ones,
+and ones that have reported an error."""
 SHOWN_GENERATIONS = 30
 SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
@@ -74,7 +75,7 @@ class PageGeneration(View):
     """A generation with a part of its roster, short enough to be read."""
 
     record: GenerationView
-    """Record with the first 60 members of the roster, and those that joined."""
+    """Record with the first 60 members of the roster, and the members in `joined`."""
     num_members: int
     joined: tuple[str, ...]
     """Members that were not in the generation before; at most 60."""
@@ -98,8 +99,8 @@ class PageJob(View):
     """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
     least_exchange_s: float | None = None
-    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The rest of
-    another member's `exchange_s` is a wait for members that came later."""
+    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The part of
+    another member's `exchange_s` beyond it is a wait for slower members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class PageSelection:
 
 
 class _SharedStates:
-    """States of the page, made once for all pages that show the same job at the same moment."""
+    """States of the page. Pages that show the same selection at the same moment share one state."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
@@ -284,7 +285,8 @@ class PageMaker:
 def _first(
     job: JobView, health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The members to show, at most 50: first those that are not well, then the others by rank."""
+    """The members to show, at most 50: first those described at SHOWN_MEMBERS, then the others by
+    rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)

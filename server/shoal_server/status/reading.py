@@ -95,7 +95,7 @@ class CourseView(View):
     """Share of the job's steps, or of its samples, that is done; null if unknown."""
     eta_s: float | None = None
     """Estimated seconds to the job's end: at its recent pace if its number of steps is known, else
-    at that of its whole life; null if unknown."""
+    at its mean pace since it began; null if unknown."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
@@ -245,8 +245,8 @@ class StatusQueries:
         return member
 
     def generation(self, name: str, number: int) -> GenerationView:
-        """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration for one that is
-        not among the newest 100."""
+        """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration if it is not
+        among the newest 100."""
         found = {record.generation: record for record in self.job(name).generations}
         if number not in found:
             kept = f"{min(found)} to {max(found)}" if found else "none was decided yet"
@@ -408,8 +408,8 @@ class StatusQueries:
         self.board.report(name, member_id, report.view(time.time()))
 
     def history(self, name: str, last_s: float = 0.0) -> HistoryView:
-        """The job's figures over time, or those of the newest `last_s` seconds. Raises UnknownJob,
-        NotLeader."""
+        """The job's figures over time: of the newest `last_s` seconds, or of its whole life if that
+        is 0. Raises UnknownJob, NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()

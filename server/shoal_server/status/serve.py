@@ -81,7 +81,7 @@ class StatusServer:
         await wait_first(self._server.serving.wait(), self._task)
         if not self._server.serving.is_set():
             listener.close()
-            await self._task  # raises what kept it from starting
+            await self._task  # raises the error that prevented the start
         await self._app.state.loop_lag.__aenter__()
         return self
 

@@ -53,7 +53,7 @@ class _Answer:
 
 
 class ShardReader:
-    """Reads shards for the status page; the servers of a job are asked at most once a second.
+    """Reads shards for the status page. Asks the servers of a job at most once a second.
 
     A server that does not answer within a second is shown as unreachable, or as gone if it is not
     registered.

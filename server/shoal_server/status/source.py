@@ -53,13 +53,13 @@ class StatusSource(Protocol):
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
-        """The series of published weights of a job, or all of them, by name."""
+        """The series of published weights of a job, or all series if `job` is empty, by name."""
         ...
 
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
-        """Lines that a member printed: those after or before a position from an earlier answer, or
-        the newest. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader, Unavailable,
-        Overloaded, and InvalidSpec for both positions."""
+        """Lines that a member printed: the newest lines, or the lines after or before a position
+        from an earlier answer. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader,
+        Unavailable, Overloaded, and InvalidSpec if both positions are given."""
         ...

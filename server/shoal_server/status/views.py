@@ -18,8 +18,8 @@ STATES = (
 )
 """States of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""States in which a job takes no members until an operator allows joins again, or, for a finished
-one, starts a new run."""
+"""States in which a job takes no members until an operator allows joins again, or starts a new run
+of a finished job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Readiness(View):
     """Readiness of this coordinator, with the reason if it does not serve."""
 
     ready: bool
-    """True while this coordinator leads. It ceases to lead if it cannot renew its lease in etcd."""
+    """True while this coordinator leads. It stops leading if it cannot renew its lease in etcd."""
     reason: str
     """Reason for which this coordinator is ready, or is not."""
     leader: str = ""
-    """host:port of the coordinator that leads, as far as this one knows."""
+    """host:port of the coordinator that leads; empty if this coordinator does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class EventView(View):
     """An event of a job."""
 
     id: int
-    """Number that rises from event to event, also over restarts of the coordinator."""
+    """Number that rises from event to event, also across restarts of the coordinator."""
     unix_s: float
     kind: str
     """Kind, as in the log: generation_changed, member_removed, phase_running ..."""
@@ -242,7 +242,8 @@ class LoopLagView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPiecesView(View):
-    """Pieces of the server's copies that were compared with their primaries' since it started."""
+    """Pieces of the server's copies that were compared with the primaries' pieces since the server
+    started."""
 
     same: int = 0
     different: int = 0
@@ -305,10 +306,11 @@ class PushesView(View):
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0
     """Pushes that the shard itself refused: too stale, not finite, of another size, older than what
-    it remembers, or without memory for them. Refusals by epoch count in `refused_by_epoch` of the
-    server; those before the push reached the shard, such as for a stale token, nowhere."""
+    it remembers, or without memory for them. Refusals by epoch are counted in the server's
+    `refused_by_epoch`. Refusals before the push reached the shard, such as for a stale token, are
+    not counted."""
     staleness_counts: tuple[int, ...] = ()
-    """staleness_counts[i]: pushes of staleness i; the last one also counts all larger values."""
+    """staleness_counts[i]: pushes of staleness i; the last entry also counts all larger values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +354,7 @@ class LostShardView(View):
     table: str
     """Table whose rows the shard has; empty for parameters."""
     version: int
-    """Version that it had at least; 0 if none is known."""
+    """Highest version that the shard is known to have had; 0 if none is known."""
     lost_unix_s: float
     """Time at which the loss was found; 0 if unknown."""
     servers: tuple[str, ...]
@@ -371,7 +373,7 @@ class AcceptedLossView(View):
 
     shard_id: int
     version: int
-    """Version that it had at least; 0 if none is known."""
+    """Highest version that the shard is known to have had; 0 if none is known."""
     lost_unix_s: float
     accepted_unix_s: float
     by: str
@@ -415,7 +417,7 @@ class SamplesView(View):
     returned: int
     """Samples that lost members returned, to be leased again."""
     ignored: int
-    """Samples reported as completed by members that did not hold them."""
+    """Samples reported as completed by members that had no lease on them."""
     repeated_max: int
     """Upper bound on the number of samples that were trained on a second time."""
     exhausted: bool
@@ -453,9 +455,9 @@ class WeightReaderView(View):
     digest: str
     """Digest of the bytes that the reader has installed, in hexadecimal digits."""
     differs: bool
-    """True if the installed bytes differ from those that were published as this version."""
+    """True if the installed bytes differ from the bytes that were published as this version."""
     lag_versions: int
-    """Number of versions by which the reader is behind the newest; 0 if it has none yet."""
+    """Number of versions by which the reader is behind the newest; 0 if it has installed none."""
     seen_unix_s: float
     fetch_s: float
     """Time that its last fetch took; 0 if not reported."""
@@ -471,7 +473,7 @@ class PublishedVersionView(View):
     created_unix_s: float
     num_bytes: int
     num_copies: int
-    """Number of holders of the segment that has the fewest."""
+    """Smallest number of holders that any segment of the version has."""
     digest: str
     pinned: bool
     durable: bool

@@ -21,15 +21,15 @@ _OF_SERIES: Mapping[str, tuple[str, Callable[[PublishedSeriesView], float]]] = {
         lambda series: sum(version.num_bytes for version in series.versions),
     ),
     "shoal_weights_published_timestamp_seconds": (
-        "Unix time at which the newest version that is kept was committed.",
+        "Unix time at which the newest kept version was committed; 0 if none is kept.",
         lambda series: max((v.created_unix_s for v in series.versions), default=0.0),
     ),
     "shoal_weights_copies_number": (
-        "Copies of the version that has the fewest copies.",
+        "Copies of the kept version that has the fewest copies.",
         lambda series: min((v.num_copies for v in series.versions), default=0),
     ),
     "shoal_weights_lost_versions": (
-        "Versions that were dropped because no server had them any more; the newest 16 count.",
+        "Versions that were dropped because no server had a copy; counts the newest 16 only.",
         lambda series: len(series.lost),
     ),
     "shoal_weights_connected_readers": (
@@ -37,7 +37,7 @@ _OF_SERIES: Mapping[str, tuple[str, Callable[[PublishedSeriesView], float]]] = {
         lambda series: series.num_readers,
     ),
     "shoal_weights_differing_readers": (
-        "Readers that serve other bytes than were published as their version.",
+        "Readers whose installed bytes differ from the bytes that were published as their version.",
         lambda series: series.num_differing,
     ),
 }
@@ -47,11 +47,11 @@ _OF_READER: Mapping[str, tuple[str, Callable[[WeightReaderView], float]]] = {
         lambda reader: reader.lag_versions,
     ),
     "shoal_weights_reader_fetch_seconds": (
-        "Time that the last fetch of the reader took.",
+        "Duration of the reader's last fetch.",
         lambda reader: reader.fetch_s,
     ),
     "shoal_weights_reader_fetch_bytes": (
-        "Bytes that the last fetch of the reader took.",
+        "Bytes that the reader's last fetch transferred.",
         lambda reader: reader.fetch_bytes,
     ),
 }

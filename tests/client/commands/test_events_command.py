@@ -151,6 +151,6 @@ def test_status_counts_ended_jobs_and_shows_them_with_all(
     assert parse(["status", "--http", url])() == 0
     shown = capsys.readouterr().out
     assert "digits" in shown and "old" not in shown
-    assert "1 more that are over: --all shows them" in shown
+    assert "1 more have ended: --all shows them" in shown
     assert parse(["status", "--all", "--http", url])() == 0
     assert "old" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_status_shows_every_job_with_members_generations_and_servers(
     for text in ("digits", "running", "w1", "1300", "nothing: it trains", "unreachable", "NaN"):
         assert text in shown
     assert "5000 of 14370 completed" in shown
-    assert f"ps1 takes no more copies from ps0: {status_world.FULL}" in " ".join(shown.split())
+    assert f"ps1 accepts no further copies from ps0: {status_world.FULL}" in " ".join(shown.split())
     assert "skew of parameter bytes over servers: 1.250" in shown
     assert "round" not in shown
     assert reason in shown

@@ -104,7 +104,8 @@ class Checkpoints:
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:
-        """Return the newest complete checkpoint, if any. Raises InvalidSpec if listing fails."""
+        """Return the path of the newest complete checkpoint; None if there is none. Raises
+        InvalidSpec if listing fails."""
         return storage.newest(self.directory)
 
     def offer(
@@ -121,12 +122,13 @@ class Checkpoints:
         `join`, else this rank alone. A shard for whose name `writes` returns False is not copied:
         another rank must write it. A shard that several ranks offer is written once.
 
-        Raises the error of the previous checkpoint, on every rank at the same step, and then writes
-        nothing: CheckpointFailed (disk full, no permission) with path and errno. Before the first
-        success, InvalidSpec if the ranks together did not hold a whole state, or later checkpoints
-        exist. Raises CheckpointFailed, perhaps not on all ranks, while the previous one takes
-        longer than the limit. Training is unaffected, and the next offer tries again. If a rank was
-        lost meanwhile, no error is raised; the checkpoint may be complete or absent.
+        If the previous checkpoint failed, raises its error, on every rank at the same step, and
+        writes nothing. The error is CheckpointFailed (disk full, no permission), with path and
+        errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
+        state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks,
+        while the previous checkpoint takes longer than the limit. Training is unaffected, and the
+        next offer tries again. If a rank was lost meanwhile, no error is raised; the checkpoint may
+        be complete or absent.
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}

@@ -9,9 +9,9 @@ A folder with an index is a checkpoint, which consists of the files that the ind
 checkpoint that replaces one of the same step writes its files beside the old ones, under names with
 its own token. Then the writer overwrites the index, and removes files that are not in the new one.
 
-A storage may carry out a request after the client has given up on it. So the index is published by
-a copy of the draft's, which the writer removes before any other file of a draft: a late copy finds
-nothing, and no index ever names files that were removed.
+A storage may carry out a request after the client has given up on it. So a writer publishes by
+copying the draft's index to `.metadata`, and discards a draft by removing the draft's index before
+its other files. A late copy then finds nothing to copy: no index ever names removed files.
 """
 
 import re

@@ -119,7 +119,7 @@ class BucketPath:
                         self.files.rm_file(key)
 
     def probe(self) -> None:
-        """Test the folder: write, copy, read, remove a file. Raises InvalidSpec if that fails."""
+        """Write, copy, read and remove a file in the folder. Raises InvalidSpec if that fails."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         copy = self / f"{probe.name}-copy"
         try:

@@ -92,9 +92,9 @@ def discard(path: Path) -> None:
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove leftovers of dead writers of `path`, except `keep`; of all steps in the directory if
-    `path` is the checkpoint of a step. A replaced checkpoint without a successor is restored. The
-    caller must know that no other writer is alive."""
+    """Remove leftovers of dead writers of `path`, except `keep`. If `path` is the checkpoint of a
+    step, removes those of all steps in its directory. A replaced checkpoint without a successor is
+    restored. The caller must know that no other writer is alive."""
     for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:

@@ -41,7 +41,7 @@ class CheckpointEntry:
 
     path: names.Path
     data: TensorWriteData | None = None
-    """Tensor and chunk; None: an object."""
+    """Tensor and chunk; None for an object."""
 
     @classmethod
     def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":

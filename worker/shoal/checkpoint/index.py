@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch":
             allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in an index")
         if name == "TensorProperties":
             return _Properties
         return _enum_member if name == "getattr" else super().find_class(module, name)
@@ -75,7 +75,7 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
     Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`, others as a call of
     its class."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"getattr of {kind!r:.100} has no place in an index")
+        raise pickle.UnpicklingError(f"getattr of {kind!r:.100} is not allowed in an index")
     return kind.__members__[name]
 
 

@@ -1,4 +1,4 @@
-"""Interface by which a strategy uses a script's checkpoints."""
+"""Interface through which a strategy uses a script's checkpoints."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
@@ -7,7 +7,7 @@ from shoal.state.shards import Needs, StateShard
 
 
 class WrittenCheckpoint(NamedTuple):
-    """A complete checkpoint, and the bytes of its entries, written by all ranks together."""
+    """Step of a complete checkpoint, and the bytes of its entries, summed over all ranks."""
 
     step: int
     num_bytes: int
@@ -24,14 +24,15 @@ class CheckpointStore(Protocol):
         A directory is not tested."""
 
     def steps(self) -> Collection[int]:
-        """Look up the steps of the complete checkpoints. Raises InvalidSpec if the storage cannot
-        be listed."""
+        """List the storage, and return the steps of its complete checkpoints. Raises InvalidSpec if
+        that fails."""
 
     def location(self, step: int) -> str:
         """Return the location of the checkpoint of that step, for messages."""
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        """Read the chunks that `needs` asks for from the checkpoint of that step."""
+        """Read the chunks that `needs` asks for from the checkpoint of that step. Raises as
+        `reading.read`."""
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""

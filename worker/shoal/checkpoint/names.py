@@ -115,7 +115,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 def is_read(path: Path) -> bool:
     """True if Shoal reads objects at this path. Raises InvalidSpec for an object of the model: a
-    state holds only its tensors."""
+    state has only tensors of a model."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -197,7 +197,7 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
 
 def own_state(text: object) -> Mapping[str, Any]:
     """Parse the content of `OWN`: step, values, checksums. Raises InvalidSpec if a later version of
-    Shoal wrote it, MalformedMessage if it is damaged."""
+    Shoal wrote it, and MalformedMessage if it is damaged."""
     try:
         content: Any = json.loads(text if isinstance(text, str) else "")
         written, step = int(content["format"]), int(content["step"])

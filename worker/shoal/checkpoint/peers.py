@@ -1,9 +1,9 @@
 """Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-Waiting for each other's files would not do: on a shared file system, caches decide when a file of
-one machine appears on another, so that ranks would have to poll. A missing file would not show that
-its writer has died. A rank sends its message after it has written and synchronised the files that
-the message reports.
+Ranks could not just wait for each other's files: on a shared file system, caches decide when a file
+of one machine appears on another, so ranks would have to poll. And a missing file would not show
+that its writer has died. A rank sends its message after it has written and synchronised the files
+that the message reports.
 """
 
 from typing import Protocol
@@ -42,7 +42,7 @@ class SinglePeer:
 
 class GroupPeers:
     """Ranks of a process group that has no other use: a checkpoint's collectives run concurrently
-    with those of training, in an order that differs from rank to rank."""
+    with training's collectives, in an order that differs from rank to rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """Use this group. `device`: the device of the group's tensors; default: the host (Gloo)."""

@@ -26,11 +26,11 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
     Of the tensors, reads only stored chunks that overlap the needed ones, one at a time. The step
     of a checkpoint of plain torch is its entry `step`, beside `model` and `optim`; 0 without this
-    entry, or if that is no int.
+    entry, or if it is not an int.
 
-    Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
-    that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch
-    if its bytes have changed; OSError if the storage fails.
+    Raises InvalidSpec if there is no checkpoint, if a later version of Shoal or DCP wrote it, or if
+    it has an entry that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated;
+    ChecksumMismatch if its bytes have changed; OSError if the storage fails.
     """
     path = located(path)
     index = read_index(path)

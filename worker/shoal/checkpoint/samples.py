@@ -123,9 +123,9 @@ def check_samples(
                 f"the checkpoint {path} was written with other samples: {field} differs",
                 seen=f"{field}={samples[field]}",
                 expected=f"{field}={written[field]}, as in the run that wrote it",
-                fix="With the same batches training continues where it was, for more epochs too. To"
-                " start over, take another directory for the checkpoints; to begin with these"
-                " weights there, load them into the model before session.distribute"
+                fix="With the same batches, training continues where it stopped, also for more"
+                " epochs. To start over, use another directory for the checkpoints. To start there"
+                " with these weights, load them into the model before session.distribute"
                 " (docs/checkpoints.md).",
                 details={field: f"{samples[field]!r}, checkpoint {written[field]!r}"},
             )

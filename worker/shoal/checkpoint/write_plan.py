@@ -62,8 +62,8 @@ def from_json(entries: Sequence[Any]) -> list[PlannedChunk]:
 def plan_writes(
     held: Sequence[Sequence[PlannedChunk]], known: Iterable[str] = ()
 ) -> list[list[PlannedChunk]]:
-    """Return the chunks that each rank writes, given the chunks that each holds: every element
-    exactly once.
+    """Return the chunks that each rank writes, given the chunks that each rank holds. Every element
+    is written exactly once.
 
     A chunk that several ranks hold is written by the lowest of these ranks, so that a replicated
     state comes from one rank. `known`: names of tensors that some rank must hold. Raises
@@ -111,13 +111,13 @@ def _cut(item: PlannedChunk) -> Iterator[PlannedChunk]:
 def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
     if first.shape != item.shape:
         raise ShapeMismatch(
-            f"rank {rank} holds another {item.name} than the ranks before it",
+            f"rank {rank} holds another {item.name} than the lower ranks",
             seen=str(item.shape),
             expected=str(first.shape),
         )
     if first.dtype != item.dtype:
         raise DtypeMismatch(
-            f"rank {rank} holds another {item.name} than the ranks before it",
+            f"rank {rank} holds another {item.name} than the lower ranks",
             seen=str(item.dtype),
             expected=str(first.dtype),
         )

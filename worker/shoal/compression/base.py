@@ -7,8 +7,9 @@ Every compressor promises:
 
 - the averages are bit for bit the same on all ranks;
 - a NaN or an infinity on any rank gives NaN or infinity on all of them;
-- residuals, if it keeps any, are sent in later steps. Except for rounding and for residuals of lost
-  ranks, the sum of all averages, mean residuals and kept mean errors is that of the mean gradients.
+- residuals, if it keeps any, are sent in later steps. The sum of all averages, plus mean residuals
+  and kept mean errors, equals the sum of the mean gradients, except for rounding and for residuals
+  of lost ranks.
 """
 
 from abc import ABC, abstractmethod

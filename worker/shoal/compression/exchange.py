@@ -82,7 +82,8 @@ class CompressedExchange(GradientExchange):
             self._works[index] = self.waiter.begin(work)
 
     def _finish(self) -> None:
-        """Finish the averages of all buckets, one collective of each bucket after another."""
+        """Finish the averages of all buckets. Each round waits for one collective of each bucket,
+        in the order of buckets, and begins the bucket's next collective."""
         while self._works:
             for index in sorted(self._works):
                 try:

@@ -111,7 +111,8 @@ class GradientExchange:
         self._complete = False
 
     def begin(self, step: int) -> None:
-        """Begin a step and discard what the last one left; `step` steps are committed."""
+        """Begin a step; `step` steps are committed. Discards the averages and losses of the last
+        step."""
         self._traffic.begin_step()
         self._averaged.clear()
         self._in_progress.clear()
@@ -122,7 +123,8 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """True if all averages are finite; the same on all ranks. Used in place of `check`."""
+        """True if all averages are finite; the same on all ranks. Used in place of `check` with a
+        GradScaler, which skips the other steps."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 
@@ -130,12 +132,13 @@ class GradientExchange:
         """Raise unless the averages are finite. If they are not, every rank raises.
 
         Raises NonFiniteGradient on members whose own gradient or loss is not finite, and on all
-        members if only the sum is not. On others raises GenerationBroken: members at fault leave.
+        members if only the sum is not. Raises GenerationBroken on the other members, as the members
+        at fault leave.
         """
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()
             return
-        # The averages are the same everywhere, so every rank comes here or none does.
+        # The averages are the same on all ranks, so all ranks begin this collective, or none does.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._own_fault()))
         self.waiter.wait(dist.all_reduce(faults, group=self._group, async_op=True))

@@ -25,10 +25,11 @@ from shoal_proto.v1.codec_pb2 import GradientCodec, LowRankRows
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compression):
-    """Matrices as products of rank `rank`.
+    """Matrices as products of two factors, each with `rank` columns.
 
     A tensor of more dimensions is a matrix with its first dimension as rows. Vectors, and matrices
-    whose two factors would not be smaller, are sent uncompressed.
+    whose two factors would not be smaller, are sent uncompressed. Raises InvalidSpec for a `rank`
+    below 1.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -140,7 +141,7 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes the whole rows of a parameter that lie in the shard as one matrix, if that makes them
+    """Encodes the rows of a parameter that are whole in the shard as one matrix, if that makes them
     smaller. All other values are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
@@ -200,9 +201,10 @@ class LowRankEncoder(PushEncoder):
 
 
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
-    """Return the matrices worth compressing, each as the indices of the blocks that make it up.
+    """Return the matrices to compress, each as the indices of the blocks that make it up.
 
-    A matrix is made of one parameter's whole rows, and is kept if its factors are smaller.
+    A matrix has the rows of one parameter that are whole in their block. It is compressed if its
+    factors are smaller.
     """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):
@@ -219,7 +221,7 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
 
 
 def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
-    """Return the rows of its parameter that the block holds whole; none for a vector."""
+    """Return the rows of the parameter that are whole in the block; none for a vector."""
     if len(block.shape) < 2 or not block.shape.numel():
         return LowRankRows()
     lead = -block.offset % block.columns

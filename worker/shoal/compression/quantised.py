@@ -24,7 +24,8 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Compression):
-    """A byte for each value and a scale for each block of `block` values. About 1/4 of fp32."""
+    """A byte for each value and a scale for each block of `block` values. About 1/4 of fp32's
+    bytes. Raises InvalidSpec if `block` is not a positive multiple of 8."""
 
     name: ClassVar[str] = "int8"
     block: int = 256
@@ -42,7 +43,8 @@ class Int8(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compression):
-    """A sign for each value and a scale for each block of `block` values. About 1/25 of fp32."""
+    """A sign for each value and a scale for each block of `block` values. About 1/25 of fp32's
+    bytes. Raises InvalidSpec if `block` is not a positive multiple of 8."""
 
     name: ClassVar[str] = "one-bit"
     block: int = 128

@@ -20,12 +20,14 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Least size of the sample that estimates the threshold; no sample is taken of fewer values."""
+"""Minimum size of the sample that estimates the threshold. Up to this many values, all values are
+examined, without an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compression):
-    """The largest values of a bucket or shard, a fraction `ratio` of all, with their indices."""
+    """The largest values of a bucket or shard, a fraction `ratio` of all, with their indices.
+    Raises InvalidSpec if `ratio` is not above 0 and at most 1."""
 
     name: ClassVar[str] = "top-k"
     ratio: float = 0.01

@@ -33,8 +33,9 @@ _HINTS = {
 
 class LoadingOptions(TypedDict, total=False):
     """Options for loading samples, most of them keywords of torch's DataLoader. An option that is
-    not given is that of the script's DataLoader (`prefetch_factor` and `persistent_workers`: only
-    if it has processes), or else the default of `shoal.data.loading.Loading`."""
+    not given is taken from the script's DataLoader (`prefetch_factor` and `persistent_workers` only
+    if it has processes), or else has the default of `shoal.data.loading.Loading`.
+    """
 
     num_workers: int
     prefetch_factor: int | None
@@ -77,7 +78,7 @@ class BatchOptions:
         collate: Collate | None,
         options: LoadingOptions,
     ) -> "BatchOptions":
-        """Options from keywords. Raises InvalidSpec for unknown or contradictory keywords."""
+        """Make options from keywords. Raises InvalidSpec for unknown or contradictory keywords."""
         known = {field.name for field in fields(Loading)}
         unknown = sorted(options.keys() - known - LoadingOptions.__annotations__.keys())
         if unknown:
@@ -144,7 +145,7 @@ class BatchOptions:
 
 
 def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
-    """Fields of the proposal about the samples, which must be the same on all members."""
+    """Return the proposal's fields about the samples, which must be the same on all members."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     fields = {
         "global_batch": str(order.global_batch_size),
@@ -161,7 +162,7 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Fill the options that the script did not give with those of its DataLoader."""
+    """Take the options that the script did not give from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")

@@ -18,7 +18,7 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 MAX_SAMPLES_NAMED = 8
 """Number of samples named in the error for a batch that could not be made."""
 MAX_COLUMNS_IN_LIST = 8
-"""Longest list of tensors that may be meant as columns; each tensor of a longer one is a sample."""
+"""Longest list of tensors that may be meant as columns. In a longer list each is a sample."""
 
 Dataset = MapDataset | tuple[Tensor, ...]
 
@@ -30,7 +30,8 @@ class Batch:
 
     inputs: Any
     """All parts of the collated samples except the last, as a tuple if there are several; the only
-    part if there is one. Anything but a tuple, such as a dict, is inputs as a whole."""
+    part if there is one. Collated samples that are not a tuple, such as a dict, are the inputs as a
+    whole."""
     targets: Any
     """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]
@@ -78,14 +79,14 @@ class Batch:
                 for part in batch.parts(4):
                     session.backward(loss_fn(model(part.inputs), part.targets))
 
-        Each part's loss is the mean over its samples. The session weights it, so that gradients are
-        those of the whole global batch; they are reduced once, in the last part. Parts differ in
-        size by at most one sample. If a share has fewer samples than parts, the remaining parts are
-        stand-ins: one sample with weight 0.
+        Each part's loss is the mean over its samples. The session weights the loss, so that the
+        step's gradients are the whole global batch's. Gradients are reduced once, in the last part.
+        Parts differ in size by at most one sample. If a share has fewer samples than parts, the
+        remaining parts are stand-ins: one sample with weight 0.
 
-        Raises InvalidSpec outside a step, for another batch than the step's, for a second loop or
-        one after a backward pass, for fewer than one part or more than a global batch has samples,
-        as `cut`, and if a part has no backward pass or several."""
+        Raises InvalidSpec outside a step; for a batch other than the step's; for a second loop, or
+        a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; as
+        `cut`; and if a part has no backward pass or several."""
         return of_step().parts(self, num_parts)
 
 
@@ -250,14 +251,14 @@ def _loaded(span: SampleRange, start: int) -> SampleRange:
     """Return the span to load for a share of the batch that begins at `start`.
 
     A model need not handle an empty batch, so a member without samples loads the batch's first
-    sample, with weight 0. A sample of another batch would not do: it could use parameters that this
-    batch does not use, and so give them a gradient."""
+    sample, with weight 0. A sample of another batch could use parameters that this batch does not
+    use, and so give them a gradient."""
     return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing, and
-    for tensors of different lengths or that would be misread as samples."""
+    """Return the number of samples. Raises InvalidSpec if the dataset has no length or no indexing,
+    and for tensors that differ in length or would be misread as samples."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
@@ -266,7 +267,7 @@ def dataset_size(dataset: Dataset) -> int:
             "a tuple as the dataset holds something other than tensors",
             seen=", ".join(type(each).__name__ for each in dataset) or "nothing",
             expected="tensors of one length, such as (inputs, targets)",
-            fix="torch.from_numpy(array) makes a tensor of an array; samples belong into a list.",
+            fix="torch.from_numpy(array) makes a tensor of an array. Put samples into a list.",
         )
     if (held := _misused_tensors(dataset)) is not None:
         raise InvalidSpec(

@@ -1,4 +1,4 @@
-"""Digest of a data set's contents, by which members check that they train on the same samples.
+"""Digest of a data set's contents, with which members check that they train on the same samples.
 
 Each member makes its own data set. If a split or sampler is not seeded, the members' data sets have
 the same type, size and dtypes but different samples.
@@ -64,7 +64,8 @@ class RoughNumber(int):
 
 
 def content_of(dataset: Dataset) -> str:
-    """Digest of the contents; empty for `Shards`, and if they cannot be read without loading.
+    """Return the digest of the contents; empty for `Shards`, and if they cannot be read without
+    loading samples.
 
     Members with the same values in the same order have the same digest. With different samples
     their digests usually differ, but not if only values differ that are not read."""
@@ -72,7 +73,8 @@ def content_of(dataset: Dataset) -> str:
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Optional fields of the proposal, and listings of the values that digests in fields cover."""
+    """Return optional fields of the proposal, and by field a packed listing of the values that its
+    digest covers."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
     items = _items_of(samples)

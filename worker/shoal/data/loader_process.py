@@ -108,7 +108,7 @@ def keep_socket_paths_short() -> None:
 
 
 def open_sockets() -> frozenset[str]:
-    """Names of this process's sockets in /proc; empty without /proc."""
+    """Return the names of this process' sockets in /proc; empty without /proc."""
     return frozenset(link for _, link in _descriptors() if link.startswith("socket:"))
 
 

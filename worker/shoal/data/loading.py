@@ -1,7 +1,8 @@
 """Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
 One DataLoader runs for a whole job, unless its processes end or are not persistent. Whenever it
-delivers a batch, it takes another request from its sampler: a fixed number is requested ahead.
+delivers a batch, it takes another request from its sampler, so a fixed number of batches is
+requested ahead.
 
 If the trainer needs a batch that was not requested (in a generation of another size, or for a step
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
@@ -127,8 +128,8 @@ class _BatchDataset(Dataset[Any]):
 
 
 class LoadingProgress:
-    """Time since the loading processes last began a sample or used processor time: a sign of
-    work."""
+    """Time since the loading processes last showed a sign of work: began a sample, or used
+    processor time."""
 
     def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
         self._processes = processes
@@ -140,7 +141,7 @@ class LoadingProgress:
         return time.monotonic() - self._began_s
 
     def silent_s(self) -> float:
-        """Seconds since the last sign."""
+        """Return the seconds since the last sign of work."""
         now_s, seen = time.monotonic(), self._now()
         worked_s = seen[1] - self._seen[1]
         if seen[0] != self._seen[0] or worked_s > WORK_SHARE * (now_s - self._sign_s):
@@ -152,7 +153,7 @@ class LoadingProgress:
 
 
 def _processor_s(process: int) -> float:
-    """Processor time of a process and its ended children, in seconds; 0 if it is unknown."""
+    """Return the processor time of a process and its ended children in seconds; 0 if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -213,8 +214,9 @@ class BatchLoader:
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
         self.on_wait: Callable[[float], None] = lambda silent_s: None
-        """Called repeatedly while a batch of the processes is late, on the trainer's thread or that
-        of `_FetchWatch`, with the seconds since their last sign. Its exception ends the wait."""
+        """Called repeatedly while a batch of the processes is late, on the trainer's thread or on
+        `_FetchWatch`'s, with the seconds since the last sign of work. Its exception ends the wait.
+        """
         self._upcoming: Iterator[SampleRange] = iter(())
         self._requested: deque[SampleRange] = deque()
         """Spans of the present run that are requested and not yet delivered."""
@@ -260,8 +262,9 @@ class BatchLoader:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
         If a loading process has ended, all processes are restarted, once for a batch. Raises
-        SampleFailed if a sample cannot be loaded or collated; LoadingFailed if that was an OSError
-        or lack of memory, or if processes cannot start, end again or are late; errors of `on_wait`.
+        SampleFailed if a sample cannot be loaded or collated, or LoadingFailed if the reason is an
+        OSError or a lack of memory. Raises LoadingFailed if processes cannot start, end again or
+        are late. Raises the errors of `on_wait`.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
@@ -352,7 +355,7 @@ class BatchLoader:
         return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
-        """Return the next item if it arrives within LOOK_S, and whether it did. Raises
+        """Return (item, True) if the next item arrives within LOOK_S, else (None, False). Raises
         _ProcessEnded, LoadingFailed, or the error for which the watch ended the fetch."""
         assert self._iterator is not None, "it was started"
         try:

@@ -35,7 +35,8 @@ class SamplePosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Order in which samples are trained on: pure, the same on every member. Raises InvalidSpec."""
+    """Order in which samples are trained on: pure, the same on every member. Raises InvalidSpec for
+    values out of range, and if `drop_last` leaves out every sample."""
 
     num_samples: int
     global_batch_size: int
@@ -140,7 +141,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Permutation of one epoch, cached: batches of the next epoch are loaded ahead."""
+    """Return the permutation of an epoch. Cached, as batches of the next epoch are loaded ahead."""
     generator = torch.Generator().manual_seed(_mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 

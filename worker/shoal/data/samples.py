@@ -143,7 +143,8 @@ class Samples:
         return PerColumn(collated) if type(collated) is list else collated
 
     def _alone(self, epoch: int, index: int) -> Any:
-        """Load one sample again and collate it: the collate function may have changed the first."""
+        """Load one sample again and collate it alone. Loaded again, as the collate function may
+        have changed the sample."""
         self._draw_for(epoch, index)
         return self._collate([self.dataset[index]])
 

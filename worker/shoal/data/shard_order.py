@@ -1,8 +1,8 @@
-"""Order of samples in shards, by which each member reads few shards.
+"""Order of samples in shards with which each member reads few shards.
 
 In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
-windows of `window` samples, and then cut into `columns` x `turns` streams of about one length. A
-batch consists of `columns` parts, each from another stream, and `turns` batches in a row use
+windows of `window` samples, and then cut into `columns` x `turns` streams of about equal length. A
+batch consists of `columns` parts, each from a different stream, and `turns` batches in a row use
 different streams. With 4 columns and 2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
@@ -71,7 +71,7 @@ class ShardOrder(Order):
     @property
     def name(self) -> str:
         """Name with the options that decide the order, besides seed and shards. The batch size is
-        one of these options: the line is cut into streams by it."""
+        one of these options: it decides how the line is cut into streams."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"

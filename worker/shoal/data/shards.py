@@ -85,7 +85,7 @@ class Shards(Dataset[Any]):
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
     With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
-    cuts the result into `columns` times `turns` streams; a member reads those of its share."""
+    cuts the result into `columns` times `turns` streams; a member reads its share's streams."""
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class Shards(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         """Return a sample by its index, counted from the first shard. Reads the shard further, or
         from its start if it is not open, or the sample was read before and is not kept. Raises
-        IndexError; InvalidSpec if the shard's end shows another length."""
+        IndexError for an index out of range, and InvalidSpec if the shard's end shows another
+        length."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -245,12 +246,11 @@ class _OpenShard:
 
     def _wrong_length(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
-            f"{self._name} holds another number of samples than was given",
+            f"{self._name} has another number of samples than `lengths` says",
             seen=f"{seen} samples",
             expected=f"{self._length}",
-            fix="Give its length as Shards.count returns it. A reader gives all samples of"
-            " its shard"
-            " for any rank and process, and the same each time.",
+            fix="Give its length as Shards.count returns it. `read` must return all samples of the"
+            " shard, the same each time, in any rank and process.",
         )
 
 

@@ -85,14 +85,14 @@ class ShareSizes:
             "batchnorm_of_one_sample",
             members=self._fitting + 1,
             batch=self.smallest_batch,
-            seen=f"with {self._fitting + 1} members or more some have a share of one sample in a"
-            f" batch of {self.smallest_batch}; BatchNorm of one value for each channel is an error",
+            seen=f"with {self._fitting + 1} members or more, some have a share of one sample in a"
+            f" batch of {self.smallest_batch}; BatchNorm raises for one value in each channel",
             hint=remedies_of_one_sample(syncs_batchnorm=True),
         )
 
 
 def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
-    """Advice against shares of one sample, for a model with BatchNorm."""
+    """Return advice against shares of one sample, for a model with BatchNorm."""
     synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
     return (
         "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--global-batch", type=int, default=96)
     parser.add_argument("--data", type=Path, help="file of `shoal.demo.data` (default: sklearn's)")
-    parser.add_argument("--directory", type=Path, help="for audit and result (default: none)")
+    parser.add_argument("--directory", type=Path, help="for audit and result; none: not written")
     options = parser.parse_args(arguments)
     train(options, load(options.data), options.directory)
 

@@ -17,7 +17,7 @@ NEVER = -(2**62)
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Values of rows, and where they come from. Each field has one entry for each row."""
+    """Values of rows, and the versions they are from. Each field has one entry for each row."""
 
     values: Tensor
     births: Ids

@@ -55,13 +55,13 @@ class TableExchange:
         return [table.spec() for table in self._tables.values()]
 
     def fields(self) -> Mapping[str, str]:
-        """Fields that all members must have in common; empty without tables."""
+        """Return the fields that all members must have in common; empty without tables."""
         if not self._tables:
             return {}
         return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
 
     def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
-        """Connect the tables. From now on pushes wait for this acknowledgement."""
+        """Connect the tables. Later pushes wait for this acknowledgement."""
         if not self._tables:
             return
         self._client = TableClient(

@@ -139,7 +139,7 @@ class RowAdam:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
+    """Condition for a pushed id to get a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
     """Number of pushes of an id, the last of which creates its row. The counts are estimates, and
@@ -160,13 +160,13 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """Conditions on which rows are removed; an id that is pushed again later gets a new row."""
+    """Conditions for the removal of rows; an id that is pushed again later gets a new row."""
 
     max_idle_s: float = 0.0
     """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: memory alone
-    limits."""
+    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: no limit but
+    `max_shard_bytes`."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True

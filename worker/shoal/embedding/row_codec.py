@@ -16,7 +16,8 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class RowCodec:
-    """Encodes gradients of rows of one dtype and length. R: rows. C: columns."""
+    """Encodes gradients of rows of one dtype and length. R: rows. C: columns. B: bytes of an
+    encoded row."""
 
     def __init__(self, kind: str) -> None:
         self.message = GradientCodec(kind=kind)

@@ -193,7 +193,7 @@ class TableRows:
             if table != self.spec.name:
                 continue
             if where in result.stale:
-                # The gradients were for a shard that was lost and started over, with its rows.
+                # The gradients were for a shard that was lost with its rows, and started over.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
             self._seen_versions[shard] = max(self._seen_versions[shard], result.versions[where])

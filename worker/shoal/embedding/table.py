@@ -38,7 +38,8 @@ class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
     Train it with `session.distribute(model, optimizer, strategy="async-sgd")`, or "ssp" or "bsp".
-    This optimizer is for parameters. A table has none: its option `optimizer` updates its rows."""
+    That optimizer is for parameters, and a table has no parameters: the table's own option
+    `optimizer` updates its rows."""
 
     def __init__(
         self,
@@ -57,14 +58,15 @@ class EmbeddingTable(nn.Module):
         cache_rows: int = 65536,
         num_shards: int = DEFAULT_NUM_SHARDS,
     ) -> None:
-        """`num_embeddings`: ids below 0 and from this number on are refused; None: none is.
+        """`num_embeddings`: only ids from 0 to this number minus 1 are accepted; None: all ids are.
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
         job; empty: the module's path in the model.
 
         `staleness_bound`: a cached row may be used in its step and this number of later steps of
         this worker, unless its shard is known to have more than this number of later updates.
         `cache_rows`: number of rows in the cache, rounded up to a power of two. The attribute `lr`
-        is sent with every push. Raises InvalidSpec for bad numbers; the coordinator checks others.
+        is sent with every push. Raises InvalidSpec for these numbers if they are out of range; the
+        coordinator checks the other options when it places the table.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -104,7 +106,7 @@ class EmbeddingTable(nn.Module):
         return spec
 
     def connect(self, source: Source) -> None:
-        """Get rows from this source from now on. Called by the strategy."""
+        """Set the source of all later lookups. Called by the strategy."""
         self._source = source
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -118,7 +120,8 @@ class EmbeddingTable(nn.Module):
         """Begin to look up rows for a later step, unless four calls are in progress. Does not wait.
 
         The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
-        up again."""
+        up again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the table is not
+        connected yet; errors of the lookup are dropped."""
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -154,7 +157,7 @@ class EmbeddingTable(nn.Module):
         if self._source is None:
             raise InvalidSpec(
                 f"table {self.name or '(not named yet)'} is not connected to parameter servers",
-                expected="a model that session.distribute() was given, within its first batch",
+                expected="a model given to session.distribute(), after its first batch has begun",
                 fix='Use strategy="async-sgd".',
             )
         return self._source
@@ -167,7 +170,8 @@ class EmbeddingBagTable(EmbeddingTable):
     """`nn.EmbeddingBag` over a table, with the options of `EmbeddingTable` and a mode."""
 
     def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
-        """`mode`: "sum", "mean" or "max" over the rows of a bag."""
+        """`mode`: "sum", "mean" or "max" over the rows of a bag. Raises InvalidSpec for another
+        mode, and as `EmbeddingTable`."""
         super().__init__(embedding_dim, **options)  # type: ignore[arg-type]
         if mode not in ("sum", "mean", "max"):
             raise InvalidSpec("bad mode of a bag", seen=repr(mode), expected="sum, mean or max")
@@ -180,7 +184,7 @@ class EmbeddingBagTable(EmbeddingTable):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return one row for each bag: a row of a two-dimensional `ids`, or a range that `offsets`
-        begins."""
+        begins. Raises as `EmbeddingTable.forward`."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding_bag(
             positions,

@@ -53,7 +53,8 @@ class SessionAccelerator(Accelerator):
         **options: Any,
     ) -> None:
         """Pass `arguments` and `options` on to `accelerate.Accelerator`. The other arguments are
-        those of `Session.distribute` and `Session.batches`. Raises InvalidSpec."""
+        those of `Session.distribute` and `Session.batches`. Raises InvalidSpec for float16, and if
+        accelerate has several processes."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(
@@ -70,7 +71,8 @@ class SessionAccelerator(Accelerator):
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
         """Distribute the given objects, and return them in the same order. Raises InvalidSpec
-        unless there are one model, optimizer and DataLoader, and in a second call."""
+        unless exactly one model, one optimizer and one DataLoader are given, and in a second call.
+        """
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -123,6 +125,7 @@ class SessionAccelerator(Accelerator):
 
     @property
     def is_local_main_process(self) -> bool:
+        """The same as `is_main_process`: True on one member of the job, not on one of each host."""
         return self._session.is_first
 
     def end_training(self) -> None:

@@ -13,7 +13,7 @@ from shoal.session.session import Session
 
 
 def agreed(session: Session, metric: Any) -> Tensor:
-    """Return the mean of a metric over members, or its exact value if all have the same."""
+    """Return the mean of a metric over members; its exact value if all members have the same."""
     value = float(metric)
     extremes = session.all_reduce({"high": value, "low": -value}, "max")
     if float(extremes["high"]) != -float(extremes["low"]):
@@ -50,8 +50,9 @@ class AgreedStopping:
 
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
-    member may get rank 0 next. If the choices are registered, a member that joins knows the best
-    checkpoint. Stored paths are relative to the callback's folder, which may differ by member."""
+    member may become rank 0 later. If the choices are registered, a member that joins knows the
+    best checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
+    """
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback

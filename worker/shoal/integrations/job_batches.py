@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class JobBatches:
     """Batches with this member's part of each step of the job, in order.
 
-    The arguments are those of `Session.batches`, which is called only when the first batch is
-    taken: until then the model may be distributed. The constructor raises InvalidSpec for them."""
+    Takes the arguments of `Session.batches`, which is called only when the first batch is taken:
+    until then the model may be distributed. The constructor raises InvalidSpec for arguments that
+    `Session.batches` would refuse."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class JobBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the last committed step was the last of its epoch; also before the first step."""
+        """True if the last committed step was the last of its epoch, and before the first step."""
         return self._session.step_number % self._order.steps_per_epoch == 0
 
     @property

@@ -139,16 +139,17 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
     `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
-    rank calls it with the same model before the first step, and gets the weights of rank 0.
+    rank calls `distribute` with the same model before the first step, and gets rank 0's weights.
 
     "zero2": each rank takes a share of each batch (`GlobalBatches`). Gradients are
     reduce-scattered. Each rank's optimizer updates its part of every weight, and keeps the state of
     that part. Then the weights are gathered.
     "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
-    Raises UnknownStrategy; InvalidSpec for a model that is not compiled and built on torch, whose
-    optimizer is built already, or without a layer that can be split; UnsupportedOptimizer for one
-    that is not elementwise or, under "tensor", clips by norm.
+    Raises UnknownStrategy for another strategy. Raises InvalidSpec if Keras does not compute with
+    torch, if the model is not built and compiled or its optimizer is built already, and under
+    "tensor" if no layer can be split. Raises UnsupportedOptimizer for an optimizer that is not
+    elementwise or, under "tensor", clips by norm. Raises as `init_static_world`.
     """
     _check_backend()
     refuse_unbuilt(model)
@@ -185,8 +186,8 @@ def whole_weights(model: Any) -> Mapping[str, Tensor]:
 class GlobalBatches(DataLoader[Any]):
     """Loader of this rank's share of each batch, for `fit` under "zero2".
 
-    The order depends on the seed and the epoch alone, so the global batches are those of a run in
-    one process. Raises InvalidSpec if a batch has fewer samples than there are ranks.
+    The order depends on the seed and the epoch alone, so a run in one process has the same global
+    batches. Raises InvalidSpec if a batch has fewer samples than there are ranks.
     """
 
     def __init__(

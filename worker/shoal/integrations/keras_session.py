@@ -39,9 +39,9 @@ _MARK = "shoal_fitting"
 class SessionBatches(DataLoader[Any]):
     """Batches for `fit` in a session: this member's part of each step, up to the job's last.
 
-    `model` was distributed by the session, otherwise InvalidSpec is raised; the other arguments are
-    those of `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late,
-    `fit` runs fewer epochs."""
+    `model`: a model that the session has distributed; the other arguments are those of
+    `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit`
+    runs fewer epochs. Raises InvalidSpec for another model, and as `session.batches`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SessionBatches(DataLoader[Any]):
         """True once the job's last step is done."""
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """Return the number of steps of a whole epoch."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
@@ -148,7 +148,7 @@ class KerasFit:
         Returns Keras's logs."""
         batches = self._present_batches()
         if not self._shared and not self._forgotten:
-            # A generation is running: from here on its members hold the weights.
+            # A generation is running: its members have the weights now.
             self._forgotten = True
             self._module.forget_weights()
         target = self.session.step_number + 1
@@ -211,9 +211,9 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
 
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
-    compiled, or has constraints or its own `train_step`; also under a strategy whose members do not
-    step together, or that needs both passes in one call, and for `sync_batchnorm`;
-    UnsupportedOptimizer as `KerasSteps`."""
+    compiled, or has constraints or its own `train_step`; under a strategy whose members do not step
+    together, or that needs both passes in one call; and for `sync_batchnorm`. Raises as
+    `KerasSteps`."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):

@@ -27,8 +27,9 @@ class KerasSteps(Optimizer):
     """Torch optimizer that steps as the given Keras optimizer would. The learning rate and the step
     counter stay visible on the Keras optimizer.
 
-    Raises UnsupportedOptimizer for one that is not elementwise, has taken steps, or has `clipnorm`,
-    gradient accumulation or a loss scale. The session clips by `global_clipnorm`: see `max_norm`.
+    Raises UnsupportedOptimizer for an optimizer that is not elementwise, has taken steps, or has
+    `clipnorm`, gradient accumulation or a loss scale. The session clips by `global_clipnorm`: see
+    `max_norm`.
     """
 
     elementwise = True
@@ -51,7 +52,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._bound_optimizer: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # `fit` must not build the optimizer: its state would be that of whole weights.
+        # `fit` must not build the optimizer: Keras would make state for whole weights.
         optimizer.built = True
 
     @overload
@@ -90,7 +91,7 @@ class KerasSteps(Optimizer):
         self._rate = _rate_of(self._keras_optimizer)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Build the Keras optimizer over these parameters and their state, if any has changed."""
+        """Build a Keras optimizer over these parameters and their state, unless one exists."""
         # The tensors are new in each generation, and after this member has received state.
         memory = self._memory(held)
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):

@@ -96,7 +96,8 @@ class SessionStrategy(SingleDeviceStrategy):
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> LightningBatches:
-        """Return batches for `trainer.fit`: those of `session.batches`, in a DataLoader's form.
+        """Return the batches of `session.batches` in a DataLoader's form, for `trainer.fit`. Raises
+        InvalidSpec for arguments that `session.batches` would refuse.
 
         Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end: by Lightning's
         default, 1000 epochs. If the Trainer has no limit either, `fit` raises InvalidSpec."""
@@ -186,7 +187,8 @@ class SessionStrategy(SingleDeviceStrategy):
             _turn_off_gathering(self.lightning_module)
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except those that each member takes by its clock."""
+        """Make members agree on checkpoints, except for callbacks that save after a time, which
+        each member measures by its own clock."""
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
@@ -406,7 +408,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _turn_off_gathering(module: LightningModule | None) -> None:
-    """Turn off the metrics' own gathering: if a member is lost, it would end the others too."""
+    """Turn off the metrics' own gathering, which would end all members if one is lost."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):
@@ -431,7 +433,7 @@ def _other_batches() -> InvalidSpec:
         "the Trainer got batches that are not from SessionStrategy.batches",
         seen="a DataLoader of the script's own, a datamodule, or train_dataloader()",
         expected="trainer.fit(module, strategy.batches(dataset, ...))",
-        fix="A DataLoader may be the dataset; its batch size is then that of all members together."
+        fix="A DataLoader may be the dataset: its batch size then counts all members' samples."
         " For a datamodule, call datamodule.setup('fit'), then trainer.fit(module,"
         " strategy.batches(datamodule.train_dataloader()), datamodule.val_dataloader()).",
     )

@@ -46,7 +46,7 @@ class LightningBatches:
         """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """Decide the number of epochs. Raises InvalidSpec if two settings contradict each other."""
+        """Decide and return the number of epochs. Raises as `epochs_of`."""
         epochs = epochs_of(trainer, self._epochs, len(self))
         self._job = self._job_of(epochs, self._collate)
         return epochs
@@ -63,7 +63,8 @@ class LightningBatches:
         self._counters.count_steps(self._job.step_number)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. Without a length Lightning would fetch one batch in advance."""
+        """Return the number of steps of a whole epoch. Without a length, Lightning would fetch one
+        batch in advance."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:

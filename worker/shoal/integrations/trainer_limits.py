@@ -18,11 +18,12 @@ same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
-    """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
-    which is 1000 by default, as without a session, or follows from `max_steps`.
+    """Return the number of epochs of the data: the batches' `epochs`, or else the Trainer's limit.
+    That is `max_epochs`, by Lightning's default 1000; without it, the limit follows from
+    `max_steps`.
 
-    Raises InvalidSpec if neither or both are given, unless both are the same. With `epochs`, a
-    limit of 1000 counts as not given."""
+    Raises InvalidSpec if neither is given, or if both are given and differ. If `epochs` is given, a
+    `max_epochs` of 1000 counts as not given."""
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
@@ -48,8 +49,8 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends, or
-    train none."""
+    """Raise InvalidSpec for options with which Lightning would end an epoch before the job does, or
+    would not train."""
     refused = {
         # These two options set limit_train_batches: the error names them in place of it.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]

@@ -62,7 +62,8 @@ class SessionTrainer(Trainer):
         **options: Any,
     ) -> None:
         """Pass `arguments` and `options` on to `transformers.Trainer`; `strategy` and `checkpoints`
-        to `Session.distribute`. Raises InvalidSpec."""
+        to `Session.distribute`. Raises InvalidSpec for arguments that a session does not support.
+        """
         self._session = session
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None
@@ -181,7 +182,8 @@ class SessionTrainer(Trainer):
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
-        """Run Trainer's loop over an epoch; after a loss, again from the job's current step."""
+        """Run Trainer's loop over an epoch. If a member is lost, run it again from the job's
+        current step."""
         steps, control, number = self._present(), self.control, epoch
         while True:
             try:
@@ -237,8 +239,8 @@ class SessionTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Begin the job's next step, and return an empty dict for each of its parts, which
-        `training_step` fills. Returns no dict for a step committed before this member began, and
-        after the last step, when it also ends the Trainer's loop."""
+        `training_step` fills. Returns no dict for a step that was committed before this member
+        began. After the last step, returns no dict and ends Trainer's loop."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1

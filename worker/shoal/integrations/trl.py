@@ -42,7 +42,8 @@ def use_series(series: str, *, coordinator: str | None = None) -> None:
 
 
 class _Publisher:
-    """Publishes named tensors as a version, and waits up to COMMIT_S until it is committed."""
+    """Publishes named tensors as a version, and waits until it is committed. Raises
+    DeadlineExceeded after COMMIT_S."""
 
     def __init__(self, series: str | None, coordinator: str | None) -> None:
         self.series = series or os.environ.get(SERIES_VARIABLE, "")
@@ -66,7 +67,11 @@ class _Publisher:
 
 
 class VLLMClient(_VLLMClient):
-    """TRL's client of a vLLM server, with versions in place of NCCL broadcasts."""
+    """TRL's client of a vLLM server, with versions in place of NCCL broadcasts.
+
+    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec if there is
+    neither. An update raises DeadlineExceeded if its version is not committed within 600 s.
+    """
 
     def __init__(
         self, *args: Any, series: str | None = None, coordinator: str | None = None, **kwargs: Any
@@ -119,7 +124,8 @@ class WeightTransferClient(_WeightTransfer):
         client = trl.experimental.async_grpo.vllm_client.VLLMClient("http://engine:8000")
         AsyncGRPOTrainer(..., weight_transfer=WeightTransferClient(client, series="rl/policy"))
 
-    `weight_update_info` has no effect: a version describes its tensors itself.
+    `weight_update_info` has no effect: a version describes its tensors itself. `series` as in
+    `VLLMClient`.
     """
 
     def __init__(
@@ -149,7 +155,7 @@ class WeightTransferClient(_WeightTransfer):
         limit = self.weight_sync_timeout
         self.vllm.start_weight_update(timeout=limit)
         self.vllm.update_weights({"version": self.version.number}, timeout=limit)
-        # TRL's method sends no version, so vLLM's outputs would go on with the label before.
+        # TRL's method sends no version: vLLM would label its outputs with the previous version.
         response = requests.post(
             f"{self.vllm.server_url}/finish_weight_update",
             json={"weight_version": str(self.version.number)},

@@ -6,8 +6,8 @@
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
-process. Each rollout gets a whole, verified version: the newest, or that of the step that verl
-asks for. After a restart of the training these are versions of the new run."""
+process. Each rollout gets a whole, verified version: the newest version, or the version of the step
+that verl asks for. After a restart of the training, rollouts get versions of the new run only."""
 
 import asyncio
 import os
@@ -33,7 +33,10 @@ WAIT_S = 600.0
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """One process's access to a series: rank 0 of the actors publishes, rollouts read."""
+    """One process' access to a series: rank 0 of the actors publishes, rollouts read.
+
+    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec if there is
+    neither. `keep` and `copies` as in `shoal.publish`."""
 
     def __init__(
         self,
@@ -70,9 +73,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return {}, {"receives": [True] * rollout_world_size}
 
     def init_process_group(self, *, receives: bool = False, **kwargs: Any) -> None:
-        """Note, on rollouts, the newest version: verl calls this on all processes before an actor
-        sends, so what this synchronisation publishes has a later number. Steps alone do not tell:
-        a training that was restarted repeats steps. There is no group."""
+        """Record the number of the newest version, on rollouts. verl calls this on all processes
+        before an actor sends, so this synchronisation's version gets a higher number. The step does
+        not identify that version: a restarted training repeats steps. No group is made."""
         if receives:
             newest = self._subscribed().newest()
             self._newer_than = 0 if newest is None else newest.number
@@ -134,10 +137,10 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """Wait for a version of the step, or without a step for any, that was published after the
-        synchronisation began; return the newest such. Raises VersionGone if a later step was
-        published and this step's version is not kept, and DeadlineExceeded if no further version
-        appears within WAIT_S."""
+        """Wait for a version of the step (None: any step) that was published after the
+        synchronisation began; return the newest such version. Raises VersionGone if a later step
+        was published and this step's version is not kept, and DeadlineExceeded if no further
+        version appears within WAIT_S."""
         subscription = self._subscribed()
         last = self._newer_than
         while True:

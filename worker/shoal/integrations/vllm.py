@@ -104,8 +104,9 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker. If one fails, none installs it, and all raise: a
-        worker that could not stage it its own error, others PublicationAbandoned."""
+        """Install a version on every worker, or on none. If a worker cannot stage the version, that
+        worker raises its own error, and the others raise PublicationAbandoned. If a worker cannot
+        load it, all load the previous version again and raise PublicationAbandoned."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:
@@ -215,7 +216,7 @@ def _all_true(own: bool) -> bool:
 @dataclass
 class ShoalTrainerInit(TrainerInitInfo):
     """Settings for `WeightTransferTrainerFactory.trainer_init`: the series that a trainer
-    publishes."""
+    publishes, with options of `shoal.publish`."""
 
     backend: ClassVar[str] = BACKEND
     series: str = ""
@@ -254,7 +255,9 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
 
     def send_weights(self) -> None:
         """Publish the source's weights, and return once the engine serves them. Iterating the
-        source may be a collective of all ranks; only the sender publishes and waits."""
+        source may be a collective of all ranks; only the sender publishes and waits. Raises
+        InvalidSpec without a source, and DeadlineExceeded if the version is not committed within
+        COMMIT_S."""
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
         weights = {name: tensor.detach() for name, tensor in self.source}

@@ -45,7 +45,7 @@ def run(config: RunConfig) -> int:
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
-            " With -m it is the name of a module."
+            " With -m, give the name of a module."
         )
         return BAD_ARGUMENTS
     if not config.module and (problem := _syntax_error(Path(config.script[0]))):
@@ -134,7 +134,7 @@ def _syntax_error(script: Path) -> str:
 
 
 def _log_from_level(config: RunConfig) -> None:
-    """Set the launcher's log level to that of its workers: info by default."""
+    """Give the launcher the log level of its workers: info by default."""
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is not None and not structlog.is_configured():

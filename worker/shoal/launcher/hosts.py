@@ -36,9 +36,9 @@ class WorkerCount(int):
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
-    """Return the number of workers for a value of -n: a number, `gpu` or `cpu` for the number of
-    GPUs (0 if there is none) or cores, `auto` for GPUs, or cores without any. Raises InvalidSpec
-    for other texts, and not for numbers below 1."""
+    """Return the number of workers for a value of -n: a number; `gpu` for the number of GPUs, which
+    may be 0; `cpu` for the number of cores; `auto` for the number of GPUs, or of cores if there is
+    no GPU. Raises InvalidSpec for other texts, but not for numbers below 1."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
@@ -84,7 +84,8 @@ class RunHost:
 
 
 def parse_hosts(text: str) -> tuple[RunHost, ...]:
-    """Return the hosts in `HOST[:N],...`. Raises InvalidSpec."""
+    """Return the hosts in `HOST[:N],...`. Raises InvalidSpec for a bad host, a host that is given
+    twice, and for no or more than MAX_HOSTS hosts."""
     hosts = tuple(_host_of(part.strip()) for part in text.split(",") if part.strip())
     names = [host.name for host in hosts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -161,9 +162,9 @@ class HostOptions:
     machine. A host that cannot be reached is reported and left out. Without --coordinator, the
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
-    """Number of hosts, as for torchrun: the run does not begin if fewer than MIN of --hosts can be
-    used, and trains with no fewer workers than MIN hosts have: refused if fewer hosts may have as
-    many. N alone: all hosts are needed."""
+    """Number of hosts, as for torchrun. The run does not begin if fewer than MIN of --hosts can be
+    used. It trains only with at least as many workers as the MIN smallest hosts have, and is
+    refused if fewer than MIN hosts could have that many. N alone: all hosts are needed."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""

@@ -14,8 +14,8 @@ kernel.
 
 The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
-or hit a time limit is restarted whatever its error code, up to the number of restarts; one that
-would be refused again is not."""
+or hit a time limit is restarted whatever its error code, up to the number of restarts. A worker
+that would be refused again is not restarted."""
 
 import math
 import os
@@ -111,7 +111,7 @@ class Launcher:
         )
 
     def run(self) -> int:
-        """Start the workers and return when all have ended."""
+        """Start the workers; when all have ended, return the exit code of the run."""
         with (
             self._signals(),
             BeatBoard(len(self.slots)) as board,
@@ -324,8 +324,8 @@ class Launcher:
         if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
         self._say(
-            f"{num_left} of at least {self._config.min_members} workers left and none can come: "
-            "ending them"
+            f"{num_left} workers left, at least {self._config.min_members} needed, and no other can"
+            " join: ending them"
         )
         self._worker_ends.order_stop()
 
@@ -366,7 +366,7 @@ class Launcher:
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:
-        """Return the exit code of the run. If the job was completed it is 0, even if signals came,
+        """Return the exit code of the run. If the job was completed, it is 0, even after a signal,
         unless a script itself has failed."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
@@ -381,7 +381,7 @@ class Launcher:
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
-            return 0  # The scripts ended without error; `_outcome` says that the job did not.
+            return 0  # No script has failed; `_outcome` says that the job is not finished.
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
@@ -414,7 +414,7 @@ class Launcher:
             if not kept.problem:
                 kept.write(line)
                 if kept.problem:
-                    self._say(f"the output of {slot.member_id} is kept no longer: {kept.problem}")
+                    self._say(f"the output of {slot.member_id} is no longer kept: {kept.problem}")
             slot.printed.add(line)
             with self._output:
                 if self._output_closed:

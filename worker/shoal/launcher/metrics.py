@@ -27,7 +27,8 @@ def parse_address(text: str) -> tuple[str, int]:
 def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
     """Serve the metrics within the block; no effect without an address.
 
-    Raises InvalidSpec if prometheus_client is not installed, AddressInUse if the port is taken.
+    Raises InvalidSpec if prometheus_client is not installed, and AddressInUse if the server cannot
+    listen at the address.
     """
     if not address:
         yield
@@ -80,7 +81,7 @@ class _Collector:
         exits = [each for slot in self._slots for each in tuple(slot.exits)]
         ended = core.CounterMetricFamily(
             "shoal_launcher_worker_exits",
-            "Worker processes that ended, by what the launcher saw.",
+            "Worker processes that ended, by cause.",
             labels=["cause"],
         )
         counts = {"completed": 0, **Counter(_cause(each) for each in exits)}
@@ -90,7 +91,7 @@ class _Collector:
         restarts = sum(max(0, len(s.exits) - (s.process is None)) for s in self._slots)
         yield core.CounterMetricFamily(
             "shoal_launcher_worker_restarts",
-            "Worker processes that were started in the place of one that had ended.",
+            "Worker processes that were started to replace one that had ended.",
             value=restarts,
         )
 

@@ -4,9 +4,9 @@
 
 The process prints a `HostGreeting`, or ends with a reason. Then it reads one line from stdin, the
 `LaunchOrder`, with keys and environment: on a command line, other users of the host would see them.
-While the run lasts, the keys are in a folder that only the user can read. Each further line stands
-for a Ctrl-C. The end of the connection stands for a SIGTERM: workers that are left after
-`--grace-s` are killed.
+While the run lasts, the keys are in a folder that only the user can read. Each further line acts as
+a Ctrl-C. The end of the connection acts as a SIGTERM: workers that still run after `--grace-s` are
+killed.
 """
 
 import json
@@ -63,7 +63,7 @@ class HostEnding:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the host's workers as ordered on stdin; return the exit code of `shoal run`, 2 if the
-    host cannot be used, or 0 if no order comes."""
+    host cannot be used, or 0 if no order arrives."""
     # One stream, so that lines stay in order.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     directory, workers, *script = arguments

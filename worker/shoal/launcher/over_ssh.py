@@ -83,7 +83,7 @@ class _Connection:
         """Exit code of the host's launcher; None if it runs, or the host was lost."""
         self.is_over = False
         self.last_lines: list[str] = []
-        """Newest lines before the greeting; without a greeting they are the reason."""
+        """Newest lines before the greeting. If no greeting follows, they say why."""
 
     def start(self, command: Sequence[str], supervisor: Supervisor, sink: Sink) -> None:
         stdin, self.orders = os.pipe()
@@ -109,7 +109,7 @@ class _Connection:
     def reason(self) -> str:
         """Reason for which the host cannot be used."""
         if self.greeting is not None and self.greeting.version != version("shoal"):
-            return f"it has shoal {self.greeting.version}, and this machine {version('shoal')}"
+            return f"it has shoal {self.greeting.version}, and this machine has {version('shoal')}"
         if self.last_lines:
             return "; ".join(self.last_lines)
         ended = self.process is not None and self.process.exit_code is not None
@@ -150,8 +150,9 @@ class HostLaunchers:
     # --- connecting ---
 
     def connect(self) -> RunConfig:
-        """Connect to the hosts; leave out hosts that cannot be used. Return the config with bounds
-        for the rest. Raises Unavailable if too few remain, InvalidSpec for bad bounds or no ssh."""
+        """Connect to the hosts, leave out hosts that cannot be used, and return the config with
+        bounds for the other hosts. Raises Unavailable if too few hosts remain, and InvalidSpec for
+        bad bounds, and if ssh is needed and not installed."""
         needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
         if needs_ssh and shutil.which("ssh") is None:
             raise InvalidSpec(
@@ -202,7 +203,7 @@ class HostLaunchers:
                 raise InvalidSpec(
                     "the address of this machine for the hosts is not known",
                     seen=f"the hosts see {address}, which is not an address of this machine",
-                    expected="one that the hosts reach, without a router or jump host in between",
+                    expected="an address that the hosts reach, without a router or jump host",
                     fix="Give it with --host-address ADDRESS.",
                 ) from None
         return address
@@ -319,7 +320,7 @@ class HostLaunchers:
         ):
             return
         least = self._config.min_members
-        self.give_up(f"{num_left} of at least {least} workers are left, and none can come")
+        self.give_up(f"{num_left} workers left, at least {least} needed, and no other can join")
 
     def _left_s(self) -> float | None:
         return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
@@ -390,7 +391,7 @@ def _greeted(connection: _Connection) -> HostGreeting:
 
 
 def _message(text: str) -> HostGreeting | HostEnding | None:
-    """Return the message in the line; None if the line is a script's output that begins so."""
+    """Return the message after a line's MARK; None if a script has printed the line."""
     try:
         content = json.loads(text)
         return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)
@@ -408,8 +409,8 @@ def _is_useful(address: str) -> bool:
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
-    """Return the TLS files for the hosts. If this machine has the authority's key, they hold a new
-    certificate for this job alone, else the certificate of this machine's workers."""
+    """Return the TLS files for the hosts, by name. If this machine has the authority's key, they
+    contain a new certificate for this job alone, else the certificate of this machine's workers."""
     files = worker_files(config)
     if files is None:
         return {}

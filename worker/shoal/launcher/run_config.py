@@ -49,8 +49,8 @@ class RestartOptions:
     code other than 0. A worker that the job refused is not restarted: it would be refused again."""
     grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
     """Seconds that workers have to finish their step and hand over after SIGTERM or Ctrl-C, before
-    they are killed. The others need up to a quarter of the coordinator's --join-s to agree to
-    continue without them."""
+    they are killed. The other members need up to a quarter of the coordinator's --join-s to agree
+    to continue without them."""
     finished_file: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Once the workers have ended without error, or if the job was finished before, create this
     file and wait for SIGTERM. For a Deployment of Kubernetes, which would start ended workers again
@@ -97,8 +97,8 @@ class RunConfig:
         int,
         Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
     ] = 1
-    """Worker processes on this host, or on each of --hosts. auto: one for each of its GPUs, or,
-    without any, for each core that this process may use."""
+    """Worker processes on this host, or on each of --hosts. auto: one for each of its GPUs; without
+    a GPU, one for each core that this process may use."""
     over_ssh: Annotated[HostOptions, Parameter(name="*")] = field(default_factory=HostOptions)
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
@@ -170,9 +170,9 @@ class RunConfig:
             self._set_bounds(self.num_workers)
 
     def on_hosts(self, num_workers: Sequence[int]) -> "RunConfig":
-        """Return the config with bounds for these hosts, given by the number of workers of each
-        host that can be reached. Raises InvalidSpec, also if fewer hosts than --nnodes needs could
-        have enough workers."""
+        """Return the config with bounds for the hosts that can be used. `num_workers`: number of
+        workers of each of these hosts. Raises InvalidSpec for bad bounds, and if fewer hosts than
+        --nnodes requires could have the required number of workers."""
         num_nodes, sizes = self.over_ssh.min_nodes, sorted(num_workers)
         least = max(self.min_members, sum(sizes[:num_nodes]))
         of_fewer = sum(sizes[1 - num_nodes :]) if num_nodes > 1 else 0

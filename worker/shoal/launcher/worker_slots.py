@@ -16,11 +16,12 @@ PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
 """Limits of the pause before the restart of a worker that failed by no fault of its script. The
 pause doubles each time, as the cause may last: a host that swaps, a debugger, a laptop's lid, a
-server that is away."""
+server that is down."""
 
 
 FOR_TORCHRUN = (
-    "a script that calls torch.distributed.init_process_group, or what does so, is for torchrun:"
+    "a script that calls torch.distributed.init_process_group, or lets a library call it, is for"
+    " torchrun:"
     " start it with torchrun --rdzv-backend=shoal (docs/torchrun.md), or leave the call out and let"
     " it train in a session (docs/tutorials/ddp.md, 'From a script for torchrun')"
 )
@@ -43,7 +44,8 @@ class Exit:
 
     @property
     def joined_too_late(self) -> bool:
-        """True if the process was a standby, or too late: others had completed the job."""
+        """True if the process was not needed: it was a standby, or began to join after the others
+        had completed the job."""
         return self._failed and self.ending is MembershipEnding.FINISHED
 
     @property

@@ -51,7 +51,7 @@ class WorkerTermination:
             slot.process.kill()
 
     def take(self, status: WorkerStatus) -> None:
-        """Kill a worker that was declared lost and does not end, so that the next one can start."""
+        """Kill a worker that was declared lost and does not end, so that it can be replaced."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
         if slot is None or not status.is_lost or slot.was_killed:
             return

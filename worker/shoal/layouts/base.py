@@ -204,8 +204,8 @@ class Layout(ABC):
     """See `reduce_in_backward`."""
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        """Choose if the passes from here on reduce their gradients over the ranks, or leave that
-        to a later pass."""
+        """Choose if the passes that follow reduce their gradients over the ranks, or leave the
+        reduction to a later pass."""
         self.reduces = reduces
 
     @property
@@ -214,9 +214,9 @@ class Layout(ABC):
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss, not yet checked, whose pass begins. If it is not finite, `reduce` or `check`
-        raises NonFiniteGradient on this rank and an error on every other. By default: keep it in
-        `NonFiniteCheck.losses`."""
+        """Record the loss, not checked yet, of the pass that begins. If it is not finite, `reduce`
+        or `check` raises NonFiniteGradient on this rank and an error on every other. By default:
+        keep the loss in `NonFiniteCheck.losses`."""
         assert self.non_finite_check is not None, "a layout without one overrides this"
         self.non_finite_check.losses.note(loss)
 
@@ -297,11 +297,11 @@ class Layout(ABC):
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """Make waits raise that bypass the group. Called after the group was aborted, on any
+        """End waits that bypass the group: they raise. Called after the group was aborted, on any
         thread; returns quickly."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """Groups, other than the default one, that were made for this layout."""
+        """Return the groups, other than the default one, that were made for this layout."""
         return iter(())
 
 

@@ -56,7 +56,7 @@ class BuffersBySamples:
                 "buffers_depend_on_members",
                 buffers=", ".join(differing[:5]),
                 seen="each member's forward passes compute them from its own samples, and then all"
-                " take those of the first member: the result depends on the number of members",
+                " take the first member's values: the result depends on the number of members",
                 hint="compute a queue or a statistic of all samples between two steps, with"
                 " session.all_reduce",
             )
@@ -106,9 +106,9 @@ def broadcast_packed(
     group: dist.ProcessGroup,
     look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
 ) -> None:
-    """Overwrite the tensors, of any dtypes, with those of the group's first rank, by one broadcast.
+    """Overwrite the tensors, of any dtypes, with the tensors of the group's first rank.
 
-    Calls `look(own, first)` before it overwrites.
+    Makes one broadcast, and calls `look(own, first)` before it overwrites.
     """
     packed = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)

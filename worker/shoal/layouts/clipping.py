@@ -18,7 +18,7 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
 
     Collective. Equals torch.nn.utils.clip_grad_norm_ on one process: each element of a parameter
     counts once, however many ranks hold it. The same all-reduce carries the flags of the layout's
-    `non_finite_check`. `among`: parameters whose gradients to clip; None: all.
+    `non_finite_check`. `among`: names of the parameters to clip; None: all.
     """
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}

@@ -193,7 +193,7 @@ class RowGathers:
     def _check_calls(self, messages: Sequence[_CallMessage]) -> None:
         if len({message.call for message in messages}) > 1:
             raise self._refusal(
-                "the members gather by different calls in a step",
+                "the members gather rows by different calls in a step",
                 messages,
                 expected="the same calls in the same order on every member",
             )
@@ -209,7 +209,7 @@ class RowGathers:
             )
         if any(m.rows != max(m.num_samples, 1) for m in messages if m.num_samples >= 0):
             raise self._refusal(
-                f"{CALL} of a tensor that has not one row for each sample of the member's share",
+                f"{CALL} of a tensor with more or fewer rows than the member's share has samples",
                 messages,
                 expected="as many rows as the share has samples, in their order (one if it has no"
                 " samples)",

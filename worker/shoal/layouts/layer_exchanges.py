@@ -22,11 +22,12 @@ from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Entry that stands for no layer: the rank has finished its passes and notifies the others."""
+"""Entry that records no layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
 """Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
 MAX_KEPT = 4096
-"""Limit of the newest exchanges that are kept one by one; at the limit half are dropped."""
+"""Limit of the newest exchanges that are kept individually. Above it, the older half is replaced
+by a digest."""
 MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
@@ -60,8 +61,8 @@ class ExchangeSite:
         self._value, self._gradient = 2 * number, 2 * number + 1
 
     def value(self) -> int:
-        """Record that ranks are about to exchange the layer's values. Returns a number of the
-        exchange, the same on all ranks, of at most 24 bits; so does `gradient`."""
+        """Record that ranks are about to exchange the layer's values. Returns the number of the
+        exchange: at most 24 bits, the same on all ranks. `gradient` returns such a number too."""
         self._note(self._value)
         return self._value
 
@@ -89,7 +90,7 @@ class LayerExchanges:
         """Parameters that each rank has whole, by the number that records a missing gradient."""
         self._without: set[int] | None = None
         """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
-        until gradients are completed with those of other ranks."""
+        until `completes`."""
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_compared = False
@@ -256,7 +257,8 @@ def describe_exchanges(exchanges: Mapping[str, str]) -> str:
 
 
 def different_layers(seen: str) -> InvalidSpec:
-    """Build the refusal of members that communicated for different layers: `seen`, by member."""
+    """Build the refusal of members that communicated for different layers. `seen`: the exchange of
+    each member."""
     return InvalidSpec(
         "members that split layers among them computed with different layers at the same time",
         seen=seen,

@@ -20,7 +20,8 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
-    """Step the optimizer on local parts if that is equivalent; of several, step those that are due.
+    """Step the optimizer on local parts if that is equivalent. Of `SeveralOptimizers`, step only
+    those that are due.
 
     Parameters and state are DTensors again afterwards, even if the step raises.
     """
@@ -82,7 +83,8 @@ class _Part:
             self.parameter.grad = local_of(cut.grad)
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state as that of the whole parameter; unchanged objects are kept."""
+        """Return the state with DTensors in place of this rank's parts; objects that the step did
+        not replace are kept."""
         known = self.state or {}
         return {
             key: self._before[key] if key in known and known[key] is value else self._whole(value)

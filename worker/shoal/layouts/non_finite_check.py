@@ -45,8 +45,8 @@ class NonFiniteCheck:
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `scan` has examined the whole step. They must
-        not include reduced gradients of earlier passes."""
+        """Examine the gradients of one pass, unless `scan` has examined the whole step. The
+        gradients must not include reduced gradients of earlier passes."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
 
@@ -60,8 +60,8 @@ class NonFiniteCheck:
         return bool(self._own)
 
     def set_non_finite(self, name: str) -> None:
-        """Set the parameter whose gradients on this rank were not finite, or empty. Called in place
-        of `scan` if the backward pass has examined the gradients."""
+        """Set the parameter whose gradients on this rank were not finite; empty if all were. Called
+        instead of `scan` if the backward pass has examined the gradients."""
         self._own = name
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
@@ -80,7 +80,8 @@ class NonFiniteCheck:
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
         """Set the flags that ranks sent in another message, for layouts with
-        `Layout.faults_are_own`. `are_own`: by rank."""
+        `Layout.faults_are_own`. `are_own`: by rank, True if the rank's own gradients were not
+        finite."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:

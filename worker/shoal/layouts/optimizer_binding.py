@@ -50,12 +50,15 @@ from shoal_proto.errors import (
 
 
 class MetaModel:
-    """A model without its weights, and the position of each parameter in the optimizer.
+    """A model, later without its weights, and the position of each parameter in the optimizer.
 
-    Raises InvalidSpec if there is nothing to train, or if a tensor of the model cannot be sent to a
-    member; if the optimizer holds a parameter that is not the model's (its copies on the members
-    would diverge); if different parameters share memory; and if a module on the meta device cannot
-    initialise itself. Raises UnsupportedOptimizer as `take_state`.
+    Raises UnsupportedOptimizer as `take_state`, and InvalidSpec if
+
+    - there is nothing to train, or a tensor of the model cannot be sent to a member;
+    - the optimizer has a parameter that is not the model's: its copies on the members would
+      diverge;
+    - different parameters share memory;
+    - a module on the meta device cannot initialise itself.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -146,8 +149,8 @@ class MetaModel:
         return StateShard(step=0, shards=shards, values={SLOTS: values} if values else {})
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters and of the optimizer's state for them: from
-        now on a layout holds both. Tied parameters stay tied, in this model and in each `copy`."""
+        """Free the memory of the user's own parameters and of the optimizer's state for them, once
+        a layout has both. Tied parameters stay tied, in this model and in each `copy`."""
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
             for part in self.model.modules():
@@ -294,8 +297,10 @@ class OptimizerBinding:
     # --- filling ---
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
-        """Return memory of the layout into which a chunk from `needed_chunk` can be received;
-        `fill` then copies nothing. None if the layout has no memory of that size on the host."""
+        """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
+        not copy it: for the model the layout's own, for optimizer state new memory. None for state
+        of another shape than its parameter, such as a scalar, and unless this rank's part is that
+        chunk and lies on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
@@ -314,7 +319,7 @@ class OptimizerBinding:
     def needed_chunk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
 
-        Raises ShapeMismatch or DtypeMismatch if the state is that of another model, and
+        Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and
         UnsupportedOptimizer if optimizer state cannot be cut as its parameter is.
         """
         self._known[name] = (shape, dtype)
@@ -406,7 +411,8 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state tensor in the parameter's layout; `given` None: empty."""
+    """Copy this rank's part of a state tensor to memory with the strides of the parameter's part.
+    `given`: None if the part has no elements."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

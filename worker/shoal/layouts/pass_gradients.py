@@ -1,7 +1,7 @@
-"""Completion of a rank's own gradients, after each backward pass, to those of the whole batch.
+"""Completion of a rank's own gradients to those of the whole batch, after each backward pass.
 
 Between passes, and after the last one, a script may read or change gradients: it clamps them, or
-moves weights along them (sharpness-aware minimisation). It has to see the gradients that one
+moves weights along them (sharpness-aware minimisation). A script has to see the gradients that one
 process sees, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
 reduce during backward do not need this.
 """
@@ -52,7 +52,7 @@ class PassGradients:
 
     def _set_aside(self) -> None:
         """Move complete gradients, which the script may have changed, out of `.grad`, so that
-        `complete` reduces only those of the next pass."""
+        `complete` reduces only the gradients of the next pass."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

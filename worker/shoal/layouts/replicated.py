@@ -105,7 +105,7 @@ class ReplicatedLayout(Layout):
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        # As DDP's `no_sync`; it has to be set in the forward pass too.
+        # As DDP's `no_sync` does; the flag has to be set in the forward pass too.
         self._ddp.require_backward_grad_sync = reduces
 
     @property
@@ -169,7 +169,7 @@ class Zero1Layout(ReplicatedLayout):
 
     An owner sends its updated parameters as one message. They lie in one piece of memory, so they
     are neither packed nor copied. Concurrent broadcasts, one for each owner, move each byte to each
-    rank once. An all-gather does so only for equal parts: Gloo wants parts padded to the largest,
+    rank once. An all-gather does so only for equal parts: Gloo needs parts padded to the largest,
     so a model that is mostly one embedding would be sent several times. On loopback, broadcasts of
     40 MB in equal parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms
     (3 ranks), 34 and 80 ms (4 ranks); below 1 MB both take the same time.

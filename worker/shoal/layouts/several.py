@@ -87,7 +87,7 @@ class SeveralLayouts(Layout):
             each.note_loss(loss)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add gradients to the active models only; those of other models are unchanged. Raises
+        """Add gradients to the active models only; other models keep theirs unchanged. Raises
         InvalidSpec if no model is active."""
         if not self._active:
             raise InvalidSpec(

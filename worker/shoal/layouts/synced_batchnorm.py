@@ -23,7 +23,7 @@ from shoal_proto.errors import InvalidSpec
 
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
-    all members; returns their number. They stay the same objects, and evaluate as before.
+    all members; returns their number. The modules stay the same objects, and evaluate as before.
 
     Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
     if every:

@@ -33,7 +33,8 @@ class Context:
     ended: Callable[[], ShoalError | None] = lambda: None
     """Returns the error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)
-    """Key-value stores by which the members of a generation connect. The strategy closes them."""
+    """Key-value stores through which the members of a generation connect. The strategy closes
+    them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
     """Takes the trainer's status, which heartbeats carry. Any thread."""
 

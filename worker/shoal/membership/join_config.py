@@ -48,7 +48,7 @@ class LauncherSettings:
     job: str = ""
     """The job that the launcher runs workers for. A script may join another one."""
     admission_s: float = ADMISSION_S
-    """Seconds that a coordinator may take to admit this member. A worker of `shoal run` has a day:
+    """Seconds that a coordinator may take to admit this member; a day for a worker of `shoal run`:
     its launcher has reached a coordinator, and the job continues while the coordinator is away."""
 
 
@@ -264,8 +264,8 @@ def _beat_slot(address: str) -> BeatSlot | None:
             "two processes of one worker would join as the same member",
             seen=f"process {holder}, which has joined already, and process {os.getpid()}",
             expected="one process that calls shoal.join in each worker",
-            fix="Leave torch.multiprocessing.spawn out, and call what it started: `shoal run -n 3`"
-            " starts three workers by itself.",
+            fix="Leave torch.multiprocessing.spawn out, and call its function directly:"
+            " `shoal run -n 3` starts three workers itself.",
         )
     return slot
 

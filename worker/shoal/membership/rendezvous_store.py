@@ -1,4 +1,4 @@
-"""A store for `torch.distributed`, whose keys the coordinator holds for one generation.
+"""A store for `torch.distributed`, whose keys the coordinator keeps for one generation.
 
 No member opens a port for it, and it survives the loss of any member's host. Every call carries the
 fencing token, so that only members of the generation read or write its keys."""
@@ -27,9 +27,9 @@ _GRACE_S = 1.0
 CALL_S = 300.0
 """Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
-"""Least number of keys in a read for which one rank reads for all ranks of its host."""
+"""Minimum number of keys in a read for which one rank reads on behalf of its whole host."""
 HOST_WAIT_S = 10.0
-"""Limit of the wait for the rank that reads for its host; after it, each rank reads itself."""
+"""Limit of the wait for the rank that reads for its host. After that each rank reads itself."""
 
 
 class RendezvousStores:
@@ -68,7 +68,7 @@ class RendezvousStore(Store):
         shared_directory: Path | None = None,
     ) -> None:
         """`shared_directory`: folder through which one of this host's ranks reads many values for
-        all. Keys that are read so must be set only once."""
+        all. A key that is read in this way must be set only once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None

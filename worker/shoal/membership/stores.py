@@ -1,4 +1,4 @@
-"""Key-value stores by which the members of a generation connect."""
+"""Key-value stores through which the members of a generation connect."""
 
 from typing import Protocol
 

@@ -32,14 +32,14 @@ class Reject:
     seen: str
     """The value that this member found."""
     expected: str = ""
-    """The value that it would have accepted."""
+    """The value that the validator would have accepted."""
     fix: str = ""
     """Advice for a person."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterMember:
-    """One member of a generation that is about to start."""
+    """Member of a generation that is about to start."""
 
     member_id: str
     rank: int
@@ -47,7 +47,8 @@ class RosterMember:
     address: str
     """IP address at which the other members reach this one."""
     state: str
-    """Origin of the member's training state: "initial", "keep", or "receive" (from a member)."""
+    """Origin of the member's training state: "initial" (the job's first), "keep" (its own),
+    "receive" (from another member) or "checkpoint"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Roster:
     planned: bool
     """True if the previous generation still trains, and continues if this one is rejected."""
     synchronous: bool
+    """True under a strategy whose members take each step together."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the proposal, the same on all members: strategy, schema, torch, global_batch ..."""
 
@@ -87,7 +89,7 @@ def validator(name: str) -> Callable[[V], V]:
     """Decorator of a function that every session of this process calls before each generation.
 
     The function runs on a background thread while the script trains. All validators together have
-    a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
+    half of the coordinator's time limit for agreement: by default 5 s. A function that raises or
     takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
     another function."""
     if not is_name(name):
@@ -115,8 +117,8 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
-    A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
-    name, or if two validators have the same name."""
+    A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
+    valid name, or if two validators have the same name."""
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:
@@ -134,7 +136,8 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators. They run on a separate thread: a slow validator delays no answer."""
+    """A session's validators. They run on a separate thread: a slow validator delays the member's
+    answer to a roster by a limited time only."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))

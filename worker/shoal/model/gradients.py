@@ -163,7 +163,7 @@ def bare_backward() -> InvalidSpec:
         seen="loss.backward()",
         expected="session.backward(loss), which weighs this member's share of the batch",
         fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
-        " train the model, ask torch.autograd.grad for it.",
+        " train the model, call torch.autograd.grad.",
     )
 
 
@@ -174,8 +174,8 @@ def refuse_second_derivatives(model: nn.Module) -> None:
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             raise InvalidSpec(
-                "a sharded model frees its weights after each backward pass: none"
-                " can be differentiated again",
+                "a sharded model frees its weights after each backward pass, so no"
+                " pass can be differentiated again",
                 seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
                 expected="first derivatives only",
                 fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",

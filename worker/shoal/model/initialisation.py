@@ -45,7 +45,7 @@ def refuse_reused(model: nn.Module) -> None:
         if _TAKEN in parameter.__dict__:
             raise InvalidSpec(
                 "the model's weights went to an earlier session",
-                seen=f"{name}, without memory: strategies that spread a model take it apart",
+                seen=f"{name}, which has no memory: a strategy that spreads a model took it over",
                 expected="a model, and an optimizer, made anew for each session",
                 fix="To train on from the weights of the earlier one, take session.state_dict()"
                 " within its block, and load it into the new model.",

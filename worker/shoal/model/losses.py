@@ -10,7 +10,7 @@ from shoal_proto.errors import NonFiniteGradient
 
 
 def check_loss(loss: Tensor, step: int) -> None:
-    """Raise NonFiniteGradient unless the loss is finite; `step` is the number committed so far."""
+    """Raise NonFiniteGradient unless the loss is finite. `step`: number of committed steps."""
     if not is_finite(loss.detach()):
         raise loss_not_finite(step, seen=str(loss.detach()))
 
@@ -36,7 +36,7 @@ class PendingLosses:
 
     def __init__(self) -> None:
         self.excess: Tensor | None = None
-        """0 if all losses are finite, else NaN; a tensor on their device. None: no losses yet."""
+        """Tensor on the losses' device: 0 if all are finite, else NaN. None: no losses yet."""
 
     def begin(self) -> None:
         """Begin a step without losses."""

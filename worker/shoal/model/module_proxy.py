@@ -1,4 +1,4 @@
-"""Proxy that the script holds for its model; the module behind it is new in each generation."""
+"""Proxy that a script uses as its model; the module behind it is new in each generation."""
 
 import inspect
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class ModuleProxy(nn.Module):
         attributes["_route"] = route
         attributes["_names"] = _names(module)
         retarget(self, module)
-        # From here on __getattr__ reads the model's own flag.
+        # Without this attribute, __getattr__ reads the model's own flag.
         del attributes["training"]
 
     # `routing`: torch.compile compiles the module behind the proxy, not these two methods.

@@ -1,16 +1,16 @@
-"""Parameters that an optimizer of the script's own may not step on while a session trains.
+"""Parameters that an optimizer of the script's own may not step while a session trains.
 
-The first kind: parameters outside the distributed model that a session's losses depend on. Their
-gradients are not reduced, so each member has the gradients of its own samples. If the script's own
-optimizer steps a loss function with weights (a margin, a centre of each class), that function
-diverges between members, and each member trains the model with another loss. A teacher's gradients
-do no harm, as no optimizer steps on them.
+The first kind are parameters outside the distributed model on which a session's losses depend.
+Their gradients are not reduced, so each member has the gradients of its own samples. If the
+script's own optimizer steps a loss function with weights (a margin, a centre of each class), that
+function diverges between members, and each member trains the model with another loss. The
+parameters of a teacher do no harm, as no optimizer steps them.
 
-The second kind: parameters of the distributed model. A script with two optimizers, such as one for
-matrices and one for the rest, may have distributed only one of them. If the layout has sharded or
-copied the model, the other optimizer steps the original parameters, which are no longer trained. If
-the layout uses the script's own parameters, the other optimizer does train them, but its state is
-not part of the job's: a joiner lacks it, and a rollback does not restore it.
+The second kind are parameters of the distributed model. A script with two optimizers, such as one
+for matrices and one for the rest, may have distributed only one of them. If the layout has sharded
+or copied the model, the other optimizer steps the original parameters, which are no longer trained.
+If the layout uses the script's own parameters, the other optimizer does train them, but its state
+is not part of the job's: a joiner lacks it, and a rollback does not restore it.
 """
 
 import weakref
@@ -45,7 +45,7 @@ class OtherParameters:
     ) -> None:
         """`own` returns the distributed model's parameters in the present generation. `given`: the
         script's parameters of the model, which may be different objects. `optimizers`: distributed
-        with the model. While `commits()` is true, other optimizers may step on the model too."""
+        with the model. While `commits()` is true, other optimizers may step the model too."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
@@ -110,10 +110,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
     return InvalidSpec(
-        "an optimizer of the script's own steps on gradients that each member has by itself",
+        "an optimizer of the script's own applies gradients that differ between members",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}, which session.backward went through and the distributed model lacks",
-        expected="all parameters that a loss trains distributed: else members' copies differ",
+        expected="all parameters that a loss trains to be distributed: else members' copies differ",
         fix="Distribute both, in a list with their optimizers (docs/models.md, 'Several models"
         " and optimizers'), or one module that holds all parameters.",
     )
@@ -121,7 +121,7 @@ def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
 
 def _not_distributed(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
     return InvalidSpec(
-        "an optimizer that was not distributed steps on parameters of the distributed model",
+        "an optimizer that was not distributed steps parameters of the distributed model",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}",
         expected="all optimizers of the model given to session.distribute, and no step() of theirs"

@@ -53,7 +53,7 @@ class ScriptModes:
         self._noted: list[bool] = []
 
     def watch_models(self, models: Iterable[nn.Module]) -> None:
-        """Watch these models, which stand behind the script's proxies from now on."""
+        """Watch these models, to which the script's proxies now refer."""
         tables = [vars(part) for model in models for part in model.modules()]
         # A proxy within a stage of a pipeline has no mode of its own.
         self._tables = [each for each in tables if "training" in each]

@@ -24,7 +24,7 @@ _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 class SeveralModels(nn.ModuleDict):
-    """The models by name."""
+    """Models by name, as one module."""
 
     def forward(self, *_: Any) -> Any:
         raise InvalidSpec(
@@ -33,7 +33,7 @@ class SeveralModels(nn.ModuleDict):
 
 
 class SeveralOptimizers(Optimizer):
-    """The optimizers by name. Groups and state are those of the parts."""
+    """Optimizers by name, as one optimizer, which has the groups and the state of all."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         # Not super(), which would create groups.

@@ -52,7 +52,7 @@ class _Span:
     start: int
     end: int
     is_dense: bool
-    """True if the tensor's elements fill the span; otherwise others may lie between them."""
+    """True if the tensor's elements fill the span; otherwise other tensors may lie between them."""
 
 
 def refuse_hidden_ties(model: nn.Module) -> None:

@@ -77,7 +77,7 @@ class TrainedParameters:
 
     def check(self, step: int) -> list[nn.Module]:
         """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
-        Returns the modules `modules` the model: the same list object until a module changes."""
+        Returns the modules behind the model: the same list object until a module changes."""
         if self._is_unchanged():
             return self._shown
         self._check(step)

@@ -315,8 +315,8 @@ class PlannableStrategy(Protocol):
     def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects. Raises the
         errors of the strategy's own checks of model and optimizer, and InvalidSpec or
-        UnsupportedOptimizer for figures that cannot be computed beforehand. Not all that
-        `distribute` refuses is refused."""
+        UnsupportedOptimizer for figures that cannot be computed beforehand. May compute figures
+        for a model that `distribute` refuses."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:

@@ -59,7 +59,7 @@ class MeshFigures:
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
         """Compute the parts. `tells_faults_ahead`: if no stages share a parameter, ranks report
-        non-finite gradients in their votes on the step, and not in a message of its own."""
+        non-finite gradients in their votes on the step, and not in a separate message."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh

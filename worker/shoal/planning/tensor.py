@@ -54,7 +54,7 @@ def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
 
 
 def non_finite_message(world_size: int) -> Collective:
-    """Return the all-reduce by which all ranks learn whether the step's gradients are finite."""
+    """Return the all-reduce by which all ranks learn if the step's gradients are finite."""
     num_bytes = world_size * torch.float32.itemsize
     return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
 

@@ -63,7 +63,7 @@ def unkey_dropout(model: nn.Module) -> None:
 
 def with_dropout_within(model: nn.Module) -> list[str]:
     """Return the names of torch's modules that apply dropout without a dropout module. Their draws,
-    like those of functions, depend on how the batch is cut."""
+    like the draws of functions, depend on how the batch is cut."""
     return [
         name
         for name, module in model.named_modules()
@@ -115,7 +115,7 @@ def _drawn(
 
 
 class _Layer:
-    """One module's key, and the number of its calls on the current samples."""
+    """Key of one module, and the number of its calls on the current samples."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -143,8 +143,8 @@ class _Layer:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Count this call on these samples, and return its number, from 0; in a backward pass, that
-        of the forward call which it repeats."""
+        """Count this call on these samples, and return its number, from 0. In a backward pass,
+        return the number of the forward call that it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)

@@ -220,7 +220,7 @@ class LeasedBatches(BatchSource):
                     continue
                 yield from self._offer_until_committed(span)
             controller.strategy.flush()
-            # Fetch the other members' last updates: from here on the model is the job's result.
+            # Fetch the other members' last updates: the model is then the job's result.
             controller.strategy.finish()
         except JobFinished as finished:
             # The last sample was completed before this member asked for more samples.
@@ -231,8 +231,8 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _flush_and_leave(self) -> None:
-        """Let the steps so far count, before this member leaves in good order. If that fails, other
-        members train on their samples again."""
+        """Flush this member's last steps before it leaves in good order. If that fails, other
+        members train on the samples of these steps again."""
         try:
             self._controller.strategy.flush()
         except ShoalError as error:
@@ -285,7 +285,8 @@ class Batches(Iterator[Batch]):
         self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises InvalidSpec if an earlier loop has reached the last batch."""
+        """Yield the remaining batches. Raises InvalidSpec if an earlier loop has reached the last
+        batch."""
         if self._is_over:
             raise second_loop("the batches of session.batches are over, and a second loop begins")
         try:

@@ -87,10 +87,10 @@ class DistributeOptions:
 class LongLivedObjects:
     """The objects of one session's process that Python's garbage collector skips.
 
-    A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s. It
-    runs after many objects were made. Bringing up a generation makes many, so the collection would
-    run while all members wait for one another. Objects that exist before the first generation
-    live as long as the session, and need not be visited.
+    A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s.
+    Python begins one after many objects were made. Bringing up a generation makes many, so the
+    collection would run while all members wait for one another. Objects that exist before the first
+    generation live as long as the session, and need not be visited.
     """
 
     def __init__(self) -> None:

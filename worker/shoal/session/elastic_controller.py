@@ -97,7 +97,7 @@ class ElasticController:
     """Controller of one member: passes the generations of its membership on to its strategy.
 
     The trainer's thread calls all methods, except `_judge`, `_find_unreachable` and
-    `_find_checkpoints`, which run on the membership's thread that holds the stream of notices, and
+    `_find_checkpoints`, which run on the membership's thread that reads the stream of notices, and
     `_on_break`, which runs on any thread of the membership or on the trainer's.
     """
 
@@ -113,7 +113,7 @@ class ElasticController:
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
         self.on_entered: Callable[[], None] = lambda: None
-        """Called after each generation that the member has entered, before the script continues."""
+        """Called each time the member has entered a generation, before the script continues."""
         self.call = CallBetweenSteps()
         self.details = ProposalDetails()
         self._is_ready = False

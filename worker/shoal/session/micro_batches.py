@@ -37,9 +37,9 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 @contextmanager
 def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
-    """Return a context whose value is the loss to call backward on. With weight 0, all gradients in
-    the loss's graph are set to 0 there: the mean over no tokens is NaN, and so are its gradients.
-    """
+    """Return a context whose value is the loss to call backward on. With weight 0, a backward pass
+    within the context sets all gradients in the loss's graph to 0: the mean over no tokens is NaN,
+    and so are its gradients."""
     if weight:
         yield loss
         return
@@ -86,9 +86,10 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec if torch's loss functions near the loss average targets that count for
-    different weights in the `num_samples` samples: with other shares of the batch it would be a
-    different loss. A mean over the `num_gathered` rows of all members is allowed."""
+    """Raise InvalidSpec if one of torch's loss functions, among the last operations of the loss,
+    averages over targets whose weights have different sums in the `num_samples` samples: with other
+    shares of the batch this would be a different loss. A mean over the `num_gathered` rows of all
+    members is allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is the mean of a mean for each sample.
@@ -208,7 +209,7 @@ class MicroBatches:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # In a step without samples all passes are of stand-ins: `check_complete` restores once.
+        # In a step without samples all passes use stand-ins: `check_complete` restores once.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None
@@ -253,8 +254,8 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples, and without a weight for any
-        loss that is no mean over them. For a part, raises at once. For a whole batch,
+        """Raise InvalidSpec for a loss that is a sum over the samples; if it has no weight, for any
+        loss that is not a mean over them. For a part, raises at once. For a whole batch,
         `check_complete` raises, and only if the step has no other pass: if a script cuts its batch
         itself, no pass is over all samples."""
         present = self._part or self._batch
@@ -324,8 +325,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: the samples that a part has together depend
-        on the shares, and so on the number of members."""
+        """Raise InvalidSpec within a loop over parts: which samples are in the same part depends on
+        the shares, and so on the number of members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",

@@ -66,8 +66,8 @@ class SessionSeries:
                 policy.publish(metadata={"loss": loss.item()})
 
         Returns once this member's part of the model is copied. First waits for a generation, if
-        there is none, and while two publications are in progress; if a single member publishes
-        (world size 1, or an asynchronous strategy), while one is. The copy is sent, replicated and
+        there is none, and while two publications are in progress, or one if a single member
+        publishes (world size 1, or an asynchronous strategy). The copy is sent, replicated and
         committed in the background: see `PendingPublication.wait`. If a member is lost before its
         part is on the servers, the publication fails with PublicationAbandoned, and the next
         version gets the number that this one would have had. Readers see whole versions only.
@@ -81,8 +81,9 @@ class SessionSeries:
 
         Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
         series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for
-        the copy; and the error that ended the membership. If the generation ends while this waits
-        for earlier publications, the returned publication has failed with PublicationAbandoned.
+        the copy; and the error that ended the membership. If the generation ends while the call
+        waits for earlier publications, the returned publication has failed with
+        PublicationAbandoned.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy

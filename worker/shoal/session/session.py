@@ -64,7 +64,7 @@ PAUSE_S = 1800.0
 
 
 class ScriptPause:
-    """The pause of a session's script: the others wait while it runs. One at a time."""
+    """The pause of a session's script, in which the other members wait. One at a time."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
@@ -236,7 +236,8 @@ class Session:
         them. See docs/models.md.
 
         `fit` trains a compiled Keras model that is given with its own optimizer: see
-        `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
+        `shoal.integrations.keras_session`. A model on the meta device is filled by the
+        `reset_parameters` methods of its modules.
 
         Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
         strategy's refusal of the model or optimizer.
@@ -273,8 +274,8 @@ class Session:
 
         The state is committed with each step, including changes made before the next batch is
         asked for. It is rolled back if a step fails, sent to members that join, written to
-        checkpoints and read from them. It must be the same on all members. They compare it in each
-        new generation, before each checkpoint and at the end: RegisteredStateDiffers names a
+        checkpoints and read from them. It must be the same on all members: they compare it in each
+        new generation, before each checkpoint and at the end, and RegisteredStateDiffers names a
         difference.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
@@ -306,7 +307,8 @@ class Session:
         Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
         pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
         DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. Raises InvalidSpec for a second call. See docs/data.md.
+        batch_size is the global one. Raises InvalidSpec before `distribute`, for a second call, and
+        for settings that are missing or out of range. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -359,6 +361,10 @@ class Session:
 
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
         parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
+
+        Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient. In
+        a member's first 10 steps also for a loss that it recognises as a sum or as another mean:
+        with another number of members the job would train a different loss.
         """
         self._steps.backward(loss, weight, optimizer)
 
@@ -399,11 +405,11 @@ class Session:
                     evaluate(model)
 
         Meanwhile hang detection is suspended: no member is expelled, no collective times out.
-        Members that join or leave wait. Losses are detected as usual. After `limit_s` seconds, by
-        default half an hour, this member counts as hung: the others continue without it, and its
-        next step raises DeadlineExceeded. Several members may pause at a time. `shoal why` shows
-        `reason`. Entering the block raises InvalidSpec within another pause, without a reason, and
-        for a `limit_s` above a day.
+        Members that join or leave wait. Lost members are detected as usual. After `limit_s`
+        seconds, by default half an hour, this member counts as hung: the others continue without
+        it, and its next step raises DeadlineExceeded. Several members may pause at a time.
+        `shoal why` shows `reason`. Entering the block raises InvalidSpec within another pause,
+        without a reason, and for a `limit_s` above a day.
 
         Asynchronous strategies wait for no member, paused or not.
         """
@@ -417,7 +423,7 @@ class Session:
             session.backward(loss)
 
         but also for strategies with a pipeline, which interleave the two passes. Returns the mean
-        loss, detached, over this member's samples or over those of the part; 0 if there are none.
+        loss, detached, over the samples of this member's share or of the part; 0 if there are none.
         Raises InvalidSpec outside a step, and with several optimizers.
         """
         return self._steps.forward_backward(batch, loss_function)
@@ -443,7 +449,8 @@ class Session:
         once. If a member is lost meanwhile, the others begin again in the next generation, with the
         model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
         as in a `pause`. `batch_size` is per member; a DataLoader gives its data set and the default
-        batch size and collate function. Raises as `all_reduce`.
+        batch size and collate function. Raises as `all_reduce`, and InvalidSpec without a batch
+        size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -504,7 +511,8 @@ class Session:
         Values that are given within a step belong to that step, and are logged if it is committed:
         the last value of each name. Values that are given after it belong to the last step, if it
         has none of that name yet. All members call it; the values of one member are shown. Within a
-        step, a member without samples logs nothing: see `Batch.is_stand_in`.
+        step, a member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec
+        before `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -528,8 +536,8 @@ class Session:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model, however they are sharded; with several optimizers, those of
-        `optimizer`.
+        of the whole model, however they are sharded; with several optimizers, of the parameters of
+        `optimizer`. Raises InvalidSpec outside a step, and if `optimizer` is missing with several.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
@@ -561,7 +569,7 @@ class Session:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that `distribute` chose."""
+        """The strategy of `distribute`. Raises InvalidSpec before that call."""
         return self._controller.strategy
 
     @property
@@ -588,7 +596,8 @@ class Session:
 
     @property
     def step_number(self) -> int:
-        """Number of committed steps; under asynchronous strategies this member's own."""
+        """Number of committed steps; under asynchronous strategies this member's own. Raises
+        InvalidSpec before `distribute`."""
         return self._controller.strategy.step
 
     def _present(self) -> Generation:

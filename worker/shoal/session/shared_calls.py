@@ -50,7 +50,7 @@ class SharedCalls:
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # Until the call returns no member may join: the new member's script would be elsewhere.
+        # No member may join until the call returns: its script would be at another point.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:

@@ -47,7 +47,7 @@ ForOptimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class Step:
-    """One attempt at an optimizer step; see `Session.step`."""
+    """Attempt at an optimizer step; see `Session.step`."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Step:
         self.is_open = False
         """True from the start of the step to its end."""
         self.committed = False
+        """True if the step was committed: set when its block ends."""
         self.loss: Tensor | None = None
         """The mean of this member's losses so far; None before the first, NaN without samples."""
         self._weight = 0.0

@@ -1,8 +1,8 @@
 """A guard against loops for plain torch that do the session's work in a step.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may also make the calls below. They are refused, as they would change the result without an
-error:
+torch may also do the following in a step. The guard refuses each, as it would change the result
+without an error:
 
 - step the optimizer: every gradient would be applied twice;
 - scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
@@ -96,8 +96,9 @@ class StepGuard:
         self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Optimizers of which the script has dropped all gradients in this step; True if it set
-        them to None, False if to zeros. A later pass removes the latter."""
+        """Optimizers of which the script has dropped all gradients in this step, each with True if
+        the gradients were set to None, False if to zeros. A later pass removes entries with
+        False."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -206,7 +207,7 @@ class StepGuard:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
                     f"the script dropped the gradients of step {self._step()} before the optimizer"
-                    " stepped on them",
+                    " applied them",
                     seen="zero_grad() after session.backward, within session.step()",
                     expected="gradients at the end of the block of session.step()",
                     fix="Leave out the call: each step begins without gradients. To train on"

@@ -65,9 +65,9 @@ def memory_bytes() -> int:
 
 
 def host_traffic(root: Path) -> TrafficCounts:
-    """Return what the host's network devices have counted, InfiniBand included.
+    """Return the bytes that the host's network devices, InfiniBand included, have counted.
 
-    Bridges, tunnels and bonds pass on the bytes of devices, and do not count beside these. In a
+    Bridges, tunnels and bonds pass on the bytes of devices, and are not counted again. In a
     container, which sees no device, all interfaces but loopback and IP over InfiniBand count.
     """
     received, sent = 0, 0

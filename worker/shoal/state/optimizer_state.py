@@ -1,12 +1,12 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value:
-it is stored exactly in the values of a state, under `SLOTS`. Tensors within a plain value are
-shards of their own, which the value names.
+A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value.
+It is stored without loss in the `values` of a state, under `SLOTS`. A tensor within a plain value
+is a shard of its own, and the value contains its name.
 
 Each rank reports the values of the parameters that it steps, and `merged` combines the reports. A
-mark (`mark_of`) is one byte among the shards: the rank that holds it holds the plain values of a
-parameter. If that rank is lost, the missing mark shows that the values are missing.
+mark (`mark_of`) is a shard of one byte. The rank with the mark of a parameter has the parameter's
+plain values. If that rank is lost, the missing mark shows that the values are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 SLOTS = "slots"
-"""Key in a state's values of the optimizer's plain values: by parameter, then by key."""
+"""Key, in a state's `values`, of a dict with the optimizer's plain values by parameter and key."""
 INNER = "#"
 """Prefix of the key of a tensor within a plain value. By itself it is the key of a mark."""
 _SMALL = 1 << 63
@@ -137,7 +137,7 @@ def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> N
                 else f"{owner!r:.100}"
             )
             raise cannot_carry(
-                optimizer, f"state for {shown}, which it does not step", "state of its parameters"
+                optimizer, f"state for {shown}, which is no parameter", "state of its parameters"
             )
 
 
@@ -172,8 +172,8 @@ def is_of_value(name: str) -> bool:
 
 
 def merged(by_rank: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the values of all parameters from the state's values on each rank, in the order of
-    ranks. If several ranks report a parameter, the lowest rank wins."""
+    """Merge the plain values of all parameters. `by_rank`: the `values` of each rank's state, in
+    the order of ranks. If several ranks report a parameter, the lowest rank wins."""
     found: dict[str, Any] = {}
     for values in by_rank:
         found = {**(values.get(SLOTS) or {}), **found}

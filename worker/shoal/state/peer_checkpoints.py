@@ -40,7 +40,7 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state of the time when this member was alone; kept until others have copies."""
+        """The whole state from when this member was alone; kept until peers have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
         """Names of tensors that only other members hold, and only since `_names` was recorded."""
@@ -72,9 +72,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard; its members' shards make up a whole state. At
-        step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
-        member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard. The state shards of all `members` make up a
+        whole state. At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the
+        host of each member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -142,7 +142,7 @@ class PeerCheckpoints:
         return copies.num_moved if copies is not None else 0
 
     def interrupt(self) -> None:
-        """Raise GenerationBroken in every thread that waits for a copy. Any thread."""
+        """Make every thread that waits for a copy raise GenerationBroken. Any thread."""
         copies = self._copies
         if copies is not None:
             copies.close()
@@ -152,7 +152,7 @@ class PeerCheckpoints:
     ) -> None:
         """End the generation, and keep this member's part of the state, which `collect` returns.
         If `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
-        `Layout`."""
+        `Layout.names_stepped_elsewhere`."""
         live: StateShard | None = None
         try:
             live = collect()

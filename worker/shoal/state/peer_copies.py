@@ -42,8 +42,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 
 MAX_SWAPPED_RANKS = 64
-"""Greatest world size at which ranks swap targets: it takes up to 0.5 s there, and more than ten
-times that at four times the size."""
+"""Greatest world size at which ranks swap targets. The search for swaps takes up to 0.5 s at this
+size, and more than ten times as long at four times the size."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
@@ -51,13 +51,14 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
 
     If no rank leaves, a rank receives as many copies as it sends. Ranks form a ring, sorted by
     host, and each copy goes a fixed distance ahead in the ring, the same for all ranks. If some
-    copies then stay on the sender's own host, or go to a host that has a copy already, pairs of
-    ranks swap targets, as long as that leaves fewer copies on own hosts, or as many and fewer on a
-    host twice. There is no swap above MAX_SWAPPED_RANKS ranks. Copies on other hosts come first.
+    copies then stay on the sender's own host, or go to a host that already has a copy of this
+    sender, pairs of ranks swap targets. A swap must reduce the number of copies on the sender's own
+    host, or keep it and reduce the number of repeated hosts. There is no swap above
+    MAX_SWAPPED_RANKS ranks. In each result, targets on other hosts come first.
 
-    All copies of a rank are on different other hosts if `copies` + 1 times the number of ranks of
-    the largest host is at most the number of all ranks: otherwise that is impossible. The first
-    copy goes to another host, unless one host has more than half of the ranks.
+    All copies of a rank are on different hosts, none on its own, if `copies` + 1 times the number
+    of ranks of the largest host is at most the number of all ranks: otherwise that is impossible.
+    The first copy goes to another host, unless one host has more than half of the ranks.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -94,10 +95,11 @@ def _choose(
 
 
 def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
-    """Let the rank swap a target with the first rank with which that helps. True if it did."""
+    """Swap a target of this rank with a target of the first peer for which the sum of both costs
+    falls. Return True if there is such a peer."""
 
     def cost(sender: int, targets: Sequence[int]) -> int:
-        """Return the number of copies on a host twice, plus a weight for each on the own host."""
+        """Return the number of repeated hosts, plus a weight for each copy on the sender's host."""
         others = [hosts[each] for each in targets if hosts[each] != hosts[sender]]
         num_own, num_repeated = len(targets) - len(others), len(others) - len(set(others))
         return num_own * 2 * len(targets) + num_repeated
@@ -119,9 +121,9 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts, those of the copies first: of all distances,
-    those that send the fewest copies to the rank's own host, and of these those that send the
-    fewest to a host that has a copy already."""
+    """Return all distances in a ring of these hosts. The distances of the copies come first: they
+    send the fewest copies to a rank's own host and, if several distances are equal in that, the
+    fewest to a host that already has a copy."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 
@@ -131,7 +133,7 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
         return sum(max(size - step, 0) for size in sizes for step in steps)
 
     def num_repeated(distance: int) -> int:
-        """Return the number of ranks with a host that has a copy already at this distance."""
+        """Return the number of ranks for which the host at this distance already has a copy."""
         return sum(map(contains, holders, chain(hosts[distance:], hosts[:distance])))
 
     others = sorted(range(1, world_size), key=num_own)
@@ -160,7 +162,7 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks to which this rank sends copies, and those from which it receives
+        """Return the ranks to which this rank sends copies, and the ranks from which it receives
         copies, if the `leaving` ranks leave."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
@@ -171,7 +173,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class DeferredGroup:
-    """Stand-in for a process group that all ranks create when the first copy is offered."""
+    """Placeholder of a process group, which all ranks create when the first copy is offered."""
 
     make: Callable[[], dist.ProcessGroup]
 
@@ -222,8 +224,8 @@ class PeerCopies:
         `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
         the same on all ranks.
 
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; in a
-        session a day, as the session's watch ends a generation whose copy hangs.
+        A message that takes longer than `limit_s` fails the copy. None: the group's own limit. In a
+        session that is a day, because the session's watch ends a generation whose copy hangs.
         """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
@@ -269,14 +271,14 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard, whose tensors may change on return: a GPU copies them
-        before later work on the trainer's stream. All ranks offer the same steps with the same
-        `leaving` ranks: those that leave after this step.
+        """Copy this rank's state shard. Its tensors may change once this returns: a GPU copies them
+        before later work on the trainer's stream. All ranks offer the same steps, with the same
+        ranks `leaving` after the step.
 
         Copies are sent to peers in the background. First waits until the previous copy is complete
-        on all ranks, at most for the time limits of its messages. Raises that copy's error, as a
-        collective of the group would, and GenerationBroken after `close`. Without peers it only
-        drops the copies of the last generation, which no member needs any more.
+        on all ranks; the time limits of its messages bound this wait. Raises the previous copy's
+        error, as a collective of the group would, and GenerationBroken after `close`. Without peers
+        it only drops the copies of the last generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()

@@ -21,7 +21,7 @@ MAX_VALUES = 20_000
 MAX_BITS = 4096
 """Limit for an integer: 1,234 digits. By default, Python converts up to 4,300 digits to text."""
 MAX_PICKLED_BITS = 2032
-"""Limit for an integer in a checkpoint: torch's unpickler reads no longer ones."""
+"""Limit for an integer in a checkpoint: torch's unpickler refuses longer integers."""
 MAX_INLINE = 100_000
 """Limit for the elements of a tensor that is written as numbers."""
 MAX_DEPTH = 50
@@ -168,7 +168,7 @@ class _PlainCopy:
         if self._is_inline:
             if tensor.numel() > MAX_INLINE or tensor.is_complex() or tensor.is_meta:
                 seen = f"a tensor of {tensor.numel():,} elements of {tensor.dtype}"
-                raise self._refused(path, seen, f"at most {MAX_INLINE:,}, which are real")
+                raise self._refused(path, seen, f"at most {MAX_INLINE:,} real elements in memory")
             return {_MARK + "numbers": [name_of(tensor.dtype), tensor.tolist()]}
         if key in self.tensors:
             raise self._refused(path, "two tensors", f"one at {key}")

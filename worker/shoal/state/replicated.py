@@ -42,8 +42,9 @@ class State:
 
 class ReplicatedState:
     """Reads and writes everything that training changes in a model and its optimizer. Raises
-    InvalidSpec if the optimizer holds a parameter that is not the model's, which would differ
-    between members; and for tensors of the model that cannot be sent to another member."""
+    InvalidSpec if the optimizer has a parameter that is not the model's: its values would differ
+    between members. Also raises it for tensors of the model that cannot be sent to another
+    member."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -236,7 +237,7 @@ def check_no_more(own: Set[str], names: Iterable[str]) -> None:
     for name in sorted(names):
         if name.startswith(MODEL) and name.removeprefix(MODEL) not in own:
             raise ShapeMismatch(
-                "the state does not fit the model, which has less",
+                "the state does not fit the model, which lacks a tensor",
                 seen=f"{name.removeprefix(MODEL)} in the state",
                 expected="parameters and buffers of the model",
             )

@@ -41,7 +41,7 @@ Target = Callable[[str, Chunk], Tensor | None]
 receive it into, with any strides. None: a tensor is allocated."""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""Limit of one rank's buffers, shared among its peers; larger with more than 64 ranks."""
+"""Limit of one rank's buffers, shared among its peers; exceeded with more than 64 ranks."""
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 8 * 1024 * 1024
 ROUNDS_IN_FLIGHT = 2
@@ -56,7 +56,7 @@ def reshard(
     target: Target | None = None,
     memory: SharedMemory | None = None,
 ) -> StateShard:
-    """Return the chunks that this rank needs of the newest state that the group holds as a whole.
+    """Return this rank's needed chunks of the newest state that the group holds as a whole.
 
     Collective: all ranks call it at the same time, each with all shards that it holds, of one or
     several steps. `needs` is called once for every tensor that exists at the chosen step.
@@ -68,8 +68,8 @@ def reshard(
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
-    of `needs`, of its own shards or of the group is raised on this rank alone: the caller must cut
-    the group then, as the others wait.
+    of `needs`, of this rank's own shards or of the group is raised on this rank alone: the caller
+    must then cut the group, because the other ranks wait.
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
@@ -110,8 +110,8 @@ def whole_model(
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
     Collective: each rank passes its shards and gets the whole model. Tied names share one tensor.
-    `without_elements`: empty tensors, which no rank reports. `order`: the names in the order of the
-    model's own state_dict, which the result has too. Raises as `reshard`.
+    `without_elements`: empty tensors, which no rank reports. `order`: the names in the model's own
+    state_dict; the result has the same order. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.

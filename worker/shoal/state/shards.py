@@ -96,7 +96,7 @@ DtypeMismatch."""
 
 
 def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """Return the whole tensor as a chunk: the needs of a rank that holds the whole state."""
+    """Return the whole tensor as a chunk, as `Needs` of a rank that is to have the whole state."""
     return Chunk.whole(shape)
 
 

@@ -29,8 +29,8 @@ class ChosenStep:
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
     """Held chunks by name of the tensor, each chunk with the ranks that hold it."""
     values: Mapping[str, Json]
-    """Plain values, of the first rank that reports any at the step; those of optimizer slots are
-    merged over all ranks."""
+    """Plain values of the first rank that reports any at the step. The optimizer's plain values
+    (`SLOTS`) are merged over all ranks."""
 
     def on_each(self, world_size: int) -> bool:
         """True if every rank holds all of every tensor."""

@@ -40,10 +40,11 @@ def plan(
 
     `needs`: for each rank, by rank, the needed chunks by the name of their tensor.
 
-    A rank keeps the parts that it holds itself. For the others, imagine all tensors end to end, row
-    by row, and cut into stripes: the holders of a part take turns at sending it, by stripe and by
-    receiver. So senders share the bytes evenly, to about a stripe, and each rank computes its own
-    part of the plan without the parts of other ranks. No part is larger than two stripes.
+    A rank keeps the parts that it holds itself. For the other parts, imagine all tensors end to
+    end, row by row, and cut into stripes. The holders of a part take turns at sending: the stripe
+    and the receiver select the sender. So senders share the bytes evenly, to about a stripe, and
+    each rank computes its own plan without the plans of other ranks. No part is larger than two
+    stripes.
     """
     own_plan = TransferPlan()
     wanted = _wanted(needs)
@@ -81,7 +82,8 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
 
 
 class _Source:
-    """Holders and receivers of the cells of tensors with the same holders and the same needs."""
+    """Holders and receivers of each cell (see `grid_of`), for tensors that are held and needed in
+    the same way."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int

@@ -11,8 +11,8 @@ thread, except for methods whose docstrings name another):
       -> asynchronous only, training on meanwhile: enter(next generation)
     -> close
 
-A step is committed when `end_step` returns. After a failure before that and `abandon`, `step` and
-the state are those of the last committed step, or of the last round of local steps.
+A step is committed when `end_step` returns. If a step fails before that, then after `abandon`
+`step` and the state are as after the last committed step, or after the last round of local steps.
 """
 
 from abc import ABC, abstractmethod
@@ -59,7 +59,7 @@ class Strategy(ABC):
     shares_samples: ClassVar[bool] = False
     """Synchronous strategies: True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
-    """True if members have shares of one batch, and a step's gradients are those of all shares."""
+    """True if members have shares of one batch, and a step combines the gradients of all shares."""
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class Strategy(ABC):
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         """Write checkpoints, and start from one if no member has state. Called before `distribute`.
 
-        Raises InvalidSpec for a strategy whose state members do not hold, and for a bucket that
+        Raises InvalidSpec for a strategy whose members do not hold the state, and for a bucket that
         cannot store checkpoints.
         """
         raise InvalidSpec(
@@ -124,7 +124,7 @@ class Strategy(ABC):
 
     def gradients_lack(self) -> str:
         """Description of the gradients after a backward pass, if torch's `clip_grad_norm_` cannot
-        measure them; empty if they are those of the whole model and batch."""
+        measure them; empty if they cover the whole model and batch."""
         return ""
 
     def gathers_lack(self) -> str:
@@ -135,7 +135,8 @@ class Strategy(ABC):
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
         """Note that the script has finished the last step. Synchronous strategies: called by all
-        members at the same step. Raises as `end_step`, and RegisteredStateDiffers on all."""
+        members at the same step. Raises as `end_step`; also RegisteredStateDiffers, on all
+        members."""
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
         """Set what determines the order of samples: global batch, dataset, seed, shuffle.
@@ -158,7 +159,8 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if members write checkpoints: then also one if a member leaves unreplaced."""
+        """True if members write checkpoints. They also write one if a member leaves and no other
+        member replaces it."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
@@ -172,7 +174,8 @@ class Strategy(ABC):
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's last checkpoint, after the last step; None if it was written."""
+        """The error of the job's last checkpoint, known after the last step; None if the checkpoint
+        was written."""
         return None
 
     @property
@@ -221,16 +224,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave the generation, whether it broke or not; the state is the last committed one.
+        """Leave the generation, whether it broke or not. The state is as after the last commit.
 
         Quick, raises nothing, may be called twice.
         """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare a step. Afterwards no parameter has a gradient, and the parameters are those to
-        compute the step with: of the last committed step under synchronous strategies; the member's
-        own, or those last pulled, under others. May raise the errors of a pull."""
+        """Prepare a step. Afterwards no parameter has a gradient, and the parameters have the
+        values to compute the step with. Synchronous strategies: the values after the last committed
+        step. Others: the member's own values, or the values last pulled. May raise the errors of a
+        pull."""
 
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
         """Begin part `index` of `num_parts` of this member's share; the next pass is for that part.
@@ -248,8 +252,8 @@ class Strategy(ABC):
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
-        The step's gradients are those of the mean over all units of all members' passes. Raises
-        InvalidSpec if the strategy weighs by samples only.
+        The step's gradients are the gradients of the mean over all units in all members' passes.
+        Raises InvalidSpec if the strategy weighs by samples only.
         """
         raise InvalidSpec(
             f"strategy {self.name} weighs losses by samples only",
@@ -282,7 +286,7 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the step's gradients, after all backward passes, so that their common 2-norm over
-        the whole model is at most `max_norm`. Returns the norm before.
+        the whole model is at most `max_norm`. Returns the norm before scaling.
 
         This implementation is for members that hold the whole model.
         """
@@ -379,9 +383,10 @@ class Strategy(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Wait until every member has committed the steps that this member has: until then a member
-        that fails needs the others. Asynchronous strategies get the final values instead. Called
-        after the last step, again if a member was lost meanwhile. Raises as `between_steps`."""
+        """Wait until every member has committed the steps that this member has committed: if one
+        fails before that, it needs this member. Asynchronous strategies get the final values
+        instead. Called after the last step, and again if a member was lost meanwhile. Raises as
+        `between_steps`."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""

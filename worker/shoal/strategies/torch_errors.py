@@ -21,7 +21,7 @@ class StepState:
 
 
 def refusal_of(error: BaseException, state: StepState) -> InvalidSpec | None:
-    """Return the refusal to raise in place of an error of torch's; None for other errors."""
+    """Return the refusal to raise instead of an error of torch's; None for other errors."""
     if mixes_parts_and_wholes(error):
         return _parts_and_wholes(state)
     if not isinstance(error, RuntimeError | ValueError):

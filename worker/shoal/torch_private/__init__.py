@@ -3,8 +3,8 @@
 All names exist in torch 2.13 and 2.15. Names that 2.9 and 2.11 lack are replaced here; 2.10,
 2.12 and 2.14 were not tried. To raise these versions, begin here, with `make test TORCH=2.15.0`; to
 lower the oldest one, with `make test TORCH=2.9.1`.
-`shoal_server` does not import the worker: it keeps the fused kernels of `torch.optim` in the
-modules that call them.
+`shoal_server` does not import the worker: its modules that call the fused kernels of `torch.optim`
+name these kernels themselves.
 """
 
 import torch

@@ -77,7 +77,7 @@ class ReconfigurableGloo:
         return handle
 
     def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
-        """Connect to the members with these handles, by rank; `number` is never used twice.
+        """Connect to the members with these handles, by rank; `number` must not be used twice.
 
         Raises RuntimeError if that fails; then no member may use the group.
         """
@@ -129,7 +129,7 @@ def groups_table() -> Any:
 
 
 def replace_groups_table(table: Any) -> None:
-    """Make torch look up its groups in this table from now on."""
+    """Make torch look up its groups in this table."""
     _c10d._world = table
 
 

@@ -124,8 +124,8 @@ _thread_state = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the function so that torch.compile skips it. Of its calls, only those through
-    `call_compiling` are compiled, if the caller compiles."""
+    """Wrap the function so that torch.compile skips it. Of the calls that the function makes, only
+    calls through `call_compiling` are compiled, if the caller compiles."""
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

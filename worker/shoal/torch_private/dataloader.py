@@ -33,7 +33,7 @@ def end_iteration(iterator: Any) -> None:
 
 
 def kill_processes(iterator: Any) -> None:
-    """Send SIGKILL to the loader processes: a process that hangs ends by nothing else."""
+    """Kill the loader processes, and wait for their end. SIGKILL ends processes that hang, too."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         for process in iterator._workers:
             process.kill()

@@ -65,10 +65,11 @@ def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
-    """Return the gradient with the sharding of the parameter. From torch 2.13 on it has that.
+    """Return the gradient with the sharding of the parameter.
 
-    In older releases some gradients are whole on each rank: if strides differ, autograd copies a
-    gradient into a new tensor, which is not sharded. Sharding this tensor sends no message.
+    From torch 2.13 on each gradient has it already. In older releases some gradients are whole on
+    each rank: if strides differ, autograd copies a gradient into a new tensor, which is not
+    sharded. Sharding this tensor sends no message.
     """
     if gradient.placements == parameter.placements:
         return gradient

@@ -38,7 +38,7 @@ def contents_of(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Call `look` from now on with each module that is about to be wrapped in a
+    """Install `look`, which is called with each module that is about to be wrapped in a
     DistributedDataParallel. Only the first call of this function has an effect."""
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 

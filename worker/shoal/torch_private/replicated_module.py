@@ -34,8 +34,9 @@ class ReplicatedModule(DistributedDataParallel):
     passes, and a step may have several losses of different parts of the model.
 
     A reentrant checkpoint runs autograd within autograd: a parameter of a block that is used twice
-    gets two gradients, and the search from the loss does not find them. Gradients of such a pass
-    are reduced after the pass. Ranks may differ in that, since their buckets are the same.
+    gets two gradients, and the search from the loss does not find the parameter. Gradients of such
+    a pass are reduced after the pass. Some ranks may reduce during a pass and others after it,
+    because their buckets are the same.
     """
 
     def __init__(

@@ -57,9 +57,9 @@ _WATCHED = "_shoal_watched"
 
 
 def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
-    """Call `look` from now on with the parameters and the maximum norm, each time before torch's
-    `clip_grad_norm_` scales gradients, and after it has computed their norm. Only the first call of
-    this function has an effect."""
+    """Install `look`, which is called with the parameters and the maximum norm, each time before
+    torch's `clip_grad_norm_` scales gradients, and after it has computed their norm. Only the first
+    call of this function has an effect."""
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
         return
@@ -75,15 +75,15 @@ def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
 
 
 def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
-    """Call `look` from now on with each weight whose rows an embedding's `max_norm` is about to
-    scale down, in layers and in torch's functions. Only the first call of this function has an
-    effect."""
+    """Install `look`, which is called with each weight whose rows an embedding's `max_norm` is
+    about to scale down, in layers and in torch's functions. Only the first call of this function
+    has an effect."""
     name = "_no_grad_embedding_renorm_"
     before_calls(functional, name, lambda weight, *_, **__: look(weight))
 
 
 def divides_by_frequency(node: Any) -> bool:
-    """True if the node is that of an embedding (bag) with `scale_grad_by_freq`."""
+    """True if the node belongs to an embedding (bag) with `scale_grad_by_freq`."""
     return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
@@ -98,8 +98,8 @@ _MEAN, _SUM = 1, 2
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them. By the last one torch's `cross_entropy` weights its
-two parts if labels are smoothed; a multiplication by the script has another node."""
+"""Nodes that add terms without scaling them. The last one occurs in torch's `cross_entropy`, which
+weights its two parts if labels are smoothed; a multiplication by the script has another node."""
 
 
 def counted_targets(node: Any) -> Tensor | None:

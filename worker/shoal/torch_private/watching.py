@@ -8,8 +8,8 @@ _WATCHED = "_shoal_watched"
 
 
 def before_calls(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Call `look` from now on before each call of `owner.name`, with its arguments; if `look`
-    raises, the call is not made. Only the first hook on a function has an effect."""
+    """Install `look`, which is called before each call of `owner.name`, with its arguments. If
+    `look` raises, the call is not made. Only the first hook on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -20,8 +20,8 @@ def before_calls(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
-    """Call `look` from now on after each call of `owner.name`, also after one that raised. Only the
-    first hook on a function has an effect."""
+    """Install `look`, which is called after each call of `owner.name`, even if the call raised.
+    Only the first hook on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -46,9 +46,9 @@ class NodeConfig:
     """Time that the first generation waits for more nodes when it has enough, but fewer than the
     maximum. 0: the coordinator decides."""
     close_timeout_s: float = 30.0
-    """Time to try to notify the coordinator that this node leaves."""
+    """Time for which the node tries to notify the coordinator that it leaves."""
     connect_timeout_s: float = ADMISSION_S
-    """The node does not start if no coordinator answers within this time."""
+    """Time within which a coordinator has to answer; otherwise the node does not start."""
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":

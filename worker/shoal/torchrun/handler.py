@@ -67,7 +67,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Enter the next generation. Raises Drained, which ends the agent, if this node was asked
-        to leave; else RendezvousClosedError, RendezvousTimeoutError and others of torchrun's."""
+        to leave; else RendezvousClosedError, RendezvousTimeoutError or another RendezvousError."""
         if self._node.is_closed:
             raise RendezvousClosedError(f"job {self._node.job} is over for this node")
         with drained(), self._leaving_drained(), _torchrun_errors():
@@ -129,7 +129,7 @@ def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
 
 @contextmanager
 def _torchrun_errors(*, connecting: bool = False) -> Iterator[None]:
-    """Convert Shoal's errors to those that torchrun documents for its interface."""
+    """Convert Shoal's errors to the errors that torchrun documents for its interface."""
     try:
         yield
     except ShoalError as error:

@@ -49,12 +49,12 @@ class NodeRank:
 
 
 class Node:
-    """Membership of one agent. All methods are for the agent's thread, except `leave`, for any, and
-    `_on_break`, which runs on the membership's.
+    """Membership of one agent. All methods are for the agent's thread, except that `leave` may be
+    called by any thread, and `_on_break` runs on the membership's thread.
 
     The coordinator may end the membership (after too long a silence, or if no generation formed in
-    time), and the node may withdraw. It then joins again, with a new incarnation, when its agent
-    asks for the next generation."""
+    time), and the node may withdraw. The node then joins again, with a new incarnation, when its
+    agent asks for the next generation."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -83,8 +83,8 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, an error if it does not answer, and
-        InvalidSpec if `last_call_timeout` is too long for it."""
+        """Become a member. Raises the coordinator's refusal, a RetryError if no coordinator
+        answers, and InvalidSpec if `last_call_timeout` is too long for the coordinator's limits."""
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -228,7 +228,7 @@ class Node:
         return self._record.roster.generation
 
     def _become_member(self) -> None:
-        """Join if this node is not a member, or no longer one."""
+        """Join if this node is not a member, or is not one any more."""
         failure = self._membership.failure
         if failure is not None and not isinstance(failure, (RetryError, RejoinError)):
             raise failure
@@ -251,7 +251,8 @@ class Node:
         self._is_member = False
 
     def _agree(self) -> GenerationRecord:
-        """Propose, or stop for the next generation; return its record once it is agreed."""
+        """Propose, or stop in the current generation; return the record of the next generation once
+        it is agreed."""
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(

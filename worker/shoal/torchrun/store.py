@@ -31,11 +31,12 @@ TERMINAL_STATE = "torchelastic/agent/terminal_state"
 
 
 class StoreTimeout(DeadlineExceeded, DistStoreError):
-    """A key was not set in time; also of the type that torch's stores raise then."""
+    """A key was not set in time. Also an instance of the type that torch's stores raise then."""
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers; also of the type that a `TCPStore` raises if its host is gone."""
+    """No coordinator answers. Also an instance of the type that a `TCPStore` raises if its host is
+    gone."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -60,8 +61,8 @@ class AgentStore(RendezvousStore):
     Instead this node gets ranks as if all nodes ran as many workers as it does, and `made_up` is
     set: the agent stops these workers as soon as it checks for changes.
 
-    The coordinator implements the barrier at which agents wait at the end, as it knows which nodes
-    have finished, including nodes of later generations.
+    The coordinator implements the barrier at which agents wait at the end, because it knows which
+    nodes have finished, including nodes of later generations.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.

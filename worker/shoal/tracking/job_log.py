@@ -1,10 +1,10 @@
 """Log of a script's values: each is written once, despite losses, joins and repeated steps.
 
-Every member keeps the values that its own script logged in its newest committed steps. The member
-whose state the generation started from is the writer, as it has committed every step that any
-member has; under an asynchronous strategy, rank 0 is the writer. The writer writes within a second,
-and before each planned change of members. If it is killed, the next writer continues from its own
-kept values, after those that the trackers already have (see `Tracker`). Values of a repeated step
+Every member keeps the values that its own script logged in its newest committed steps. The writer
+is the member whose state the generation started from: it has committed every step that any member
+has committed. Under an asynchronous strategy, rank 0 is the writer. The writer writes within a
+second, and before each planned change of members. If it is killed, the next writer writes its own
+kept values, except those that the trackers already have (see `Tracker`). Values of a repeated step
 are not written again."""
 
 import math
@@ -109,8 +109,8 @@ class JobLog:
         return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Wait until all kept values are written, up to `limit_s`; then only log a warning. Do
-        nothing unless this member is the writer."""
+        """Wait until each tracker has written all kept values or has failed. After `limit_s`, only
+        log a warning. Do nothing unless this member is the writer."""
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return
@@ -169,7 +169,7 @@ class JobLog:
 
 
 class _Sink:
-    """One tracker, and the values that are kept for it."""
+    """A tracker, and the values that are kept for it."""
 
     def __init__(self, tracker: Tracker, max_kept: int) -> None:
         self._tracker = tracker
@@ -237,8 +237,8 @@ class _Sink:
         self.end()
 
     def end(self, *, writes: bool = False) -> None:
-        """Close the run, so that another process may write it. `writes`: this is the last writer,
-        and values not written yet are reported as lost."""
+        """Close the run, so that another process may write it. `writes`: True if this process is
+        the last writer; it then reports values that are not written as lost."""
         if writes:
             num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
             if num_lost := self._num_lost + num_unwritten:

@@ -12,7 +12,7 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 from shoal_proto.errors import InvalidSpec
 
 JOB, RUN = "shoal.job", "shoal.run"
-"""Tags of a run: its job, and its name within the job."""
+"""Names of a run's tags: for its job, and for its name within the job."""
 AT_ONCE = 500
 """Number of values in one call; MLflow accepts up to 1000."""
 

@@ -19,12 +19,11 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a job, from its first step to its end, over all restarts."""
+    """A run of a job, from its first step to its end, over all restarts."""
 
     job: str
     begun_unix_s: float | None
-    """Time when the run began, on members that were present; None on members that joined later,
-    which continue the newest run."""
+    """Time when the run began; None on members that joined later: they continue the newest run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class OpenRun(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush, and release the run: another process may write it from then on."""
+        """Flush, and release the run: then another process may write it."""
 
 
 class Tracker(ABC):
@@ -75,7 +74,7 @@ class Tracker(ABC):
     def open(self, run: Run) -> OpenRun:
         """Open the run, or create it. The writer calls this on a thread of its own.
 
-        Raises Busy while another process still writes the run."""
+        Raises RunInUse while another process still writes the run."""
 
 
 class RunInUse(Exception):
@@ -99,7 +98,7 @@ class Lock:
     process dies, and forked processes do not inherit it."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock. Raises Busy if another process holds it."""
+        """Acquire the lock. Raises RunInUse if another process holds it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
         try:

@@ -65,9 +65,9 @@ class WandB(Tracker):
 
 
 class _OpenWandB(OpenRun):
-    """Run with a journal. wandb holds values in the memory of its own process for up to 15 seconds,
-    and a kill may lose them. So values are also written to a journal, and the next writer logs
-    again the values that wandb's files lack."""
+    """Run with a journal. wandb keeps values in the memory of its own process for up to 15 seconds,
+    and a kill may lose them. So values are also written to a journal, and the next writer logs the
+    values again that wandb's files lack."""
 
     def __init__(self, run: Any, written: WriteProgress, journal: Path, lock: Lock) -> None:
         self._run = run

@@ -51,9 +51,10 @@ def export(
     """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
     directory's path.
 
-    `weights`: fetched without `into`, which leaves no tensors. Rows of embedding tables are not
-    written. A tied tensor is written under its first name only, as by Hugging Face. `base`: a
-    directory of which all files except weights, but no folders, are copied too: config.json ...
+    `weights`: fetched without `into`; with `into` they contain no tensors. Rows of embedding tables
+    are not written. A tied tensor is written under its first name only, as by Hugging Face. `base`:
+    a directory from which all files except weights are copied too, such as config.json; its folders
+    are not copied.
 
     The directory appears as a whole or not at all, even if this process is killed; then a hidden
     folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
@@ -61,7 +62,9 @@ def export(
     that cannot be written, and if the directory exists without this version; OSError if files
     cannot be written."""
     if format not in ("safetensors", "sglang"):
-        raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
+        raise InvalidSpec(
+            "unknown export format", seen=repr(format), expected="safetensors, sglang"
+        )
     number = weights.version.number
     if not weights:
         raise InvalidSpec(

@@ -28,8 +28,8 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold the same chunk, bit for bit, and divide its publication among them. Without
-    this rank if only others publish the chunk."""
+    """Ranks that hold the same chunk, bit for bit, and divide its publication among them. This rank
+    is not among them if only other ranks publish the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,8 +175,9 @@ class Installation:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write the tensors of a version into those of the same names, of a DTensor the local slice.
-    Returns the names in `into` that the version lacks, whose tensors are not changed.
+    """Write the tensors of a version into the tensors of the same names; of a DTensor, this rank's
+    slice is written. Returns the names in `into` that the version lacks: their tensors are not
+    changed.
 
     Raises InvalidSpec, ShapeMismatch or DtypeMismatch as `Installation`, before any tensor is
     changed."""

@@ -19,7 +19,7 @@ class RowChanges:
     values: Tensor
     """Values of these rows, in the order of `ids`."""
     removed: Tensor
-    """Ids of rows that were evicted since, int64."""
+    """Ids of rows that were evicted since the earlier version, int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class PublishedRows:
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
-        Copies all rows, and lists none as removed, without an earlier version of these shards."""
+        If there is no earlier version, or if it has other shards, copies all rows and lists none as
+        removed."""
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}

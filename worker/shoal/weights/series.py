@@ -32,10 +32,11 @@ log = structlog.get_logger(__name__)
 
 IN_FLIGHT = 2
 """Limit of publications in progress if several ranks publish: it bounds their memory. The next
-publication waits for the oldest, which is the same one on all ranks."""
+publication waits for the oldest, which is the same publication on all ranks."""
 ORDER_S = 1.0
-"""Limit of a part's wait for the end of the previous publication, after this rank's part of that is
-on its servers. Then the part is contributed: the previous one may never get all its parts."""
+"""Limit of a part's wait for the end of the previous publication, once this rank's part of the
+previous publication is on its servers. After this time the part is contributed all the same: the
+previous publication may never get all its parts."""
 CLOSE_S = 30.0
 """Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
@@ -146,13 +147,15 @@ class PendingPublication:
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
         all ranks are a version, which readers see. "durable": the servers also have it on their
-        disks. Returns None if another member publishes for all. Raises InvalidSpec for another
-        level, DeadlineExceeded after `timeout` seconds, or if no coordinator answers for 10 minutes
-        ("durable"), VersionGone if the version is dropped before it is durable, or the error with
-        which the publication failed."""
+        disks. Returns None if another member publishes for all.
+
+        Raises InvalidSpec for another level, DeadlineExceeded after `timeout` seconds, or the error
+        with which the publication failed. For "durable" also raises VersionGone if the version is
+        dropped before it is durable, and DeadlineExceeded after 10 minutes without a
+        coordinator."""
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
-                "a ticket waits for no such level",
+                "a publication has no such level",
                 seen=repr(level),
                 expected='"replicated", "committed" or "durable"',
             )
@@ -204,7 +207,7 @@ class PendingPublication:
         self._end()
 
     def nothing_to_publish(self) -> None:
-        """End the ticket without a version: another member publishes for all."""
+        """End the publication without a version: another member publishes for all."""
         self._end()
 
     def _end(self) -> None:
@@ -278,7 +281,7 @@ class PreparedWriters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
-    """One rank's part of a publication in progress."""
+    """A rank's part of a publication in progress."""
 
     contributor: Contributor
     part: RankPart
@@ -307,11 +310,11 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """One connection for each publication that may be in progress."""
+        """Connections, one for each publication that may be in progress."""
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
-        """Tickets of the publications in progress, oldest first."""
+        """Publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
         """The step of the last publication, and the number of earlier publications of that step."""
@@ -328,13 +331,13 @@ class Publications:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
-        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or one
-        publication if this rank is the only one. If `is_over` returns True meanwhile, because a
-        rank was lost, the new publication and all in progress are abandoned, so that the trainer
-        can enter the next generation; the returned ticket has failed then.
+        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or, if
+        this rank is the only one, a single publication. If `is_over` returns True meanwhile,
+        because a rank was lost, the new publication and all in progress are abandoned, so that the
+        trainer can enter the next generation. In this case the returned publication has failed.
 
-        Raises InvalidSpec for weights or metadata that cannot be published, Overloaded if there is
-        no memory for the copy."""
+        Raises InvalidSpec for weights or metadata that cannot be published, and Overloaded if there
+        is no memory for the copy."""
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
@@ -383,8 +386,8 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Return the next number: above all of this generation's, and the same on all ranks, which
-        publish after the same steps."""
+        """Return the next number. It is above all numbers of this generation. It is the same on all
+        ranks, as all ranks publish after the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
         self._numbers = (step, count)

@@ -158,12 +158,14 @@ class Subscription:
         the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
         fetched. No tensor changes before all of these are staged and verified.
 
-        Raises VersionGone if the version is not kept, after 3 s if none so new is known; with
-        `into` Regressed if it is older than the installed one; InvalidSpec, ShapeMismatch or
-        DtypeMismatch if it does not fit `into` or lacks the subscription's tables, and InvalidSpec
-        for slices in a relay or with tables; a refusal; a RetryError or CorruptError if calls fail
-        for long. If the newest version is dropped meanwhile, "newest" fetches the next one, if
-        there is one within 3 s."""
+        If the newest version is dropped meanwhile, "newest" fetches the next version, if there is
+        one within 3 s.
+
+        Raises VersionGone if the version is not kept; if it is newer than all known versions, only
+        after 3 s. With `into`, raises Regressed if the version is older than the installed one, and
+        InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into`. Raises InvalidSpec if
+        it lacks the subscription's tables, and for slices in a relay or with tables. Also raises
+        the coordinator's refusals, and a RetryError or CorruptError if calls fail for long."""
         with self._installing:
             while True:
                 record = self._record_of(version)
@@ -218,7 +220,7 @@ class Subscription:
         return Weights(version, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
-        """Report that the reader has installed the version. Raises Regressed if a newer one is
+        """Report that the reader has installed the version. Raises Regressed if a newer version is
         installed, and InvalidSpec for a WeightVersion in a subscription with tables."""
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
@@ -240,7 +242,7 @@ class Subscription:
         self._reader.report(version.number, version.record.digest, took_s, num_bytes)
 
     def check_newer(self, version: WeightVersion) -> None:
-        """Raise Regressed if the version is older than the one that is installed."""
+        """Raise Regressed if the version is older than the installed version."""
         if version.number < self.version:
             raise Regressed(
                 f"version {version.number} of {self.series} is older than the installed one",
@@ -354,8 +356,9 @@ class Subscription:
             yield version
 
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
-        """Yield versions newer than the installed one as they are committed: the newest each time.
-        With `every`, all that are still kept and whose numbers are multiples of it."""
+        """Yield versions newer than the installed one as they are committed: each time the newest
+        version or, with `every`, all versions that are still kept and whose numbers are multiples
+        of `every`. Raises as `wait`; also InvalidSpec if `every` is below 1."""
         if every is not None:
             every = as_index("every", every)
             if every < 1:

@@ -37,7 +37,7 @@ _MARK = "_shoal_static"
 
 
 class FixedRanksTraining:
-    """One model laid out over a fixed set of ranks."""
+    """A model laid out over a fixed set of ranks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
         meta_model = MetaModel(model, optimizer)
@@ -141,7 +141,7 @@ def distribute(
     """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
     Every rank calls `distribute` with the same model, and gets the weights of rank 0. The set of
-    ranks is fixed: the loss of a rank ends the job, and its launcher may start the job again. For
+    ranks is fixed: the loss of a rank ends the job, and the launcher may start the job again. For
     elastic training use `shoal.join`.
 
     The loss is a mean over a rank's own samples, and every rank has the same number of samples.
@@ -167,8 +167,8 @@ def forward_backward(
     """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
     loss, detached.
 
-    `model`: the model that `shoal.distribute` returned; this call and those below raise InvalidSpec
-    for another one. Call `optimizer.step()` afterwards as usual."""
+    `model`: the model that `shoal.distribute` returned. Raises InvalidSpec for another model, as do
+    `clip_grad_norm`, `state_dict` and `data_share`. Call `optimizer.step()` afterwards as usual."""
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 

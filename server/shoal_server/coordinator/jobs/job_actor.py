@@ -149,8 +149,8 @@ class JobActor:
         await self._answered(call)
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
-        """Allow members to join the job again. Raises the refusal of a job that is finished or has
-        members, and without `from_scratch` of a job whose records were removed."""
+        """Allow members to join the job again. Raises the refusal if the job is finished or has
+        members, or if its records were removed and `from_scratch` is False."""
         call, now_s = asyncio.get_running_loop().create_future(), self._dependencies.clock()
         self._apply_step(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
         await self._answered(call)
@@ -194,8 +194,8 @@ class JobActor:
         return stream
 
     def closed(self, stream: NoticeStream) -> None:
-        """End a stream whose call is over. Unless the member has opened another, it is
-        disconnected."""
+        """End a stream whose call is over. The member is then disconnected, unless it has opened
+        another stream."""
         with self._failing_job():
             self._apply_step(self._driver.closed(stream, self._dependencies.clock()))
 
@@ -388,7 +388,7 @@ class JobActor:
         return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
-        """Error for all callers from now on: the state in memory is ahead of the durable state."""
+        """Error that all callers get, since the state in memory is ahead of the durable state."""
         if isinstance(error, NotLeader):
             self._dependencies.on_lost_leadership(str(error))
             return error

@@ -59,7 +59,7 @@ class MembershipService(MembershipServicer):
         self._reset = reset
         self._http_url = http_url
 
-    # Notices come encoded, since many members get the same one; see rpc.
+    # Notices are yielded encoded, since many members get the same one; see serving/rpc.
     async def Attend(  # type: ignore[override]
         self, request: pb.AttendRequest, context: Context
     ) -> AsyncIterator[pb.Notice | bytes]:

@@ -28,7 +28,9 @@ class JobOperations:
         none, and the error that prevented it."""
         self._found(job, who)
         if self._take is None:
-            raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
+            raise InvalidSpec(
+                "this coordinator takes no snapshots", expected="one without --no-parameters"
+            )
         await self._take(job)
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:
@@ -43,8 +45,8 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost. Does nothing to a job
-        without members that is not over, except with `from_scratch`: it then starts anew."""
+        """Allow members to join a job that failed, was stopped or is lost. A job that is not over
+        and has no members stays as it is, unless `from_scratch` makes it start at step 0."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 

@@ -177,10 +177,10 @@ class OutputsService(OutputsServicer):
         neither, the newest lines. For a position of an earlier launcher, `after` gives the newest
         lines, and `before` none.
 
-        Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
-        both positions, AccessDenied for an unknown caller without the job's secret, UnknownMember
-        if no launcher has the output, Unavailable if the launcher does not answer or its stream
-        ends meanwhile, Overloaded.
+        Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec if
+        both positions are given, AccessDenied for an unknown caller without the job's secret,
+        UnknownMember if no launcher has the output, Unavailable if the launcher does not answer or
+        its stream ends meanwhile, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")

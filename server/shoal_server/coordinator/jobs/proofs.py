@@ -17,7 +17,7 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
             f"job {spec.job} was begun without a secret",
             seen="a member with a secret",
             expected="the same secret for all members, or none",
-            fix=f"Set {JOB_VARIABLE} for all workers of a job, from its first on.",
+            fix=f"Set {JOB_VARIABLE} for all workers of a job, from the first worker on.",
         )
     if spec.secret_digest and not matches_digest(secret, spec.secret_digest):
         raise AccessDenied(

@@ -63,8 +63,8 @@ def steady_unix_clock() -> Callable[[], float]:
 
 
 class KnownLeader:
-    """The leading coordinator, as far as this one knows. Callers of a coordinator that does not
-    lead are sent there."""
+    """The leading coordinator, as far as this coordinator knows. While another one leads, callers
+    are sent to its address."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -235,8 +235,8 @@ class Registry:
         return self._quarantine.jobs
 
     async def resume_quarantined(self, name: str) -> JobActor | None:
-        """Continue a quarantined job from its records in etcd; None if it has none any more. A job
-        that is not quarantined is left as it is.
+        """Continue a quarantined job from its records in etcd; None if etcd has none any more. A
+        job that is not quarantined is left as it is.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -367,7 +367,8 @@ class Registry:
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; drop the job if the block succeeds.
+        """Refuse all calls for the job during the block; drop the job if the block succeeds. Yields
+        the job's actor; None if this coordinator has none.
 
         Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
         reset at present.

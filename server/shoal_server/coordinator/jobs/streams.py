@@ -129,7 +129,7 @@ class NewestRosters:
         newest = ", ".join(str(each.generation) for each in self._rosters.values()) or "none"
         return UnknownGeneration(
             f"job {self._job} has no roster {digest[:16]}",
-            seen=f"a digest that is not of the rosters of generations {newest}",
+            seen=f"a digest that no kept roster has (kept: generations {newest})",
             expected="the digest in the newest notice",
             fix="Attend again: notices that need an answer are sent again.",
         )

@@ -177,8 +177,8 @@ def _roster_or_number(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
 def record_from_pb(
     record: pb.GenerationRecord, incarnations: Mapping[str, str]
 ) -> GenerationRecord:
-    """Return the record in a message. `incarnations`: see `roster_from_pb`. Raises KeyError as that
-    does, and for an unknown verdict."""
+    """Return the record in a message. `incarnations`: see `roster_from_pb`. Raises KeyError as
+    `roster_from_pb` does, and for an unknown verdict."""
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts

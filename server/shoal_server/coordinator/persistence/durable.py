@@ -121,8 +121,8 @@ class DurableJobs:
             await asyncio.sleep(ETCD_RETRY_S)
 
     async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:
-        """Like `apply`, on condition that the job's own record is the one that this coordinator
-        knows. Raises InternalError if it is not."""
+        """Apply the operations as `apply` does, if the job's own record is the one that this
+        coordinator knows. Raises InternalError if it is not."""
         key = keys.job_state(job)
         state = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:

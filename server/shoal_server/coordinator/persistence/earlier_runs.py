@@ -1,7 +1,7 @@
 """Record of a job's runs before its last reset.
 
 Generation numbers keep rising over all runs of a name, so that a token of an earlier run is
-recognised by its number; processes that never were in a generation are recognised by their
+recognised by its number. Processes that were never in a generation are recognised by their
 incarnations.
 """
 
@@ -56,7 +56,7 @@ class EarlierRuns:
     def refusal(self, token: Token) -> Refusal | None:
         """Refusal for a token of an earlier run; None for any other token."""
         if 0 < token.generation <= self.last_generation:
-            seen = f"generation {token.generation}; now they begin at {self.last_generation + 1}"
+            seen = f"generation {token.generation}; this run begins at {self.last_generation + 1}"
             return refusals.of_an_earlier_run(self.job, seen)
         if token.incarnation in self.expelled:
             return refusals.of_an_earlier_run(self.job, _SEEN)

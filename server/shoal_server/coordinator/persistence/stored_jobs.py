@@ -220,7 +220,7 @@ class StoredJobs:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
-        """Values of the existing keys, or the error of reading one."""
+        """Items of the existing keys; for a key whose value cannot be read, the error."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
         items: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):

@@ -3,6 +3,7 @@
 The coordinator calls a `PlugIn` to add services, when it resets or removes jobs, and for the status
 page. The services of the base class refuse every call. `Host` is the part of the coordinator that a
 plug-in may use.
+
 There is one plug-in, `parameters`: shards of parameters on servers, with their snapshots, and the
 samples and clocks of members that train at their own pace. `load_plug_in` imports it only if the
 coordinator is to serve parameters.
@@ -194,7 +195,7 @@ def _not_served() -> NoServers:
         "this coordinator serves no jobs with parameters on servers",
         seen="a coordinator that was started with --no-parameters",
         expected="one without that option",
-        fix="`shoal run` starts one with --ps 1 or more.",
+        fix="Restart it without that option; for a cluster of `shoal run`, use --ps 1 or more.",
     )
 
 

@@ -32,7 +32,8 @@ class SnapshotPolicy:
     """Default location of snapshots: a directory that all servers share, or s3://bucket/prefix, ...
     Shards that no server holds any more are restored from there."""
     every_s: Annotated[float, _option("--snapshot-every-s", "SECONDS")] = 0.0
-    """Take a snapshot of every job this often, unless it has not changed. 0: only on request."""
+    """Interval between snapshots of each job; a job that has not changed since its last snapshot is
+    skipped. 0: only on request."""
     num_kept: Annotated[int, _option("--snapshot-keep", "N")] = 3
     """Number of complete snapshots of a job that are kept at --snapshot-url; older ones are
     removed."""

@@ -95,8 +95,8 @@ class SeriesActor:
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Apply a reader's report; see `PublishedSeries.report`. Raises as that does, and as
-        `check_lives` does."""
+        """Apply a reader's report. Returns and raises as `PublishedSeries.report` does, and raises
+        as `check_lives` does."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
         self.submit(TimePassed())  # versions can be dropped once leases have ended
@@ -172,7 +172,7 @@ class SeriesActor:
                 InternalError(
                     f"the record of series {name} was changed by another process",
                     seen="another head in etcd",
-                    expected="the one that this coordinator has written",
+                    expected="the head that this coordinator has written",
                     fix="Try again: the record is then read again.",
                 )
             )

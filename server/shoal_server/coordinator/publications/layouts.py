@@ -1,4 +1,4 @@
-"""Layouts of published versions: conversion to messages and back, and merging those of ranks."""
+"""Layouts of published versions: conversion to messages and back; merging the ranks' layouts."""
 
 import asyncio
 from collections import OrderedDict
@@ -86,7 +86,7 @@ def _merged(parts: Sequence[PublicationPart]) -> bytes:
     for part, layout in zip(parts, layouts, strict=True):
         if layout.segment_bytes != (part.segment.num_bytes,):
             raise NotCovered(
-                f"the layout of rank {part.rank} is that of another segment",
+                f"the layout of rank {part.rank} belongs to another segment",
                 seen=f"{list(layout.segment_bytes)} bytes",
                 expected=f"{part.segment.num_bytes} bytes",
             )

@@ -70,7 +70,7 @@ PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[Publi
 
 
 class WeightSeriesService(WeightSeriesServicer):
-    """All series of a coordinator, on its event loop; serves calls during `coordinator_leading`."""
+    """All series of a coordinator, on its event loop. Calls are served within `leading`."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """All series that are known here, by name; also one that nobody has published yet, while a
-        call or watch is open."""
+        """All series that are known here, by name. Includes a series that was never published,
+        while a call or watch for it is open."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
@@ -216,7 +216,7 @@ class WeightSeriesService(WeightSeriesServicer):
                 "this cluster already has the maximum number of series",
                 seen=f"{len(self._actors)} series",
                 expected=f"fewer than {MAX_SERIES}",
-                fix="`shoal rm JOB` removes those of a job.",
+                fix="`shoal rm JOB` removes the series of a job.",
             )
         term = self._num_terms
         stored, writer = await stored_series.read_one(self._store, name)
@@ -252,7 +252,9 @@ class WeightSeriesService(WeightSeriesServicer):
             messages.check_rank(request.rank, request.world)
             present = self._stores.present
             if not present and not self._stores.mirror.is_in_sync:
-                raise Unavailable("the parameter servers are not known yet", expected="in a moment")
+                raise Unavailable(
+                    "the parameter servers are not known yet", expected="a retry in a moment"
+                )
             servers = servers_for(request.rank, copies, present, near=_host(context.peer()))
             if not servers:
                 raise NoServers(

@@ -36,8 +36,8 @@ class SeriesWriter:
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: that of the head in etcd; 0 if there is none. `layouts`: digests of the
-        layouts in etcd."""
+        """`revision`: the head's in etcd; 0 if there is no head. `layouts`: digests of the layouts
+        in etcd."""
         self._store = store
         self._name = name
         self._revision = revision
@@ -50,8 +50,8 @@ class SeriesWriter:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd. If this coordinator no longer leads, retries until it is
-        cancelled, as the term ends. Raises refusals of etcd.
+        Retries through outages of etcd. If this coordinator no longer leads, the write is repeated
+        until the end of the term cancels it. Raises refusals of etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))

@@ -105,8 +105,8 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
 def unreadable_records(
     job: str, items: Sequence[KeyValue], check_other: CheckRecord
 ) -> list[FaultyRecord]:
-    """Records of a job that cannot be read; each is read by itself. `check_other` checks those of
-    the plug-in."""
+    """Records of a job that cannot be read; each is read by itself. `check_other` checks the
+    plug-in's records."""
     bad = []
     for item in items:
         kind = kind_of(job, item.key)

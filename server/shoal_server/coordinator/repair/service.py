@@ -1,8 +1,8 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-A record that cannot be read, and that a repair may replace, is copied to a key under a separate
-prefix, unchanged, in the transaction that deletes or rewrites it (the deltas of a ledger before
-that): nothing is destroyed. Then the job is read again, as by a new leader.
+An unreadable record that a repair may replace is copied, unchanged, to a key under a separate
+prefix, in the transaction that deletes or rewrites it. A ledger's deltas are copied before that
+transaction. So nothing is destroyed. Then the job is read again, as by a new leader.
 """
 
 import time

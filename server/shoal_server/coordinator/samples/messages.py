@@ -82,7 +82,7 @@ def answer(
         raise MalformedMessage(
             "the lease request was overtaken by a later one",
             seen=f"sequence {error.sequence}",
-            expected=f"{error.newest} again, or a higher one",
+            expected=f"sequence {error.newest} again, or a higher one",
         ) from error
     except TooManyRanges as error:
         raise Overloaded(

@@ -132,8 +132,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     """Leases samples to members during its `async with` block.
 
     `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
-    ... The ledgers of the 256 jobs used last are kept open; more of them while all others have
-    changes that are not written.
+    ... The ledgers of the 256 jobs used last are kept open. More stay open if all of them have
+    changes that are not in etcd yet.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Give the samples of an incarnation that was lost or left back to the ledger. The
-        incarnation gets no more."""
+        incarnation gets no further samples."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:

@@ -6,8 +6,8 @@ one transaction, so that a reader always finds the ledger as of one write. Delta
 which a restored backup of etcd may leave, are ignored.
 
 A base replaces only the base that this coordinator read or wrote last, and a delta is written only
-if its number is free. The first write of a coordinator that has opened a ledger is a base; from
-then on no coordinator that read an earlier base can add deltas.
+if its number is free. The first write of a coordinator that has opened a ledger is a base; after
+it, no coordinator that read an earlier base can add deltas.
 """
 
 import json

@@ -22,8 +22,8 @@ _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
-    """Servers that answer as the registered process, with their addresses. Takes a second if a
-    server hangs."""
+    """Servers that answer as the registered process, with their addresses. Takes a second
+    (ANSWER_S) if a server hangs."""
     calls = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
     has_answered = dict(zip(addresses, await asyncio.gather(*calls), strict=True))
     silent = sorted(holder.server_id for holder, answered in has_answered.items() if not answered)

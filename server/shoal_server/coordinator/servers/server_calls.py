@@ -21,8 +21,8 @@ MAX_CHANNELS = 256
 
 
 class ServerCalls:
-    """Calls over one connection to each server, at most 256: one more closes the oldest, with its
-    calls. Use it on one event loop."""
+    """Calls over one connection to each server, at most 256: opening another connection closes the
+    oldest, with its calls. Use it on one event loop."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
@@ -34,8 +34,8 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """Call the ShardSnapshots service of a server. Raises the server's error, or that of the
-        connection."""
+        """Call the ShardSnapshots service of a server. Raises the server's error, or the
+        connection's."""
         # A stub works on both kinds of channel, but its type for grpc.aio has another name.
         stub: Any = ShardSnapshotsStub
         return await self.call_on(stub, address, method, request, timeout_s)

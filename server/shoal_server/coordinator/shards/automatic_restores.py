@@ -43,7 +43,8 @@ class AutomaticRestores:
     def outcome(self, job: str) -> RestoreAttempt | None:
         """Reason why the job is not restored; None if none is known. The first call starts the
         restore, which is retried until `forget` if storage, etcd or servers cannot be reached. A
-        restore that is retried, or takes longer than REPORTED_AFTER_S, goes on despite a reason."""
+        restore that is retried, or takes longer than REPORTED_AFTER_S, has a reason and is still in
+        progress."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:
@@ -53,7 +54,7 @@ class AutomaticRestores:
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
-        """Drop a job without lost shards: it is not restored, unless a restore is in progress."""
+        """Drop a job without lost shards. A restore in progress goes on; no other one follows."""
         self._wanted.pop(job, None)
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
-It only writes shard assignments to etcd, and deletes those of jobs that cannot continue. Servers
-carry them out. They fail over among themselves, without the controller, even while no coordinator
-leads.
+It only writes shard assignments to etcd, and deletes the assignments of jobs that cannot continue.
+Servers carry the assignments out. They fail over among themselves, without the controller, even
+while no coordinator leads.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
 """Interval for a job with an absent or suspected server, short enough to follow an absence; and for
-a job that could not be reconciled for now."""
+a job whose last reconciliation failed."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -65,7 +65,7 @@ class ShardController:
     ) -> None:
         """`restore` tries to restore a job from a snapshot before shards that no server holds are
         declared lost. `measure` asks a job's servers for the load of its shards; without it, and
-        until two measurements in a row have covered all shards, they are weighted by size alone.
+        until two measurements in a row have covered all shards, shards are weighted by size alone.
         `loss_log` records lost shards. `is_restoring`: True while this coordinator has a job's
         shards loaded from a snapshot."""
         self._store = store

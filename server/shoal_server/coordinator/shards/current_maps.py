@@ -26,7 +26,7 @@ class CurrentMaps:
     """Reader of current shard maps, on the event loop. A call gets no map that was read before it.
 
     A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
-    when they start and when servers fail. Calls that come during a reading share the next one.
+    when they start and when servers fail. Calls that arrive during a reading share the next one.
     """
 
     def __init__(self, store: Keyspace) -> None:

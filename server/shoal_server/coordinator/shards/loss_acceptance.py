@@ -138,8 +138,8 @@ class LossAcceptance:
                     for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
-                # In the first transaction already: if only half of the shards were given up with
-                # the old ledger, the new run would see only the rest of the samples.
+                # Already in the first transaction: if shards were given up and the old ledger
+                # stayed, the new run would see only the rest of the samples.
                 also = _without_samples(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 done += batch if is_done else []

@@ -64,9 +64,9 @@ class LossLog:
         after: JobAssignments,
         present: Collection[Holder] = (),
     ) -> None:
-        """Report what changed from `before` to `after`: servers that were lost, copies that were
-        made, and shards that were lost, that a server has recovered from its journal, or that
-        moved. Without `before`, report the lost shards. `present`: the registered servers."""
+        """Report what changed from `before` to `after`: lost servers, new copies, and shards that
+        were lost, moved, or recovered from a server's journal. Without `before`, report the lost
+        shards. `present`: the registered servers."""
         if before is None:
             if lost := losses.lost(after):
                 self._lost(after.job, lost)

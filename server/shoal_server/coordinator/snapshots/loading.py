@@ -3,7 +3,7 @@
 A server may begin to leave, or end, after it was chosen. Its shards that are not loaded yet are
 then assigned to other servers. Shards that it has loaded stay with it, since members may have
 pushed to them. Before a server serves a shard, it writes to the shard's record that the shard is
-loaded; a server that comes back too late finds the record changed.
+loaded; a server that returns too late finds the record changed.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class SnapshotLoader:
         present: Mapping[Holder, str],
     ) -> JobAssignments:
         """Have every shard loaded by its primary; return the final assignments. Raises the error of
-        a server that is still present, or of any after MAX_CHOICES; NoServers if none is left; and
-        as `_reassign`."""
+        a server that is still present, or of any server after MAX_CHOICES; NoServers if no server
+        is left; and as `_reassign`."""
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
             failed = await self._load(library, manifest, to_load, present)

@@ -1,11 +1,11 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records by those of a new run, with higher epochs, and
-the sample ledger by that of the cut. So even if this coordinator dies, the job has records, and
-each shard is held by a server or known to be lost. Every server then drops its shards of the job,
-and loads the shards whose primary it is; backups are created as usual. If a server leaves or ends
-before it has loaded, others load its shards (`loading`). If a server that stays cannot load, all
-shards that had values are recorded as lost, and the records of a job that had no shards are
+One transaction replaces the job's assignment records by records of a new run, with higher epochs,
+and the sample ledger by the cut's ledger. So even if this coordinator dies, the job has records,
+and each shard is held by a server or known to be lost. Every server then drops its shards of the
+job, and loads the shards whose primary it is; backups are created as usual. If a server leaves or
+ends before it has loaded, others load its shards (`loading`). If a server that stays cannot load,
+all shards that had values are recorded as lost, and the records of a job that had no shards are
 deleted: no job has half of a snapshot.
 """
 
@@ -97,7 +97,7 @@ class SnapshotRestorer:
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
     ) -> RestoreResult:
-        """Replace the job's shards by those of the snapshot of that number (0: the newest).
+        """Replace the job's shards by the shards of the snapshot `number` (0: the newest).
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
@@ -285,7 +285,7 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """Condition that the records are those of this run."""
+    """Condition that the job's assignment records belong to this run."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 

@@ -103,8 +103,9 @@ class SnapshotService(SnapshotsServicer):
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
         """Restore a job that has lost shards, even if it has members. The newest snapshot is used
-        if it is of the current shards; else the snapshot from which they were restored; if they
-        never were, the newest one, unless it was taken before the job's last reset.
+        if it is of the current shards; else the snapshot from which these shards were restored. If
+        they were never restored, the newest snapshot is used, unless it was taken before the job's
+        last reset.
 
         Returns the reason if there is no such snapshot, or no --snapshot-url. Raises as
         `SnapshotRestorer.restore` does, except for a missing snapshot."""

@@ -114,10 +114,11 @@ class SnapshotTaker:
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
         """Take a snapshot. Raises SnapshotFailed, StateLost, and what the store, the storage and
-        the servers raise. Then its files are removed; those that cannot be are removed after a
-        later snapshot.
+        the servers raise. Then its files are removed; files that cannot be removed now are removed
+        after a later snapshot.
 
-        With `only_if_changed`, the newest snapshot is returned if no shard has changed since.
+        With `only_if_changed`, the cut is made all the same, but the newest snapshot is returned if
+        no shard has changed since.
         """
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
@@ -240,7 +241,7 @@ class SnapshotTaker:
                     f"the primary of shard {assignment.shard_id} of job {job} is not registered",
                     seen=primary.server_id,
                     expected="a registered server",
-                    fix="Wait until another one has taken over.",
+                    fix="Wait until another server has taken over.",
                 )
             addresses[primary.server_id] = present[primary]
         reusable = before.parts if before is not None and before.lineage == lineage else ()

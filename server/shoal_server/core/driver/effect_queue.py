@@ -1,10 +1,11 @@
 """Order of a job's effects, and the effects that wait for a durable write.
 
-Effects are carried out one by one, in the order in which they came. After `WriteGeneration`,
+Effects are carried out one by one, in the order of their events. After `WriteGeneration`,
 `SaveJobRecord` and `FinishJob`, no later effect is carried out before the write is durable. The key
 of a member that was admitted or expelled is written with the next such write, at the latest before
-a call that waits for it is answered. While a write is in progress all effects wait; the effects of
-all events that arrived meanwhile are then carried out as one batch, so that they share writes.
+the call that caused the change is answered. While a write is in progress all effects wait. The
+effects of all events that arrived meanwhile are then carried out as one batch, so that they share
+writes.
 """
 
 import math
@@ -47,7 +48,7 @@ class EffectQueue(Generic[CallT]):
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[QueuedEffects[CallT]] = []
-        """Entries that came during a write. They are carried out after the write."""
+        """Entries that were submitted during a write, to be carried out after it."""
         self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
         """Effects of the batch that are not carried out yet."""

@@ -52,8 +52,8 @@ class JobDriver(Generic[StreamT, CallT]):
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Error that ended the driver. From then on no effect is carried out, and calls are
-        answered with it: the state is ahead of the store."""
+        """Error that ended the driver. Afterwards no effect is carried out, and calls are answered
+        with this error: the state is ahead of the store."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -108,7 +108,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._carry((), call, None, now_s)
 
     def open(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Send the member's notices on this stream from now on, and close its old one."""
+        """Send the member's later notices on this stream, and close the member's old stream."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self.liveness.joined(stream.member_id, now_s)

@@ -20,20 +20,20 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal that members get once the job's state is lost; None: it is not."""
+    """The `seen` of the refusal that members get once the job's state is lost; None before."""
     stopping: str = ""
-    """Reason for which the job was or is being stopped; empty: it was not."""
+    """Reason for which the job was or is being stopped; empty if it was not."""
     failed: bool = False
     """True if the job is over because all its members were gone for good."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job ended; 0: it is not over, or the time is unknown."""
+    """Time at which the job ended; 0 if it is not over, or if the time is unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work, while others have not."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields that a later release has written."""
     revision: int = field(default=0, compare=False)
-    """Revision of the store at which the record was read; 0: it was not read from the store."""
+    """Revision of the store at which the record was read; 0 if it was not read from the store."""
 
     @property
     def may_go_on(self) -> bool:

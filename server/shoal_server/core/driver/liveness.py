@@ -1,10 +1,9 @@
 """Detection of silent members. A slow or uneven network does not mean a dead worker. So each member
-is allowed the median interval between its own heartbeats plus several times their median deviation,
-within two limits: at least the lease, which applies to even heartbeats, and at most the limit on
-silence.
+is allowed the median interval between its own heartbeats plus several times their median deviation.
+That is at least the lease, which applies to even heartbeats, and at most the limit on silence.
 
 Median and median absolute deviation, not mean and variance: one long gap must not make the next
-one look usual. Pure: time comes in as an argument.
+one look usual. Pure: time is an argument.
 """
 
 from array import array
@@ -114,7 +113,7 @@ class Liveness:
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
 
     def silent_s(self, member_id: str, now_s: float) -> float:
-        """Return how long ago the member's newest sign of life came."""
+        """Return the time since the member's newest sign of life."""
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:

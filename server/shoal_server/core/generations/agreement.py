@@ -25,7 +25,7 @@ class Agreement:
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
     """Steps of the complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
-    """The highest step that a member stated when it was ready; None: none was stated yet."""
+    """The highest step that a member stated when it was ready; None while none was stated."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
@@ -98,7 +98,7 @@ class Agreement:
         return True
 
     def ready(self, member_id: str, step: Step | None = None) -> bool:
-        """Note that a member passed its first collective, at that step; True if none is missing."""
+        """Note that a member passed its first collective, at that step; True once all have."""
         if step is not None:
             # All start at one step, but may have trained on before they report to a new leader.
             self.starts_at = max(self.starts_at or step, step)
@@ -111,7 +111,7 @@ class Agreement:
         return max(seen, key=lambda step: (seen[step], step), default=None)
 
     def forget(self, member_id: str) -> None:
-        """Wait no more for a member that has done its work, or left a job that completes."""
+        """Stop waiting for a member that has done its work, or left a job that is completing."""
         self.unanswered.discard(member_id)
         self.unready.discard(member_id)
         self.unoffered.discard(member_id)

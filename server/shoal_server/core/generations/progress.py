@@ -1,4 +1,4 @@
-"""Progress of a job, as far as its coordinator knows: what would be lost with its state.
+"""Progress of a job as far as its coordinator knows: what is lost if the job's state is lost.
 
 `JobProgress` is kept in the job's record in etcd. Before the members of the job's first synchronous
 generation take a step, the record says that the generation ran. The step in the record is the last
@@ -31,8 +31,8 @@ class LifetimeFigures:
 
     begun_s: float = 0.0
     num_breaks: int = 0
-    """Running generations that broke, as a member was gone or a collective failed. Not counted are
-    breaks while the job is being stopped, and those at the boundary of a planned change."""
+    """Running generations that broke because a member was gone or a collective failed. Breaks while
+    the job is being stopped, or at the boundary of a planned change, are not counted."""
     idle_s: float = 0.0
     """Seconds without a running generation: until the first one ran, and from each break until the
     next one did."""
@@ -47,8 +47,8 @@ class JobProgress:
     trained_in: Generation = NO_GENERATION
     """The newest synchronous generation that ran."""
     reached: Step = NO_STEP
-    """The newest step whose state a member has reported; a synchronous generation that comes to run
-    sets it to its start."""
+    """The newest step whose state a member has reported. When a synchronous generation begins to
+    run, this is set to the step from which it starts."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures, compare=False)
 
     @property

@@ -38,7 +38,7 @@ class JobSpec:
     last_call_s: float = 0.0
     """Time for which a first generation waits for the desired members. 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
-    """Digest of the secret that the job was begun with; empty: it was begun without one."""
+    """Digest of the secret that the job was begun with; empty if it was begun without one."""
 
     def problem(self) -> str:
         """The fault in the bounds; empty if there is none."""
@@ -72,7 +72,7 @@ class MemberInfo:
     probe_port: int = 0
     """Port on which peers test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret in the reports of the member's launcher; empty: none was stated."""
+    """Digest of the secret in the reports of the member's launcher; empty if none was stated."""
 
 
 class DigestListing(Protocol):
@@ -84,8 +84,8 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes. Members must have the same `fields`, and those of the
-    `optional_fields` that they state; the other attributes may differ."""
+    """Training that a member proposes. Members must have the same `fields`, and the same value of
+    each optional field that they state; the other attributes may differ."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True
@@ -97,7 +97,7 @@ class Proposal:
     """Fields that must be the same only for members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
     """Listing by field, for each field whose value is the digest of a listing. Used only to show
-    where digests that differ come from."""
+    the first entry that makes two digests differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +116,16 @@ class RosterEntry:
 class GenerationRoster:
     generation: Generation
     entries: tuple[RosterEntry, ...]
+    """The members, by rank."""
     source_member_id: str
+    """Member whose state the others receive."""
     step: Step
+    """Step that the source proposed; with a planned change, the generation starts later."""
     planned: bool
+    """True if the generation follows one that trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
+    """Fields that all members proposed alike."""
 
     @property
     def member_ids(self) -> tuple[str, ...]:
@@ -198,10 +203,10 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Choose the member whose state all start from: of those that hold trained state the one with
-    the highest step, of equals the one with the lowest rank. If none holds any, the same rule
-    chooses among all, and all take that member's initial values. A job that has trained before then
-    continues from a checkpoint, or not at all.
+    """Choose the member whose state all members start from. Among members that hold trained state,
+    the highest step decides, then the lowest rank. If no member holds trained state, the same rule
+    chooses among all, and all members receive the chosen member's initial values. But a job that
+    has trained before continues from a checkpoint, or not at all.
     """
     return min(
         candidates,
@@ -219,13 +224,13 @@ def build_roster(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `previous`: the roster from which members keep their ranks; `running`: the one that trains, if
-    the change is planned; `trained`: True if the job may have committed steps, and so must not
+    `previous`: the roster from which members keep their ranks; `running`: the roster that trains,
+    if the change is planned; `trained`: True if the job may have committed steps, and so must not
     start from initial values.
 
-    Members that train in `running` will stop at one common step, which is not known yet and later
-    than any they reported. A newcomer's state (from a checkpoint) is of another step, so the
-    newcomer receives theirs.
+    Members that train in `running` will stop at one common step, which is not known yet and is
+    later than any step that they reported. A newcomer's state (from a checkpoint) is of another
+    step, so the newcomer receives their state.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]

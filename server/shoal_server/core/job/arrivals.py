@@ -180,7 +180,7 @@ class Arrivals:
 
 
 def is_older(incarnation: str, than: str) -> bool:
-    """True if the process of `incarnation` started before that of `than`, by their hosts' clocks.
+    """True if the process `incarnation` started before the process `than`, by their hosts' clocks.
     False if either is no UUID of version 7.
 
     UUIDs of version 7 (RFC 9562) begin with the time at which they were made. So a late call of the

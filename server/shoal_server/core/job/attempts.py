@@ -61,7 +61,7 @@ class Attempts:
 
     def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
         """Draw the roster up and send it to its members, or abort it at once if they are in
-        conflict. False if there is no attempt, as members were refused instead."""
+        conflict. False if there is no attempt, because members were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)
@@ -95,14 +95,15 @@ class Attempts:
         return True
 
     def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
-        """Refuse the members that are `at_fault` for the size. The others go on."""
+        """Refuse the members that may be at fault for the size (`JobState.suspects_of`). The others
+        go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
         for member in self._state.suspects_of(chosen):
             self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
-        """Members to refuse because an address works on one host only: their own address, or that
-        of a member that stays."""
+        """Members to refuse because an address works on one host only: the member's own address, or
+        the address of a member that stays."""
         confined = unreachable_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
         hosts = {m.info.host for m in staying}
@@ -178,10 +179,10 @@ class Attempts:
     def _commit_if_there_is_state(self, agreement: Agreement, now_s: float) -> None:
         """Commit if the members have a state to start from.
 
-        If the job has trained and no member of the roster holds its state, they start from the
-        checkpoint that most of them see, the newest of equals: never again from initial values. If
-        some do not see it, the attempt is aborted, and those members are removed. If no member sees
-        any checkpoint, the job's state is lost.
+        If the job has trained and no member of the roster holds its state, the members start from
+        the checkpoint that most of them see (the newest of equals), never again from initial
+        values. If some members do not see it, the attempt is aborted, and those members are
+        removed. If no member sees any checkpoint, the job's state is lost.
         """
         if not agreement.roster.from_checkpoint:
             self._commit(agreement, now_s)

@@ -100,8 +100,8 @@ class Collecting:
             self._state.notify_member(member, StandbyNotice(reason=reason, position=position))
 
     def notify_waiting(self) -> None:
-        """Notify members that torchrun started how many others wait to join, if that changed. Call
-        after each event."""
+        """Send members that torchrun started the number of members that wait to join, if that
+        number changed. Call after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
         if running is None or first is None or first.proposal is None:

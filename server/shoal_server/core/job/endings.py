@@ -144,8 +144,8 @@ class Removal:
         lost: bool = True,
     ) -> None:
         """Remove a member, and end the attempt or generation that it was part of, unless it has
-        done its work. If the job completes, no generation follows: the others are notified of the
-        break, and the job is over once the last member is removed.
+        done its work. If the job is completing, no generation follows: the other members are
+        notified of the break, and the job is over once the last member is removed.
 
         `completed`: True if the member left with its work done. `refusal`: the answer to later
         calls of its process. `cause`: the reason in a word or two. `lost`: True if the member did
@@ -194,7 +194,8 @@ class Removal:
         self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-        """Abort, and refuse the roster's members that are `at_fault`, whichever of them differ."""
+        """Abort, and refuse the roster's members that are `suspects_of` it, even if others differ
+        as well."""
         roster, conflicts = self._state.attempt, shorten_conflicts(conflicts)
         assert roster is not None
         at_fault = self._state.suspects_of(self._state.members_of(roster))
@@ -372,8 +373,8 @@ class Drains:
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
     def part_leavers(self, old: GenerationRoster, roster: GenerationRoster, now_s: float) -> None:
-        """Remove draining members of the old generation that are not in the one that runs now.
-        Other members that are not in it are notified that the old generation is over."""
+        """Remove draining members of the old generation that are not in the new `roster`. Other
+        members that are not in it are notified that the old generation is over."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
                 self._state.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))

@@ -1,4 +1,4 @@
-"""One job's membership: the agreement of its members on each generation. The heart of Shoal.
+"""State machine of one job's membership: its members agree on each generation. Shoal's core.
 
 `Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
 happen; a `WriteGeneration` is durable before any later effect is carried out.
@@ -6,15 +6,17 @@ happen; a `WriteGeneration` is durable before any later effect is carried out.
 and leaves the state as it was.
 
 A generation forms in three phases. COLLECT waits until the wanted members are ready, then draws up
-the roster. PREPARE sends it to each of them; all must accept the same digest. COMMITTED is one
-durable record that all receive; they bring the generation up, and it runs when the last of them is
-ready. A failure ends the attempt in one durable ABORTED record with the same reason for all.
+the roster. PREPARE sends the roster to its members; all must accept the same digest. COMMITTED
+begins with one durable record that all members receive. They bring the generation up, and it runs
+when the last member is ready. A failure ends the attempt in one durable ABORTED record with the
+same reason for all.
 
 A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
-on, and stops it at one step that all its members share: each member offers the first step that it
-has not begun, and waits before that step until the boundary is known, which is the highest offer.
-Members of a synchronous generation are never more than one step apart, so this takes at most one
-step. A member offers while its trainer computes, so no collective is held up.
+on. Then the old generation stops at the boundary, a step that all its members share. For this, each
+member offers the first step that it has not begun, and waits before that step until the boundary is
+known: the highest offer. Members of a synchronous generation are never more than one step apart, so
+this takes at most one step. A member offers while its trainer computes, so no collective is held
+up.
 
 A loss breaks the generation at once. Its survivors settle (stop, and report their step) and form
 the next one without waiting for other members.
@@ -188,7 +190,7 @@ class Job:
         member.trainer.loads = event.loads
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next call of `tick`, if no event comes before; None: no call is
+        """Return the time of the next call of `tick`, if no event arrives before; None: no call is
         needed."""
         return min(self._timeouts.deadlines(), default=None)
 
@@ -285,7 +287,8 @@ class Job:
         return self._pause_keeper.why_paused(now_s)
 
     def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last."""
+        """The member's rank in the running generation, else in the attempt, else in the last; None
+        if the member is in none of them."""
         return self.state.rank_of(member)
 
     # --- handling of events ---
@@ -387,8 +390,8 @@ class Job:
             return  # A paused member cannot take part: the change waits until all can.
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
-        # Wait a little for members that have not proposed yet, and for further drains, which mostly
-        # come together: one stop then serves all of them.
+        # Wait a little for members that have not proposed yet, and for further drains, since drains
+        # mostly arrive together: one stop then serves all of them.
         coming = self.state.table.num_not_proposed > 0 or bool(self.state.table.draining)
         if not coming or limit_passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)

@@ -57,13 +57,13 @@ class Deadlines:
     """Time of the next check for members that have waited for longer than the join limit."""
 
     def stop(self) -> None:
-        """Stop all limits except that of the first proposal."""
+        """Stop all limits except `first_proposal_s`."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """Move the limits, except that of the first proposal, by the time in which no member could
-        be notified."""
+        """Move the limits, except `first_proposal_s`, by the time in which no member could be
+        notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -95,13 +95,13 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class AttemptCounts:
-    """Failures and changes since a generation last came to run."""
+    """Failures and changes since a generation last began to run."""
 
     failures: int = 0
     """Number of attempts that were aborted."""
     num_excluded: int = 0
-    """Number of members that were ready and had to be left out; the job does not wait for others
-    in their place."""
+    """Number of members that were ready and had to be left out; the job does not wait for members
+    to replace them."""
     failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed; it stays when a generation runs."""
     changes: PendingChanges = field(default_factory=PendingChanges)
@@ -157,7 +157,7 @@ class JobState:
 
     @property
     def attempt(self) -> GenerationRoster | None:
-        """The roster in PREPARE or COMMITTED."""
+        """The roster in PREPARE or COMMITTED; None if there is no attempt."""
         return self.agreement.roster if self.agreement is not None else None
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
@@ -167,7 +167,8 @@ class JobState:
     def agreement_of(
         self, member: MemberState, generation: Generation, phase: Phase
     ) -> Agreement | None:
-        """The current attempt, if it is for this generation, in this phase and with the member."""
+        """The current attempt; None unless it is for this generation, in this phase and with the
+        member."""
         agreement = self.agreement
         if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
             return None
@@ -182,9 +183,9 @@ class JobState:
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat, the number of steps that the trainer has taken, if the
-        member has entered a generation and is in a synchronous one; otherwise, or for another
-        incarnation, do nothing. Cheap."""
+        """Note the step in a heartbeat: the number of steps that the trainer has taken. Does
+        nothing for another incarnation, or for a member that has entered no generation or is in no
+        synchronous one. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
@@ -197,8 +198,9 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move limits by the time in which no member could be notified: those of the phase, breaks,
-        disconnections, drains and retries. Those of pauses, halts and the last call are not moved.
+        """Move limits by the time in which no member could be notified: the limits of the phase, of
+        breaks, disconnections, drains and retries. The limits of pauses, halts and the last call
+        are not moved.
 
         Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
@@ -214,7 +216,8 @@ class JobState:
         return roster is None or roster.synchronous
 
     def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last."""
+        """The member's rank in the running generation, else in the attempt, else in the last; None
+        if the member is in none of them."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None

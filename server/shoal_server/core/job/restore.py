@@ -29,16 +29,16 @@ class SavedJob:
     record: GenerationRecord | None
     """The newest committed record."""
     before: GenerationRecord | None
-    """The committed record before `record`; None: there is none. Members may still train in its
+    """The committed record before `record`; None if there is none. Members may still train in its
     generation if `record` is of a planned change."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal that members get once the job's state is lost; None: it is not."""
+    """The `seen` of the refusal that members get once the job's state is lost; None before."""
     stopping: str = ""
-    """Reason for which the job was or is being stopped; empty: it was not."""
+    """Reason for which the job was or is being stopped; empty if it was not."""
     failed: bool = False
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
@@ -58,9 +58,9 @@ def restored(
 ) -> Job:
     """Make the job from its durable state.
 
-    The store does not tell if the newest generation already ran: its members report that when they
-    attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since the
-    coordinator that they ask first may hang.
+    The store does not record if the newest generation already ran: its members report that when
+    they attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since
+    the coordinator that they ask first may hang.
     """
     job = Job(
         spec=spec,

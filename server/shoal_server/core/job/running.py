@@ -30,8 +30,8 @@ class BringUps:
         self._removal = removal
 
     def failed_under(self, member: MemberState, event: BreakReported, now_s: float) -> bool:
-        """Handle the report if a bring-up failed. True if no more is to be done for the event: the
-        attempt has ended, or the member was removed."""
+        """Handle the report if a bring-up failed. True if nothing else is to be done for the event:
+        the attempt has ended, or the member was removed."""
         is_own = event.own and self._shares_failure(member, event.generation)
         error = f"{member.member_id} could not bring it up: {event.error}"
         is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
@@ -125,8 +125,8 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def handle_break(self, member: MemberState, event: BreakReported, now_s: float) -> None:
-        """Handle a failed collective. Disconnected members are lost; if no member is disconnected,
-        a loss may still be noticed later."""
+        """Handle a failed collective. Disconnected members are removed as lost; if no member is
+        disconnected, a loss may still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement

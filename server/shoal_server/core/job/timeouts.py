@@ -1,4 +1,4 @@
-"""Time limits: actions once a limit has passed, and the time of the next one."""
+"""Time limits: what is done once a limit has passed, and when the next limit passes."""
 
 import math
 from collections.abc import Iterator

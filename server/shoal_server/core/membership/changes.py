@@ -1,7 +1,7 @@
 """Reasons for a new generation: departures with their causes, arrivals, failures.
 
-They are gathered from the time a generation runs until the next one runs, and summed up in a line:
-"lost vm-2 (SIGKILL); 3 go on".
+They are collected from the time when a generation runs until the next one runs, and then summarized
+in one line, such as "lost vm-2 (SIGKILL); 3 go on".
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ class ChangeSummary:
 
 @dataclass(kw_only=True)
 class PendingChanges:
-    """Events since a generation last came to run."""
+    """Changes since a generation last began to run."""
 
     before: GenerationRoster | None = None
     """The newest roster that ran; under a new leader, the newest committed one."""
@@ -121,8 +121,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Members that were lost, left, joined and stayed. One that returned with a new process was
-        lost or left, and has joined."""
+        """Members that were lost, left, joined and stayed. A member that returned with a new
+        process is listed twice: as lost or left, and as joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

@@ -59,7 +59,7 @@ class RosterAnswered(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReported(MemberEvent):
-    """The trainer has stopped; its state is that after `step` optimizer steps."""
+    """The trainer has stopped, with the state after `step` optimizer steps."""
 
     step: Step
     has_state: bool
@@ -100,7 +100,7 @@ class BreakReported(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDisconnected(MemberEvent):
-    """The member's stream broke; it may come back."""
+    """The member's stream broke; the member may reconnect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ class HeartbeatReceived(MemberEvent):
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_s: float = 0.0
-    """Seconds for which the trainer has been in the script's own code; 0: it is not, or that is
-    unknown."""
+    """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or if
+    that is unknown."""
     loads: bool = False
     """True if that code waits for a batch to be loaded."""
 
@@ -165,6 +165,7 @@ class MemberLost(MemberEvent):
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft(MemberEvent):
     completed: bool
+    """True if the member left with its work done."""
     reason: str
     failed: bool = False
     """True if the training has ended without a usable result."""
@@ -180,7 +181,7 @@ class MemberWorkDone(MemberEvent):
     finished: bool = False
     """True if the member has no step left. The others may still use the state that it serves."""
     closes: bool = False
-    """True if the job takes no more members from now on."""
+    """True if the member closes the job to new members."""
 
 
 # Notices.
@@ -204,12 +205,16 @@ class OutcomeNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtNotice(Notice):
+    """The old generation does not begin `step`; `generation` begins with it."""
+
     generation: Generation
     step: Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakNotice(Notice):
+    """The generation is over: the member stops, and reports its step."""
+
     generation: Generation
     lost_member_ids: tuple[str, ...]
 
@@ -222,6 +227,7 @@ class RunningNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class StandbyNotice(Notice):
     position: int
+    """Position among the members that wait for a rank, from 1; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +251,8 @@ class WaitingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNotice(Notice):
-    """The member is to leave: at the boundary that will be agreed, or at its next one (`now`)."""
+    """The member is to leave: at the boundary that will be agreed, or at its next step boundary
+    (`now`)."""
 
     now: bool
     unreplaced: bool = False

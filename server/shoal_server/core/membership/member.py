@@ -20,7 +20,7 @@ class Drain:
     """A member's drain: an orderly leave."""
 
     since_s: float | None = None
-    """Time at which the member was asked to leave; None: it was not."""
+    """Time at which the member was asked to leave; None if it was not."""
     reason: str = ""
     is_released: bool = False
     """True once the member was notified to leave at its next step boundary."""
@@ -35,8 +35,8 @@ class TrainerActivity:
     moved_s: float = float("-inf")
     """Time at which `moved` was last seen to change."""
     own_code_since_s: float | None = None
-    """Time since which the trainer has been in the script's own code; None: it is not, or that is
-    unknown."""
+    """Time since which the trainer has been in the script's own code; None if it is not there, or
+    if that is unknown."""
     loads: bool = False
     """True if that code waits for a batch to be loaded."""
     waits_for_others: bool = False
@@ -70,10 +70,10 @@ class MemberState:
     entered: Generation = NO_GENERATION
     """The newest generation that the member is known to have entered."""
     disconnected_s: float | None = None
-    """Time at which the member's stream broke; None: it is open. A new leader sets a time in the
-    future, so that its members have time to attend."""
+    """Time at which the member's stream broke; None while the stream is open. A new leader sets a
+    time in the future, so that its members have time to attend."""
     halted_s: float | None = None
-    """Time at which a signal halted the member's process; None: it is not halted."""
+    """Time at which a signal halted the member's process; None if it is not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
     """The newest generation whose bring-up failed on the member's side, whether it was blamed or
@@ -114,7 +114,8 @@ class MemberState:
 
     @property
     def state_and_step(self) -> tuple[bool, int]:
-        """The pair (holds state, step) of the member. The largest pair of all is the job's."""
+        """The pair (holds state, step). Members with the largest pair hold the job's newest
+        state."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:

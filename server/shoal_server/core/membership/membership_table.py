@@ -26,8 +26,8 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """The last MAX_EXPELLED incarnations that may not return, the oldest first, each with the
-    refusal that answers its later calls; None: the call is answered as that of any process that is
+    """The last MAX_EXPELLED incarnations that may not return, the oldest first. Each has the
+    refusal that answers its later calls; None: they are refused like calls of any process that is
     no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
@@ -39,8 +39,8 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that the job has room for, as the members that torchrun
-    started were last notified."""
+    """Number of members without a rank that the job has room for, as last sent to the members (only
+    if torchrun started them)."""
     _unsettled: set[str] = field(default_factory=set)
     # Both by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class MembershipTable:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[MemberState], *, settled: bool) -> None:
-        """Note that the members have stopped, or that they have not; not for members that have done
-        their work."""
+        """Note that the members have stopped, or that they train again. Members that have done
+        their work are skipped: they stay settled."""
         for member in members:
             if member.member_id in self.finished:
                 continue

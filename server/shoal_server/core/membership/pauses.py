@@ -83,11 +83,8 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """Hold the limits from now on, or release them; return by how many seconds to move them:
-        the time for which they were held until now.
-
-        `held`: True if the limits are held from now on.
-        """
+        """Stop the limits if `held`, else let them run. Returns the number of seconds by which to
+        move them: the time since the last call, if they have been stopped since then, else 0."""
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:
             return 0.0

@@ -133,8 +133,8 @@ def state_lost(job: str, progress: JobProgress, seen: str) -> Refusal:
         f" {progress.trained_in}, and no member holds it any more",
         seen=seen,
         expected="a member that holds it, or a checkpoint that every member sees",
-        fix="Run it with --fresh to start from step 0; or, with checkpoints=shoal.Checkpoints(...)"
-        " in distribute(), from the newest one there is.",
+        fix="Run it with --fresh: it then starts from the newest checkpoint if distribute() has"
+        " checkpoints=shoal.Checkpoints(...), else from step 0.",
     )
 
 
@@ -145,7 +145,7 @@ def cannot_bring_up(job: str, member_id: str, num_tries: int, error: str) -> Ref
         " and is left out",
         seen=error,
         expected="a member that reaches its first collective",
-        fix="Its log has the traceback. Fix that, then start it under another name.",
+        fix="Its log has the traceback. Fix the cause, then start it under another name.",
     )
 
 

@@ -2,7 +2,8 @@
 
 A failure is the member's own, or shared: caused by another member. Own failures are counted by
 name, also over restarts of the process: after three the member is left out. A shared failure only
-puts off a newcomer's next try, so that a running generation is not stopped for it again and again.
+puts off a newcomer's next try, so that the newcomer does not stop a running generation again and
+again.
 Pure: time is an argument.
 """
 
@@ -14,14 +15,14 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time since a member's newest failure after which its failures are forgotten. If it was left out,
-it may join again then."""
+"""Time since a member's newest failure after which its failures are forgotten. A member that was
+left out may then join again."""
 MAX_NAMES_KEPT = 10_000
 
 
 @dataclass(kw_only=True)
 class Setback:
-    """One member's failures in a row."""
+    """Failures in a row of one member."""
 
     at_s: float
     """Time of the newest failure."""
@@ -53,7 +54,7 @@ class Setbacks:
         return f"Setbacks({self._setbacks!r})"
 
     def failed(self, member_id: str, error: str, now_s: float) -> int:
-        """Count a failure of the member's own, and return how many it has in a row."""
+        """Count one of the member's own failures; return the number of them in a row."""
         setback = self._of(member_id, now_s)
         setback.own, setback.error = setback.own + 1, error
         self._put_off(setback, setback.own, now_s)
@@ -106,7 +107,7 @@ class Setbacks:
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """Times at which the given members may try again; none for a member that may already."""
+        """Times at which given members may try again, for each whose next try is put off."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)
@@ -114,6 +115,7 @@ class Setbacks:
                     yield setback.not_before_s
 
     def postpone(self, by_s: float) -> None:
+        """Move all times by `by_s`: see `JobState.postpone`."""
         for setback in self._setbacks.values():
             setback.at_s += by_s
             if setback.not_before_s is not None:

@@ -25,7 +25,8 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Offset per dimension, in elements. If it and `sizes` are empty, the slice is the tensor."""
+    """Offset per dimension, in elements. If `offsets` and `sizes` are empty, the slice is the whole
+    tensor."""
     sizes: Numbers
     segment: int
     at: int
@@ -62,7 +63,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     for rank, part in enumerate(parts):
         if len(part.segment_bytes) != 1:
             raise NotCovered(
-                f"the part of rank {rank} has no size of its own",
+                f"the part of rank {rank} has no segment of its own",
                 seen=f"{len(part.segment_bytes)} segments",
                 expected="exactly one segment",
             )

@@ -27,10 +27,11 @@ class StoreServer:
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """The servers for the segment of a rank: `copies`, or all if there are fewer. The first, on
-    host `near` if possible, passes the segment on to the others. The second copy is on another host
-    if there is one. Ranks begin at different servers, so that all servers get about the same number
-    of segments. Leaving servers are used only if there are no others.
+    """Ids of the servers for a rank's segment: `copies` of them, or all if there are fewer.
+
+    The first server is on host `near` if possible; it passes the segment on to the others. The
+    second is on another host if there is one. Ranks begin at different servers, so that all servers
+    get about the same number of segments. Leaving servers are used only if there are no others.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in by_id if not each.is_leaving] or by_id
@@ -43,8 +44,9 @@ def servers_for(
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """The servers to which `first` passes on a segment that it made: up to `copies` - 1 that do not
-    leave, those on other hosts first, else in the order of ids from `first` on."""
+    """Ids of the servers to which `first` passes on a segment that it made: at most `copies` - 1,
+    none of them leaving. Servers on other hosts come first; otherwise the order is that of ids,
+    beginning after `first`."""
     by_id = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in by_id if each.server_id == first), "")
     others = [each for each in by_id if each.server_id != first and not each.is_leaving]
@@ -89,8 +91,8 @@ class Holders:
     def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Replace the list of registered servers. For each holder of a segment of `versions` that
-        is not registered, keep the time since when it has been absent."""
+        """Replace the list of registered servers. Note since when each holder of a segment of
+        `versions` has been absent from the list."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {
@@ -119,8 +121,9 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Segments to ask each holder about: those that it is not known to have, if it is
-        registered; and, if it writes to disk, all segments of versions that are not durable."""
+        """Digests of the segments to ask each holder about. A registered holder is asked about
+        segments that it is not known to have; a holder that writes to disk also about all segments
+        of versions that are not durable."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -141,8 +144,8 @@ class Holders:
         ]
 
     def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
-        """Versions with a segment that none of its holders has had for LOST_AFTER_S, or, of a
-        durable version, for DURABLE_LOST_AFTER_S."""
+        """Versions with a segment that none of its holders has had for LOST_AFTER_S; if the version
+        is durable, for DURABLE_LOST_AFTER_S."""
         return [
             version.number
             for version in versions

@@ -1,4 +1,4 @@
-"""Decisions on a series: which versions are kept, and if another one may be sent."""
+"""Decisions on a series: which versions are kept, and whether another version may be sent."""
 
 from collections.abc import Collection, Sequence
 
@@ -32,9 +32,9 @@ def may_send_another(
     counting pinned versions.
 
     `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
-    leases that this leader does not know. The latter are kept in addition, so that training need
-    not wait until the unknown leases have ended. So there may be up to twice as many versions in
-    all, however many leaders follow each other in that time.
+    leases that this leader does not know. Versions with unknown leases are kept in addition, so
+    that training need not wait until those leases have ended. So there may be up to twice as many
+    versions in all, however many leaders follow each other in that time.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

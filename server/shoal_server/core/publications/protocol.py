@@ -21,7 +21,7 @@ class PublicationRefusal(Enum):
     """Reasons to refuse a request."""
 
     SERIES_HELD = "another publisher has the series"
-    STALE_EPOCH = "another publisher has replaced this one"
+    STALE_EPOCH = "another publisher has replaced the sender"
     ABANDONED = "the publication will not become a version"
     GONE = "the version is not kept"
     OVERLOADED = "there is no room"
@@ -58,7 +58,7 @@ class BeginRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationPart:
-    """One rank's share of a publication."""
+    """A rank's share of a publication."""
 
     rank: int
     world: int

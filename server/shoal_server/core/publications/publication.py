@@ -54,8 +54,8 @@ class Publication:
         return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
-        """Add a rank's part, and the call that waits for the version. Until the parts are verified,
-        another part of the same rank replaces the earlier one.
+        """Add a rank's part, and the call that waits for the version. Until the verification of the
+        parts begins, another part of the same rank replaces the earlier one.
 
         Raises Mismatch; the publication is then unchanged.
         """

@@ -18,7 +18,7 @@ class ReaderReport:
     reader: str
     """Id, unique to one process: a second process with it would end the first one's leases."""
     leased: Sequence[int] = ()
-    """Versions to hold a lease on; leases on others end."""
+    """Versions to hold a lease on; the reader's other leases end."""
     installed: int = 0
     """Number of the installed version; 0: none yet, or the reader was restarted."""
     installed_digest: bytes = b""
@@ -67,11 +67,13 @@ class Readers:
     def report(
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
-        """Note a report. Return the versions that the reader holds leases on now, and those of its
-        wanted versions that are gone. A reader that leaves is forgotten, with its leases; both
-        lists are then empty. A report that a later one has overtaken changes nothing; all its
-        versions are returned as gone. Raises TooManyReaders or InstalledOlder; the leases are then
-        unchanged."""
+        """Note a report. Return the versions that the reader now holds leases on, and the wanted
+        versions that are gone.
+
+        A reader that leaves is forgotten, with its leases; both lists are then empty. A report that
+        arrives after a newer one changes nothing; all its versions are returned as gone. Raises
+        TooManyReaders or InstalledOlder; the leases are then unchanged.
+        """
         known = self._known.get(report.reader)
         # A lower number is accepted once the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S

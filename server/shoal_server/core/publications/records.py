@@ -25,7 +25,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSegment:
-    """One rank's bytes of a version."""
+    """The bytes of a version from one rank."""
 
     digest: bytes
     num_bytes: int
@@ -87,7 +87,7 @@ class SeriesHead:
     digests: Mapping[int, bytes] = field(default_factory=dict)
     """Digests of the newest versions by number, dropped ones included."""
     lost: tuple[int, ...] = ()
-    """The newest versions that were dropped because no server had them any more."""
+    """The newest versions that were dropped because no server had them."""
     num_writes: int = 0
     """Rises with each write, so that no two heads are equal."""
 

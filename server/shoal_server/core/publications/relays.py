@@ -1,9 +1,9 @@
 """Trees of relays: readers that pass versions on to other readers while they fetch them.
 
-A relay that begins to fetch a version gets another relay as its source, if one has or fetches the
-version and serves fewer than MAX_CHILDREN others. So the servers send a version about once, for up
-to MAX_RELAYS relays. A relay whose source fails continues from the servers. Each version has its
-own tree, of the relays present at the time.
+A relay that begins to fetch a version gets as its source another relay that has or fetches the
+version and serves fewer than MAX_CHILDREN relays, if there is one. So the servers send a version
+about once, for up to MAX_RELAYS relays. A relay whose source fails continues from the servers. Each
+version has its own tree, of the relays present at the time.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class RelayTrees:
         return {number: self._source(number, name, readers) for number in reader.leases}
 
     def _forget_gone(self, readers: Mapping[str, Reader], now_s: float) -> None:
-        """Forget relays that are gone, or do not have the version any more."""
+        """Forget relays that are gone, or no longer have the version."""
         for number, tree in list(self._trees.items()):
             for name in list(tree):
                 reader = readers.get(name)

@@ -100,8 +100,8 @@ class PublishedSeries:
         """The series as stored in etcd."""
         self.readers = Readers()
         self._relays = RelayTrees()
-        # This leader does not know the leases that the previous one granted. They may be on any
-        # version found in the store. All of them have ended once this time has come.
+        # This leader does not know the leases that its predecessor granted. They may be on any
+        # version found in the store, and all have ended by `_keeps_found_until_s`.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -159,8 +159,9 @@ class PublishedSeries:
         return self.readers.report(report, kept, now_s)
 
     def source_addresses(self, reader: str, now_s: float) -> dict[int, str]:
-        """Address of the relay from which a reader is to fetch each version that it holds a lease
-        on; empty: from the servers. Call it after the reader's report."""
+        """Address of the relay from which the reader is to fetch each version that it holds a lease
+        on, by version; an empty address stands for the servers. Call it after the reader's report.
+        """
         sources = self._relays.sources(reader, self.readers.known, now_s)
         known = self.readers.known
         return {
@@ -244,7 +245,8 @@ class PublishedSeries:
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.may_send_another(stored, self.readers.leased(now_s), self._leased(now_s)):
-            # The new publisher takes the series over all the same: the old one may publish no more.
+            # The new publisher takes the series over even so: the old publisher must not publish
+            # any longer.
             answer = self._overloaded(event.call, now_s)
         # Drop versions at once: a successor of this leader would have to keep them for a while.
         drop = keeping.droppable(stored, self._leased(now_s))
@@ -263,7 +265,7 @@ class PublishedSeries:
         if publisher.script and 0 < event.known_epoch < head.epoch:
             refusal, what = (
                 PublicationRefusal.STALE_EPOCH,
-                "was published by another script meanwhile",
+                "has another publisher meanwhile",
             )
         elif publisher.script and not head.publisher.script:
             refusal, what = (
@@ -289,7 +291,7 @@ class PublishedSeries:
         holders = sorted(self.readers.holders_of_leases(now_s), key=lambda each: each[1])
         shown = ", ".join(f"version {number} by {reader}" for reader, number in holders[:8])
         if now_s < self._keeps_found_until_s:
-            shown = "leases that another coordinator may have granted before it ended"
+            shown = "perhaps all, under leases of an earlier coordinator"
         return RequestRefused(
             call=call,
             refusal=PublicationRefusal.OVERLOADED,
@@ -569,7 +571,7 @@ class PublishedSeries:
         put: list[PublishedVersion] = []
         for number, version in self.versions.items():
             if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
-                break  # the rest is decided again a little later
+                break  # The next VersionsChanged revises the remaining versions.
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
             changed = replace(version, segments=segments, is_durable=is_durable)
@@ -585,7 +587,7 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """The segments with new holders; those of the version if `segments` has other digests."""
+        """`segments`, with new holders; the version's own if None, or if the digests differ."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments

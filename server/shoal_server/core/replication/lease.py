@@ -1,4 +1,5 @@
-"""Lease under which a server may acknowledge: it ends before other servers may assume it dead."""
+"""Lease under which a server may acknowledge. The lease ends before other servers may assume the
+server dead."""
 
 import math
 
@@ -6,7 +7,7 @@ from shoal_server.core.replication.protocol.limits import ReplicationLimits
 
 
 class Lease:
-    """Lease counted from the sending of the last successful renewal; etcd received it later."""
+    """Lease counted from the sending of the last successful renewal, which etcd received later."""
 
     def __init__(self, limits: ReplicationLimits) -> None:
         self._fenced_after_s = limits.fenced_after_s
@@ -18,7 +19,7 @@ class Lease:
             self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
 
     def end(self, now_s: float) -> None:
-        """End the lease for good: a renewal in progress has no effect any more."""
+        """End the lease for good: a renewal in progress then has no effect."""
         self.ends_s, self._is_over = now_s, True
 
     def holds(self, now_s: float) -> bool:

@@ -2,10 +2,11 @@
 over, and leads again from its journal. Pure: events and the time go in, effects come out.
 
 The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
-change of the record, whichever process made it. It makes changes itself when a joiner is in step, a
-backup or a primary is gone, a shard is handed over, or this server's disk has it. The wanted change
-is computed from the state after each event, and again from the newest record at the time of the
-write (`revised`), so an outdated change is never written.
+change of the record, whichever process made it. This server changes the record itself when a joiner
+is in step, a backup or a primary is gone, a shard is handed over, or this server's disk has a shard
+that no server has in memory. The wanted change is computed from the state after each event, and
+again from the newest record at the time of the write (`revised`), so an outdated change is never
+written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -128,7 +129,7 @@ class ReplicationCore:
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record that this server wants, given the newest one."""
+        """The record that this server wants, given the newest record."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
             return led.revised(assignment)
@@ -142,7 +143,7 @@ class ReplicationCore:
     # --- the record ---
 
     def _write_if_wanted(self, key: Key) -> Effects:
-        """Write the record if this server wants another one."""
+        """Write the record if this server wants a different one."""
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
@@ -214,8 +215,8 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """Keep the claim to the shard while the record names this disk, even if the disk fails: it
-        may turn out to have the only copy."""
+        """Keep the claim to the shard while the record names this server's disk, even if the disk
+        fails: it may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 
@@ -291,7 +292,7 @@ class ReplicationCore:
             )
 
     def _step_down(self, led: LedShard) -> Effects:
-        """Keep the shard as a copy: another server leads it, or this one in a later epoch."""
+        """Keep the shard as a copy: another server leads it, or this server in a later epoch."""
         content = led.assignment.content
         self._leave_on_disk(led)
         yield from self.leading.end(led.key)
@@ -504,7 +505,7 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if other servers may have assumed this one dead."""
+        """Refuse all waiting callers if other servers may have assumed this server dead."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

@@ -11,8 +11,8 @@ once, whichever members join or are lost:
 
 Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
 slowest. At most two epochs are open at a time, and more only if the members' reserves need them. So
-members cannot run far ahead of a member that hangs, and the ledger stays small: it has as many
-spans as members hold (`MAX_HELD_RANGES` each) or held when they were lost.
+members cannot run far ahead of a member that hangs. The ledger stays small: its number of spans
+grows with the ranges that members hold (up to `MAX_HELD_RANGES` each), or held when they were lost.
 
 A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
 are left for all reserves, each member has a share, in proportion to what it asked for. A member
@@ -185,8 +185,9 @@ class SampleLedger:
         """Free the ranges of a lost member and remove it; return the number of samples freed.
 
         With `incarnation`, a later incarnation of the member keeps its ranges, and 0 is returned.
-        `silent_s`: time since the member's latest request; infinite: unknown, so that it may have
-        begun all samples. Samples that it cannot have begun do not count as returned.
+        `silent_s`: time since the member's latest request. If the time is infinite (unknown), the
+        member may have begun all its samples. Samples that the member cannot have begun do not
+        count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):
@@ -296,7 +297,8 @@ class SampleLedger:
         member.waits = waits
 
     def _reserve_limit(self, share: int) -> int:
-        """Maximum to answer the member: a third above its share, unless a member lacks samples."""
+        """`reserve_max` for a member of this share: a third more than the share, unless some member
+        waits for samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
@@ -387,13 +389,14 @@ class SampleLedger:
         held = {number for m in ledger._members.values() for number in m.held}
         counts = (ledger._num_closed, ledger._closed_returned, ledger._ignored)
         if not all(isinstance(n, int) for pair in [counts, *ledger._closed.items()] for n in pair):
-            raise ValueError("sample ledger with counts that are no integers")
+            raise ValueError("sample ledger with counts that are not integers")
         if [e.number for e in ledger._open] != expected or not held <= set(expected):
             raise ValueError(f"sample ledger with epochs out of order; expected {expected}")
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are neither free nor held. Not stored, they cannot contradict that.
+        # Completed positions are all that are neither free nor held. They are computed, not stored,
+        # so that they cannot contradict the others.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),
@@ -424,7 +427,7 @@ def _check_numbers(data: object) -> None:
 def _taken(
     held: Mapping[int, IntegerSpans], ranges: Iterable[LedgerRange]
 ) -> Iterator[LedgerRange]:
-    """Remove the parts of `ranges` that are held, and yield them."""
+    """Remove the parts of `ranges` that are held from `held`, and yield them."""
     for r in ranges:
         for start, stop in held.get(r.epoch, IntegerSpans()).intersection(r.start, r.stop):
             held[r.epoch].remove(start, stop)

@@ -1,9 +1,11 @@
-"""Deltas of a sample ledger: the changes since it was written whole, in a few bytes. A ledger is
-large and most of it stays the same, so it is written whole now and then, with deltas appended in
-between. A delta has the head of the ledger (epochs, counts) and the new values of members that
-changed, not differences from the delta before. A member is identified by a number: members of the
-whole ledger come first, in order, then members that deltas added, in order. Numbers are varints;
-positions are relative to the first free one.
+"""Deltas of a sample ledger: its changes, in a few bytes.
+
+A ledger is large and most of it stays the same, so it is written whole now and then, with deltas
+appended in between. A delta has the head of the ledger (epochs, counts), the new values of members
+that changed, and the members that are gone. Values are complete, not differences from the delta
+before. A member is identified by a number: members of the whole ledger come first, in order, then
+members that deltas added, in order. Numbers are varints; positions are relative to the first free
+position.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -50,7 +52,7 @@ class MemberNumbers:
     def member(self, number: int) -> tuple[str, str]:
         """Name and incarnation. Raises ValueError if no member has that number."""
         if not 0 <= number < len(self._names):
-            raise ValueError(f"a delta of member {number}; expected one of {len(self._names)}")
+            raise ValueError(f"a delta of member {number}; expected below {len(self._names)}")
         return self._names[number], self._incarnations[number]
 
     def note(self, books: Mapping[str, Any]) -> None:
@@ -231,7 +233,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader of a delta. Raises ValueError for bytes that are none."""
+    """Reader of a delta. Raises ValueError for bytes that are not a delta."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -15,7 +15,7 @@ class LedgerRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One member's report of completed samples, and its request for more."""
+    """A member's report of completed samples, and its request for more."""
 
     member_id: str
     incarnation: str
@@ -47,8 +47,8 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
-    """Answer to a request. No range, although samples were wanted, and not `exhausted`: other
-    members hold the rest, or this member holds its share."""
+    """Answer to a request. If samples were wanted, and the answer has no range and is not
+    `exhausted`, other members hold the remaining samples, or this member holds its share."""
 
     range: LedgerRange | None
     exhausted: bool
@@ -74,7 +74,7 @@ class EpochCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
-    """Samples over all epochs, and for each of the newest epochs that have begun."""
+    """Counts of samples: over all epochs, and for each of the newest epochs that have begun."""
 
     dataset_size: int
     num_epochs: int
@@ -93,11 +93,11 @@ class LedgerCounts:
 
 
 class StaleRequest(Exception):
-    """Raised for a request that a later one of the same member has overtaken; nothing was
+    """Raised for a request that arrives after a later request of the same member; nothing was
     changed."""
 
     def __init__(self, sequence: int, newest: int) -> None:
-        super().__init__(f"request {sequence} came after request {newest}")
+        super().__init__(f"request {sequence} arrived after request {newest}")
         self.sequence = sequence
         self.newest = newest
 

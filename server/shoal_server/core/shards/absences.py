@@ -9,7 +9,7 @@ ServerT = TypeVar("ServerT")
 
 class ServerAbsences(Generic[ServerT]):
     """Absences of servers, updated at each call of `away_s`. The absence of a server that the call
-    does not name is over; a later one counts from 0."""
+    does not name is over; a later absence counts from 0."""
 
     def __init__(self, longest_gap_s: float = inf) -> None:
         """`longest_gap_s`: after a longer time between two calls of `away_s`, all absences count

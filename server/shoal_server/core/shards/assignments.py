@@ -30,7 +30,7 @@ class ShardContent(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLoss:
-    """Facts about a shard whose values no server has any more."""
+    """Facts about the loss of a shard: no server has its values."""
 
     lost_unix_s: float
     """Time at which the coordinator found the loss."""
@@ -55,7 +55,7 @@ class AcceptedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardAssignment:
-    """One shard's holders."""
+    """A shard's holders, its disk, and the state of its values."""
 
     shard_id: int
     epoch: int

@@ -56,7 +56,7 @@ def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
     """True if the old primary is present, and is a backup now or the new primary was its successor.
-    A backup that takes over drops the old primary. Presence alone does not tell: a killed server
+    A backup that takes over drops the old primary. Presence alone is not enough: a killed server
     counts as present until its lease ends."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 

@@ -12,15 +12,15 @@ from shoal_server.core.shards.rebalance import Servers, dropped_holders
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
 """Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
-cannot reach its primary takes over at once. If the backup reaches the primary, the primary is
-merely cut off from etcd, and serves on meanwhile."""
+cannot reach its primary takes over earlier, by itself. A primary that its backup can reach is only
+cut off from etcd, and continues to serve."""
 
 
 class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """Take the limits of these names from `ReplicationLimits`."""
+        """Use the limits of the same names of `ReplicationLimits`, in seconds."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)
@@ -37,8 +37,8 @@ class ObservedServers:
         asked_s: float,
         now_s: float,
     ) -> Servers:
-        """Add dead, awaited and suspect servers and disks to `seen`, the servers that etcd listed
-        at `asked_s`. `seen.dead`: servers known to have ended."""
+        """Return `seen` with the dead, awaited and suspect servers and the disks filled in. `seen`:
+        the servers that etcd listed at `asked_s`; `seen.dead`: servers known to have ended."""
         last, self._last = self._last or assignments, assignments
         held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
         self._away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
@@ -52,8 +52,8 @@ class ObservedServers:
         )
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
-        still examines shards that others changed meanwhile."""
+        """Note that the coordinator wrote `wished`; `stands` is the record now. The next call of
+        `judged` still examines shards that other processes changed meanwhile."""
         if self._last is not None:
             triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)
             shards = tuple(ours if ours == now else seen for seen, ours, now in triples)

@@ -2,9 +2,9 @@
 
 Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
 shards, shards are placed by size over the servers. The number of shards follows the size of the
-model: about one for each 1.75 MiB and at most some hundreds, so that a big model can be moved and
-balanced in small parts, and a tiny one costs one message instead of hundreds. A very large model,
-whose shards would take long to move, has some thousands; its blocks are larger too, as the shard
+model: about one for each 1.75 MiB, and at most some hundreds. So a big model can be moved and
+balanced in small parts, and a tiny model costs one message instead of hundreds. A very large model,
+whose shards would take long to move, has some thousands. Its blocks are larger too, as the shard
 map has a line for each block.
 """
 
@@ -22,23 +22,23 @@ from shoal_proto.dtypes import DTYPE_BYTES
 BLOCK_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a block, unless BLOCKS_PER_SHARD larger blocks fit into a shard."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever the size; a push
-of up to 2 MiB is applied without a switch to another thread."""
+"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
+to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
 """Number of shards into which a model is cut at most, as long as shards stay below
 LARGE_SHARD_BYTES. The number is rounded up for each dtype and group (`cut_into_shards`)."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""The same for larger models. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
+"""Maximum number of shards of a larger model. Beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
 """Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-For a worker, one request more costs more than this many bytes more in another request."""
+One more request costs a worker more than this many further bytes in another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
-"""Cuts fall on multiples of this, so that vector kernels round as in an uncut tensor."""
+"""Offsets of cuts are multiples of this, so that vector kernels round as in an uncut tensor."""
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
 
 
 def schema_digest(parameters: Iterable[Parameter]) -> str:
-    """SHA-256, in hex, of names, shapes, dtypes and groups, whatever the order."""
+    """SHA-256, in hex, of names, shapes, dtypes and groups; independent of the order."""
     rows = sorted((p.name, list(p.shape), p.dtype, p.group) for p in parameters)
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
@@ -207,8 +207,8 @@ def place(
 ) -> tuple[PlacedShard, ...]:
     """Place each shard on the server with the least load so far, biggest shards first.
 
-    `turn`, any number, chooses the first server, so that jobs with fewer shards than servers do
-    not all begin with the same one.
+    `turn`: any number. It chooses the first server, so that jobs with fewer shards than servers do
+    not all begin with the same server.
     """
     servers = sorted(server_ids)
     if len(shards) < len(servers):
@@ -266,7 +266,8 @@ def _cut_into_blocks(
 def _pack(
     items: Sequence[T], sizes: Sequence[int], num_bins: int, *, keep_empty: bool = False
 ) -> list[list[T]]:
-    """Longest first into the emptiest bin (Graham 1969): at most one item above the mean."""
+    """Put each item into the emptiest bin, largest items first (Graham 1969). No bin is more than
+    one item above the mean."""
     bins: list[list[T]] = [[] for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
     for i in sorted(range(len(items)), key=lambda i: (-sizes[i], i)):

@@ -93,7 +93,7 @@ def rebalance(
 
 
 def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """True if a shard needs no change, whatever the loads."""
+    """True if a shard needs no change, independent of the loads."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -121,10 +121,12 @@ def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
 def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Replace a primary that is gone: by a backup that is present. Without one, the shard waits
-    until all its holders are dead and no disk is awaited (`_is_lost`); then any server, without
-    values, replaces the primary, and a shard that had values is LOST, though a disk that comes back
-    may still have them."""
+    """Replace a primary that is gone by a backup that is present.
+
+    If no backup is present, the shard waits until all its holders are dead and no disk is awaited
+    (`_is_lost`). Then any server, without values, replaces the primary, and a shard that had values
+    is marked LOST. A disk that comes back may still have them.
+    """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
     if assignment.primary in servers.present | servers.awaited:
@@ -168,8 +170,9 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
-    give the shard to a server without values, or it was just marked LOST. 0 if no server stays."""
+    """Number of shards whose values are gone and whose loss is not recorded yet; 0 if no server
+    stays. Such a shard was just marked LOST, or `rebalance` would give it to a server without
+    values."""
     if not servers.staying:
         return 0
     return sum(
@@ -240,7 +243,7 @@ def _hand_over_or_drop(
 def _even_out(
     assignments: JobAssignments, servers: Servers, loads: _Loads, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Move some shards from the server that leads most to the one that leads least."""
+    """Move some shards from the server that leads most to the server that leads least."""
     moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
     chosen: dict[int, ShardAssignment] = {}
     if not servers.servers_for_shards:

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """One push as it was applied. The log does not read the push's data."""
+    """A push as it was applied. The log does not read the push's data."""
 
     @property
     def version(self) -> int:
@@ -24,8 +24,8 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class ShardLog(Generic[RecordT]):
-    """Records by version, without a gap. The first one kept follows the version `start`: an image
-    of that version or a later one, and the records after it, give the whole shard."""
+    """Records by version, without a gap. The first record that is kept follows the version `start`:
+    an image of that version or a later one, and the records after it, give the whole shard."""
 
     def __init__(self, start: int) -> None:
         """Begin an empty log after the version `start`."""
@@ -43,13 +43,13 @@ class ShardLog(Generic[RecordT]):
         self.num_bytes += record.num_bytes
 
     def trim(self, version: int) -> None:
-        """Discard the records up to that version: an image has them."""
+        """Discard the records up to that version."""
         while self.start < min(version, self.version):
             self.num_bytes -= self._records.popleft().num_bytes
             self.start += 1
 
     def restart_after(self, version: int) -> None:
-        """Begin again after that version, and discard all records before it."""
+        """Discard all records, and begin again after that version."""
         self._records.clear()
         self.start = self.version = version
         self.num_bytes = 0

@@ -21,10 +21,10 @@ class AssignmentMirror:
     """Mirror of all shard assignments. Use it on one event loop; it follows etcd during its
     `async with` block.
 
-    `on_change` is called with a job and its shards whose records changed (all, if its head did),
-    once for each batch from etcd and each write or reading of this mirror; `on_gone` with a job
-    whose head was deleted, or replaced by that of another run. An unreadable record is logged, and
-    the known assignment of its shard is kept.
+    `on_change` is called with a job and its shards whose records changed (all shards, if the head
+    changed), once for each batch from etcd and each write or reading of this mirror. `on_gone` is
+    called with a job whose head was deleted, or replaced by the head of another run. An unreadable
+    record is logged, and the known assignment of its shard is kept.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the records of these shards again, or of all. Raises what the store raises."""
+        """Read the records of these shards again; by default, of all shards. Raises what the store
+        raises."""
         # Only the watch deletes records: after a deletion here, an older put that the watch still
         # has to deliver would bring the record back.
         head = self._heads.get(job)
@@ -113,9 +114,9 @@ class AssignmentMirror:
         self._records.note_all((await self._store.range(keys.assignments(job))).items)
 
     async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
-        """Replace the records of these shards by `wanted` of each; False if the job's records are
-        gone or replaced. Shards without a known record are left out, and so are records that
-        another process wrote and that cannot be read.
+        """Replace the assignment of each of these shards by what `wanted` returns for it; return
+        False if the job's records are gone or replaced. Shards without a known record are left out,
+        and so are records that another process wrote and that cannot be read.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
         another process wrote meanwhile. Many records share a transaction. After a conflict, its

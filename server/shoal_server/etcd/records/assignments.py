@@ -152,12 +152,12 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
 
 
 def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
-    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError if it is none."""
+    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError for other bytes."""
     return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
 
 
 def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
-    """Parse the head of a job. Raises InternalError for bytes that are no such record."""
+    """Parse the head of a job. Raises InternalError for other bytes, and for a later format."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
     if entry.key != expected or not message.run or message.format > FORMAT:
@@ -172,7 +172,7 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
 
 
 def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
-    """Parse the record of a shard. Raises InternalError for bytes that are no such record."""
+    """Parse the record of a shard. Raises InternalError for other bytes, and for a later format."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
@@ -256,7 +256,7 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
 async def read_shards(
     store: Keyspace, job: str, shard_ids: Collection[int]
 ) -> dict[int, ShardAssignment]:
-    """Current assignments of these shards; shards without a record are missing.
+    """Current assignments of these shards; shards without a record are left out.
 
     Empty if the job's shards are not placed. Raises InternalError for a record that does not parse,
     and what the store raises.
@@ -290,8 +290,8 @@ async def place(
     operations: Sequence[Operation] = (),
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
-    """Write the records of a run that has none yet: those of the shards first, then the head and
-    `operations` in one transaction that decides.
+    """Write the records of a run that has none yet: first the shards' records, then the head and
+    `operations` in one transaction that decides the placement.
 
     `compares` are conditions of that transaction, and so are the shards' records, which must still
     exist. If a condition fails, nothing is placed, the shards' records are deleted, and the result
@@ -346,7 +346,7 @@ async def _write(
 
 
 async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of other, unfinished placements, which cannot take effect any more."""
+    """Delete the records of other, unfinished placements, which can no longer take effect."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
@@ -401,8 +401,8 @@ async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyVal
 
 
 async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
-    """Write the record once more, unchanged: the write of unknown outcome compares the earlier
-    revision, and fails from then on."""
+    """Write the record once more, unchanged. The write of unknown outcome, which compares the
+    earlier revision, then fails."""
     while True:
         try:
             result = await store.transact(

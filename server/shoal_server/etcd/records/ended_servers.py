@@ -1,5 +1,5 @@
-"""Parameter server processes that are known to have ended, and so acknowledge nothing any more.
-Other processes whose lease ran out count as dead only after a time."""
+"""Parameter server processes that are known to have ended, and so acknowledge no further push.
+Other processes whose lease ran out count as dead only after DEAD_AFTER_S."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
@@ -7,12 +7,13 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""Time that the record is kept; a server without a lease counts as dead earlier anyway."""
+"""Time for which the record is kept. It may end then: a server that etcd does not list counts as
+dead earlier anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:
-    """Record the end of a server process. Called by that process once it acknowledges nothing more,
-    or by a process that has seen its end. Raises what the store raises."""
+    """Record the end of a server process. Called by that process once it acknowledges no further
+    push, or by a process that has seen it end. Raises what the store raises."""
     lease = await store.grant(KEPT_S)
     await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
 

@@ -80,7 +80,7 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Parse a version. Raises InternalError if it is none, or does not match its own digest."""
+    """Parse a version. Raises InternalError for other bytes, and if its digest is wrong."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:
@@ -108,8 +108,8 @@ def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
 
 
 def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
-    """Return the version in a message. Its digest is computed anew from its segments: the message's
-    is not compared, see `parse_version`."""
+    """Return the version in a message. The digest in the message is not read: `parse_version`
+    compares it."""
     return PublishedVersion(
         number=found.number,
         epoch=found.epoch,
@@ -127,7 +127,6 @@ def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
 
 
 def segment_to_pb(segment: PublishedSegment) -> pb.Segment:
-    """Return the segment as a message."""
     return pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=segment.holders)
 
 
@@ -139,8 +138,10 @@ def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
 
 
 def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | None:
-    """The series, from records by key, of this and maybe other series; None if it has no head.
-    Raises InternalError if a record is unreadable, or missing although the head names it."""
+    """Parse a series; None if it has no head. `values`: records by key, of this and perhaps of
+    other series. Raises InternalError if a record is unreadable, or missing although the head names
+    it.
+    """
     value = values.get(keys.series_head(series))
     if value is None:
         return None

@@ -136,10 +136,12 @@ async def read(store: Keyspace, job: str) -> ShardMap | None:
 
 
 async def read_current(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout with each shard's primary, epoch and address; as written if the shards are not
-    placed; None if there is no layout. While a server is not registered, its address is the one
-    written, or empty if the shard had another primary then. Raises InternalError if a record is
-    missing or does not parse, and what the store raises."""
+    """The layout with each shard's current primary, epoch and address; None if there is no layout.
+
+    If the shards are not placed, the layout is returned as it was written. If a primary is not
+    registered, its address is the written one, or empty if the written layout names another server.
+    Raises InternalError if a record is missing or does not parse, and what the store raises.
+    """
     found = await read(store, job)
     return None if found is None else await fill(store, found)
 
@@ -208,7 +210,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
 
 
 def from_bytes(job: str, serialized: bytes) -> ShardMap:
-    """Parse a shard map. Raises InternalError for bytes that are none."""
+    """Parse a shard map. Raises InternalError for other bytes."""
     try:
         return ShardMap.FromString(serialized)
     except DecodeError as error:
@@ -250,7 +252,7 @@ def _parse_head(job: str, value: bytes) -> tuple[str, int]:
     except UnreadableRecord as error:
         raise _unreadable(job, f"{value[:80]!r}, {error}") from error
     if later:
-        raise _unreadable(job, "one of a later release")
+        raise _unreadable(job, "a shard map of a later release")
     return found
 
 

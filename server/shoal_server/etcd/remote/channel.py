@@ -31,7 +31,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class EtcdConnection:
-    """One endpoint's channel and stubs. Connects by itself, and again after a break."""
+    """Channel and stubs of one endpoint. Connects by itself, and again after a break."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
@@ -44,8 +44,8 @@ class EtcdConnection:
         self.closed = False
 
     async def close(self) -> None:
-        """Close the channel. Its calls end by CancelledError (see
-        `Connections.cancel_as_failure`)."""
+        """Close the channel. Its calls raise CancelledError; see
+        `Connections.cancel_as_failure`."""
         self.closed = True
         await self.channel.close()
 

@@ -43,7 +43,7 @@ async def opened(config: EtcdConfig) -> AsyncIterator[KeyValueStore]:
 
 
 class EtcdClient:
-    """`api.KeyValueStore` on etcd 3.4 or later. Connects at the first call, and reconnects itself.
+    """`api.KeyValueStore` on etcd 3.4 or later. Connects at the first call, and again if needed.
 
     `async with EtcdClient(config) as store:` closes it at the end. Use it on one event loop.
     """
@@ -159,7 +159,7 @@ class EtcdClient:
             return
 
     async def close(self) -> None:
-        """Close every connection; calls and watches that run raise RefusedError."""
+        """Close every connection; calls and watches in progress raise RefusedError."""
         await self._connections.close()
 
 

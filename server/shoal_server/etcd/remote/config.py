@@ -58,7 +58,7 @@ class EtcdConfig:
     """Prefix of all keys of this cluster, so that several clusters can share an etcd: the same for
     all its coordinators and parameter servers. By default none: keys begin with /shoal/v1/."""
     user: Annotated[str, _option("--etcd-user", "NAME")] = ""
-    """User of etcd. By default none, or the one that the client certificate names."""
+    """User of etcd. By default none, or the user that the client certificate names."""
     password: Annotated[
         str, _option("--etcd-password-file", "FILE"), Parameter(converter=_password)
     ] = field(default="", repr=False)

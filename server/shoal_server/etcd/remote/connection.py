@@ -65,8 +65,8 @@ class Connections:
 
     @property
     def current(self) -> EtcdConnection:
-        """The endpoint that calls go to now. Raises RefusedError after `close`, and InvalidSpec if
-        the TLS files were never readable."""
+        """Connection to the endpoint that calls go to now. Raises RefusedError after `close`, and
+        InvalidSpec if the TLS files were never readable."""
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
@@ -151,8 +151,9 @@ class Connections:
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request once; again only if etcd certainly did not carry it out.
 
-        If the outcome is unknown, the error's `details["outcome"]` is "unknown"; not if the client
-        is closed meanwhile, which raises RefusedError. Otherwise raises as `call` does.
+        If the outcome is unknown, the error's `details["outcome"]` is "unknown". If the client is
+        closed meanwhile, the call raises RefusedError without such a detail. Otherwise raises as
+        `call` does.
         """
         with tracing.part("etcd, once"):
             return await self._at_most_once(attempt)
@@ -256,7 +257,7 @@ class _Retry:
         return max(self._deadline_s - self._clock(), 0.001)
 
     async def after(self, connection: EtcdConnection, failure: Failure, token: str | None) -> None:
-        """Prepare the next attempt, or raise if there is none. `token`: of the failed attempt."""
+        """Prepare the next attempt, or raise if there is none. `token`: the failed attempt's."""
         if failure.remedy is Remedy.NONE:
             raise failure.error
         if failure.remedy is Remedy.LOGIN:

@@ -25,7 +25,7 @@ from shoal_server.etcd import keys
 
 class Remedy(Enum):
     ELSEWHERE = auto()
-    """The same call may succeed at another endpoint, or at this one a little later."""
+    """The same call may succeed at another endpoint, or at the same endpoint a little later."""
     LOGIN = auto()
     """Get a new token, then repeat."""
     NONE = auto()
@@ -116,9 +116,9 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
     fix = "Check the address and that etcd runs there."
     if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake")):
         fix = (
-            "The TLS handshake failed: check that etcd serves TLS, that the CA file is the one that"
-            " signed its certificate, that the certificate names this host, and that etcd accepts"
-            " our own certificate."
+            "The TLS handshake failed: check that etcd serves TLS, that the CA of --etcd-ca signed"
+            " its certificate, that its certificate names this host, and that etcd accepts this"
+            " client's certificate."
         )
     elif not tls and any(word in lowered for word in ("socket closed", "reset", "broken pipe")):
         fix = "It closed the connection at once. If it expects TLS, give --etcd-ca, the CA file."

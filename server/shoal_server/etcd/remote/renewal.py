@@ -2,8 +2,8 @@
 
 A call on the event loop takes several turns of the loop. When thousands of members attend at once
 on a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow
-would lose its term. A leader whose loop is stuck for good has to lose it: so the loop reports again
-and again that it runs (`report_alive`), and renewals stop without these reports.
+would lose its term. A leader whose loop is stuck for good has to lose its term: so the loop reports
+again and again that it runs (`report_alive`), and renewals stop without these reports.
 """
 
 import threading
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_A_TTL = 4
 TRUSTED_TTLS = 4
-"""Multiple of the lease's TTL for which it is renewed after the loop's last sign of life."""
+"""Number of TTLs for which the lease is renewed after the event loop's last sign of life."""
 
 
 class LeaseThread:

@@ -39,8 +39,8 @@ class _Compacted(Exception):
 async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> RangeResult:
     """All keys under a prefix as of a revision (0: now). Linearizable.
 
-    The result's `revision` is etcd's current one, whatever was asked for. Raises _Compacted for a
-    revision that etcd has compacted, and what `Connections.call` raises.
+    The result's `revision` is etcd's current revision, whichever was asked for. Raises _Compacted
+    for a revision that etcd has compacted, and what `Connections.call` raises.
     """
     request = wire.range_request(prefix, prefix=True, revision=revision)
 

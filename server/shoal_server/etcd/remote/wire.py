@@ -48,7 +48,7 @@ def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
 
 
 def key_text(key: bytes) -> str:
-    """A key as text. Shoal's keys are UTF-8; in a key of others, all other bytes are escaped."""
+    """A key as text. Shoal's keys are UTF-8; in keys of other programs, other bytes are escaped."""
     return key.decode(errors="backslashreplace")
 
 

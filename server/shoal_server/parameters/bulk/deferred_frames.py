@@ -34,8 +34,8 @@ class DeferredFrames:
             self._send()
 
     def send_now(self, frame: bytes) -> bool:
-        """Send all queued frames, then this one; see `FrameConnection.send_now`. If False, the
-        queued frames are sent soon, and this one is not."""
+        """Send all queued frames, then `frame`; see `FrameConnection.send_now`. If False, `frame`
+        is not sent, and the queued frames are sent soon."""
         before = self._take()
         if self._wire.send_now(before + frame):
             return True

@@ -13,7 +13,7 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.tls import identity
 
 AT_A_TIME_BYTES = 256 * 1024
-"""Most bytes that are encrypted or decrypted in one turn of the event loop."""
+"""Maximum number of bytes that are encrypted or decrypted in one turn of the event loop."""
 
 Result = TypeVar("Result")
 
@@ -34,9 +34,9 @@ class ByteChannel(Protocol):
         ...
 
     def send_some(self, data: bytes) -> int:
-        """Send without waiting, and return the number of bytes sent, which may be 0. The other
-        bytes must be sent next. Raises OSError if nothing was sent and nothing must be sent
-        next."""
+        """Send without waiting, and return the number of bytes sent, which may be 0. The remaining
+        bytes must be sent next. Raises OSError if nothing was sent and any data may be sent next.
+        """
         ...
 
 
@@ -69,8 +69,8 @@ class TlsBytes:
         self._waits = _Waits(connected)
 
     async def receive_into(self, space: memoryview) -> int:
-        """Receive the records that have come, as far as they fit into `space`. A record has at most
-        16 KiB."""
+        """Receive the records that have arrived, as far as they fit into `space`. A record has at
+        most 16 KiB."""
         try:
             count = await self._waits.until(partial(self._socket.recv_into, space))
             end = min(len(space), AT_A_TIME_BYTES)
@@ -102,8 +102,8 @@ class TlsBytes:
 
 
 class _Waits:
-    """Repeats calls of a TLS socket once it is ready. Used by one task that reads and one that
-    writes; TLS may make either of them wait for both directions."""
+    """Repeats calls of a TLS socket once it is ready. One task reads and one task writes; TLS may
+    make either task wait for both directions."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected

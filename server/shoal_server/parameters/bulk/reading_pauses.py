@@ -6,7 +6,7 @@ PAUSE_S = 0.003
 """Length of a pause. Without pauses, each push wakes this process, and the kernel often runs it in
 place of the process that has just written."""
 MANY = 8
-"""Most pushes in one pause: with more, the sender would soon wait for free slots."""
+"""Maximum number of pushes in one pause: with more, the sender would soon wait for free slots."""
 AWAITED_S = 0.1
 """Time without pauses after a push whose sender waits, or after more than MANY pushes at once."""
 
@@ -27,7 +27,7 @@ class ReadingPauses:
             self._awaited_s = max(self._awaited_s, now_s)
 
     def end(self) -> None:
-        """Make no more pauses: the connection ends once all data are read."""
+        """Make no further pauses: the connection ends once all data are read."""
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:

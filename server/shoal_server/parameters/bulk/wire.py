@@ -38,8 +38,8 @@ class FrameConnection:
         self._bytes = bytes_of(connected)
         is_plain = isinstance(self._bytes, PlainBytes)
         self.is_local = is_plain and connected.family == socket.AF_UNIX
-        """True if sent data are at once in the buffer from which the other process reads: it can
-        read them even after this process is gone."""
+        """True if sent data are at once in the buffer from which the other process reads, so that
+        it can read them even after this process is gone."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(self._buffer_for, first=first)
         self._chunk_buffer: Callable[[int], memoryview] | None = None
@@ -56,8 +56,8 @@ class FrameConnection:
     async def next_frame(self) -> Frame:
         """Return the next frame that the function given to `deliver` does not take.
 
-        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or an error of that function: nothing
-        can be read afterwards.
+        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or an error of that function. After
+        an error nothing can be read.
         """
         while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
@@ -92,7 +92,7 @@ class FrameConnection:
                 descriptors += await self._receive_descriptors()
             if frame.kind is not FrameKind.DESCRIPTOR or len(descriptors) != 1:
                 raise MalformedMessage(
-                    "a segment was to come as a descriptor",
+                    "a segment was expected as a descriptor",
                     seen=f"{frame.kind.name} with {len(descriptors)} descriptors",
                     expected="DESCRIPTOR with 1",
                 )
@@ -124,9 +124,9 @@ class FrameConnection:
             remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
-        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`: to
-        wake the task would cost more than to handle most frames. An error of `take` is raised by
-        `next_frame`. None: offer no more frames."""
+        """Offer each frame to `take` as soon as it arrives, while a task waits in `next_frame`:
+        waking the task would cost more than handling most frames. An error of `take` is raised by
+        `next_frame`. None: offer no further frames."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -187,8 +187,8 @@ class FrameConnection:
         self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
-        """Send a frame. Raises PeerHungUp. If this is cancelled, half a frame may have been sent:
-        close the socket."""
+        """Send a frame. Raises PeerHungUp. If the call is cancelled, part of the frame may have
+        been sent: close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -200,7 +200,7 @@ class FrameConnection:
 
     async def send_descriptor(self, descriptor: int) -> None:
         """Send a file's descriptor over a Unix socket, as a DESCRIPTOR frame. Raises PeerHungUp. If
-        this is cancelled, close the socket."""
+        the call is cancelled, close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -231,9 +231,9 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
-        """Send a frame without a turn of the event loop. True if all of it was sent, or the rest
-        follows by itself. False, with nothing sent, while another send is in progress, the kernel's
-        buffer is full, or the connection is broken."""
+        """Send a frame without a turn of the event loop. Return True if it was sent, or the rest of
+        it is being sent. Return False, with nothing sent, if another send is in progress, the
+        kernel's buffer is full, or the connection is broken."""
         if not self.is_idle:
             return False
         try:

@@ -26,8 +26,8 @@ async def change_assignments(
     `change` returns the new assignment, or its argument if nothing is to be changed. Returns once
     all changed records are written. If another process writes a record meanwhile, `change` is
     called again for the records of the same transaction. After a RetryError or an unknown outcome,
-    it is called again for all records, however often that happens. Raises any other error of the
-    store.
+    `change` is called again for all records, however often that happens. Raises any other error of
+    the store.
     """
     while True:
         try:

@@ -33,9 +33,9 @@ class JobRuns(Protocol):
 class Fence:
     """Follows the members by a watch of etcd, and asks etcd about members that it does not know.
 
-    While etcd is unreachable, members known as live are admitted; calls of others get a RetryError.
-    `on_finished` is called with the name of a finished job once its last member is gone, if etcd
-    can be reached then: from then on no call to the job's shards is admitted.
+    While etcd is unreachable, members known as live are admitted; other calls get a RetryError.
+    `on_finished` is called with the name of a finished job once its last member is gone, so that no
+    call to its shards is admitted any longer. If etcd cannot be reached then, it is not called.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Fence:
     async def check(self, token: Token) -> str:
         """Return the session of the token's holder: its job, name and the public id of its process.
 
-        Raises Fenced if that incarnation is not a member (any more), or uses the shard map of
-        another run of the job; MalformedMessage if the token names no member; or what the store
+        Raises Fenced if that incarnation is not a member, or no longer one, or uses the shard map
+        of another run of the job; MalformedMessage if the token names no member; and what the store
         raises if it has to be asked.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):

@@ -32,7 +32,7 @@ class ProcessRecord:
     """The PID namespace: a container's PIDs are not the machine's."""
     pid: int
     started: str
-    """Start time of the process, which differs from that of a later process with the same PID."""
+    """Start time of the process: a later process with the same PID has another one."""
 
     @classmethod
     def own(cls, incarnation: str) -> "ProcessRecord":

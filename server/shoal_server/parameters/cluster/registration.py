@@ -48,9 +48,9 @@ class Registration:
     """Registers on entry, renews the lease in the background, removes the key on exit.
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
-    again with a new lease. Two servers never hold one id: the second server waits until the lease
-    of the first has ended, and after three times the lease's length raises AddressInUse, on entry
-    or in `wait_failed`. Entry also raises what the store raises.
+    again with a new lease. Two servers never have one id: the second server waits until the lease
+    of the first has ended. If that takes more than three times the lease's length, AddressInUse is
+    raised, on entry or by `wait_failed`. Entry also raises what the store raises.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Registration:
         on_end: Callable[[], None],
     ) -> None:
         """`on_renewed` is called after each registration and renewal, with the time of the event
-        loop at which it was begun. `on_end` is called before the registration is removed: from then
-        on no push may be acknowledged."""
+        loop at which it was begun. `on_end` is called before the registration is removed: after
+        this call no push may be acknowledged."""
         self._store = store
         self._on_renewed = on_renewed
         self._on_end = on_end
@@ -91,8 +91,8 @@ class Registration:
             log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
 
     async def announce_leaving(self) -> None:
-        """Ask the coordinator to move this server's shards to others; if the registration is lost,
-        with the next registration. Raises RetryError."""
+        """Ask the coordinator to move this server's shards to other servers. If the registration is
+        lost, the next registration asks for it. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
         # If the registration was lost, a later process may be registered under this id: its record
@@ -133,7 +133,7 @@ class Registration:
             f"another parameter server holds the id {self._identity.server_id}",
             seen=holder.value.decode(errors="replace"),
             expected="a different id for each server",
-            fix="Stop the other one, or choose another --id.",
+            fix="Stop the other server, or choose another --id.",
         )
 
     @property
@@ -146,7 +146,7 @@ class Registration:
             self._lease = await self._store.grant(self._lease_ttl_s)
         put = Put(key, self._identity.record(leaving=self._leaving), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
-        # The key is ours already if the answer to an earlier attempt was lost.
+        # This server has the key already if the answer to an earlier attempt was lost.
         is_ours = result.succeeded or any(item.lease == self._lease for item in result.reads[0])
         if is_ours:
             self._on_renewed(sent_s)

@@ -6,8 +6,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
-    """Measures how long a message of another server is overdue. Time for which this process itself
-    was halted does not count, as it read no messages meanwhile. Lives on the event loop."""
+    """Measures how long a message of another server is overdue. Time for which this process was
+    halted does not count, as this process read no messages meanwhile. Lives on the event loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts
@@ -15,7 +15,7 @@ class Silence:
         self._silent_s = 0.0
 
     def start_counting(self) -> None:
-        """Count the silence from now on, if it is not counted already: a message is due."""
+        """Begin to count the silence, unless it is counted already: a message is due."""
         self._is_expected = True
 
     def note_message(self) -> None:

@@ -51,8 +51,8 @@ def new_decoder(
     """Make the decoder for a gradient. `sizes`: the sizes of its blocks; `plain_bytes`: its size
     without compression.
 
-    Raises InvalidSpec for an unknown codec or options that are out of range, and ShapeMismatch for
-    a length, or rows, that do not fit the blocks, or a length that is not below `plain_bytes`.
+    Raises InvalidSpec for an unknown codec, or options that are out of range. Raises ShapeMismatch
+    if the length or the rows do not fit the blocks, or if the length is not below `plain_bytes`.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:
@@ -62,7 +62,7 @@ def new_decoder(
         raise ShapeMismatch(
             f"the compressed gradient for shard {shard_id} has another length than its blocks need",
             seen=f"{codec.num_bytes} bytes of {codec.kind}",
-            expected=f"{decoder.num_bytes} bytes, and fewer than the {plain_bytes} without it",
+            expected=f"{decoder.num_bytes} bytes, and fewer than {plain_bytes}, its plain size",
             fix="Compare shape and dtype with the job's shard map; send a gradient uncompressed if "
             "the codec does not make it smaller.",
         )
@@ -70,7 +70,6 @@ def new_decoder(
 
 
 def unknown_codec(kind: str, known: Sequence[str]) -> InvalidSpec:
-    """Return the error for an unknown codec."""
     return InvalidSpec(
         f"there is no codec {kind!r} for gradients here",
         seen=repr(kind),

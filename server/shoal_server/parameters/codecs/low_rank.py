@@ -1,4 +1,4 @@
-"""Low-rank gradients: each matrix is sent as two thin ones, and is their product.
+"""Low-rank gradients: each matrix is sent as two thin factors, and decoded as their product.
 
 M: rows of a matrix. N: its columns. R: rank, the columns of either factor.
 """

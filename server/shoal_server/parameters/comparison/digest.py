@@ -60,7 +60,7 @@ class Comparison(Enum):
     SAME = "same"
     DIFFERENT = "different"
     ANOTHER_VERSION = "another version"
-    """Not comparable: the shard is at another version than the digest."""
+    """The shard is at another version than the digest, so nothing was compared."""
 
 
 class PieceWalk:

@@ -26,7 +26,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """One tensor of an image, for a file."""
+    """A tensor of an image, for a file."""
 
     described: TensorImage
     pieces: Iterator[Tensor]
@@ -65,7 +65,7 @@ class Image(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedImage:
-    """An image in memory. A shard of a table that is restored from it takes over its tensors."""
+    """An image in memory. A table's shard that is restored from it takes over the tensors."""
 
     kind: str
     shard_id: int

@@ -78,7 +78,8 @@ ContentT = TypeVar("ContentT", bound=ImageContent)
 
 
 class OpenImages(Generic[ContentT]):
-    """The open images of a shard, whose data must be preserved on changes. Used from any thread."""
+    """The open images of a shard. Before a change, the data that they still need must be copied.
+    Used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

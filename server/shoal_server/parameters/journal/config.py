@@ -22,9 +22,10 @@ class JournalConfig:
     segment_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
     """Size at which a new segment is started."""
     max_pending_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
-    """Most bytes of records that wait for the disk; above this, `Journal.check_capacity` raises."""
+    """Maximum bytes of records that wait for the disk; above this, `Journal.check_capacity` raises.
+    """
     max_bytes: Annotated[int, INTERNAL] = 4 * 1024**3
-    """Most bytes of all segments; above this, `Journal.check_capacity` raises. Above half of it,
+    """Maximum bytes of all segments; above this, `Journal.check_capacity` raises. Above half of it,
     `Journal.overdue` names the shards whose images would free the oldest segment."""
 
     def __post_init__(self) -> None:

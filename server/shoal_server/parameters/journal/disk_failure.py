@@ -9,8 +9,8 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
-    """Return DiskFull if the disk is full, else Unavailable. `fix`: what to do; by default, that
-    durable pushes go on by themselves once the disk works again."""
+    """Return DiskFull if the disk is full, else Unavailable. `fix`: the error's advice. The default
+    advice says that durable pushes go on by themselves once the disk works again."""
     if _errno(error) in _DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk of the journal is full",

@@ -51,7 +51,7 @@ class JournalIndex:
         return self._images
 
     def of(self, key: Key) -> "JournalIndex":
-        """Copy this index as of now, for one shard."""
+        """Return a copy of this index for one shard, which later changes do not affect."""
         one = JournalIndex()
         one.segments = list(self.segments)
         one._images = {each: kept for each, kept in self._images.items() if each == key}
@@ -64,8 +64,8 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
-        """Add an entry of the newest segment. Return the image that it makes superfluous; None if
-        there is none."""
+        """Add an entry that was written to the newest segment. Return the image that it makes
+        superfluous; None if there is none."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:

@@ -99,8 +99,8 @@ class Journal:
         if server_id and server_id != owner.server_id:
             raise InvalidSpec(
                 f"the journal in {self._config.directory} is another server's",
-                seen=f"one of server {server_id}",
-                expected=f"one of server {owner.server_id}, or an empty directory",
+                seen=f"a journal of server {server_id}",
+                expected=f"a journal of server {owner.server_id}, or an empty directory",
                 fix=f"Start this server with --id {server_id}, or give it a different directory.",
             )
         self._write_owner(f"{owner.server_id} {owner.incarnation}".encode())
@@ -177,8 +177,9 @@ class Journal:
             return self._failure
 
     def check_capacity(self) -> None:
-        """Raise Overloaded unless the journal can keep one more push. While the disk cannot be
-        written at all, nothing is raised: pushes go on, and only durable pushes fail."""
+        """Raise Overloaded if the journal is full, or its disk too slow, for a further push. While
+        the disk cannot be written at all, nothing is raised: pushes go on, and only durable pushes
+        fail."""
         with self._wake:
             failure, pending_bytes = self._failure, self._pending_bytes
             num_bytes = self._index.num_bytes
@@ -187,7 +188,7 @@ class Journal:
         if pending_bytes > self._config.max_pending_bytes:
             raise Overloaded(
                 "the disk of the journal is too slow",
-                seen=f"{pending_bytes} bytes waiting for it",
+                seen=f"{pending_bytes} bytes waiting for the disk",
                 expected=f"at most {self._config.max_pending_bytes}",
                 fix="Retry a little later; give the journal a faster disk.",
             )
@@ -200,7 +201,8 @@ class Journal:
             )
 
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
-        """Append a push; the future is done once it is on disk. Call this in the order of versions.
+        """Append a push; the future is done once the push is on disk. Call this in the order of
+        versions.
 
         The queue has no bound here, as the push is applied already: call `check_capacity` before
         the push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may
@@ -325,8 +327,8 @@ class Journal:
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
     def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
-        """Remove superfluous files, and begin a new segment if this one is full. If the disk
-        refuses, this segment keeps growing, and superfluous files stay."""
+        """Remove superfluous files, and begin a new segment if the newest one is full. If the disk
+        refuses, the newest segment keeps growing, and superfluous files stay."""
         try:
             self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:

@@ -145,9 +145,9 @@ def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
 
 def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
     return JournalDamaged(
-        f"records are missing in the journal, before those of {file}",
+        f"records are missing in the journal, before the records of {file}",
         seen=seen,
         expected=expected,
-        fix="Restore from a snapshot; an older copy of the journal lacks what came since.",
+        fix="Restore from a snapshot; an older copy of the journal lacks later pushes.",
         details={"file": file},
     )

@@ -2,7 +2,7 @@
 
     segment   16 bytes: magic, log number of its first entry
     entry     head: magic, bytes of the header, bytes of the data, log number,
-                    bytes of this segment that were synced when it was written
+                    bytes of this segment that were synced when the entry was written
               CRC-32 of head, header and data
               header: a RecordStart without `num_bytes`; without `record`, it ends the shard in
                       this journal
@@ -61,12 +61,10 @@ class SegmentScan:
 
 
 def start(first_number: int) -> bytes:
-    """Return the start of a segment."""
     return _START.pack(SEGMENT_MAGIC, first_number)
 
 
 def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
-    """Encode an entry."""
     header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
     data: Buffer = b""
     if entry.record is not None:
@@ -143,9 +141,9 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
     raise JournalDamaged(
         f"the journal {file} is damaged",
         seen=f"no whole entry at byte {at} of {len(data)}",
-        expected="an entry that had been on disk for certain"
+        expected="an entry that had certainly been synced to disk"
         + (f", as the one at byte {witness} says" if witness is not None else ""),
-        fix="Restore from a snapshot; an older copy of the journal lacks what came since.",
+        fix="Restore from a snapshot; an older copy of the journal lacks later pushes.",
         details={"file": file, "offset": str(at)},
     )
 

@@ -51,8 +51,8 @@ class _JournaledShard:
     """The job's run."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
-    """Records that wait until the image is on disk; None once it is, and while journaling is
-    interrupted."""
+    """Records that wait until the image is on disk. None once the image is on disk, and while
+    journaling is interrupted."""
     why_not: ShoalError | None = None
     """The error that interrupted journaling; None if it is not interrupted."""
     again_s: float = 0.0

@@ -2,10 +2,10 @@
 
 The kernels get one view per block, or per run of blocks (`in_runs`), not the flat tensor. They
 round the last elements of a tensor differently from the rest, but a block ends where its parameter
-ends, or at a multiple of the vector width. So the result equals that of
-`torch.optim.X(..., fused=True)` to the last bit, and that of torch's default on CPU (not fused) to
-within rounding. SGD on 16-bit types equals the default to the last bit. Views per block also allow
-a step without some blocks.
+ends, or at a multiple of the vector width. So the result equals a step of
+`torch.optim.X(..., fused=True)` to the last bit, and a step of torch's default on CPU (not fused)
+to within rounding. SGD on 16-bit types equals the default to the last bit. Views per block also
+allow a step without some blocks.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class ShardOptimizer(StatefulRule, Protocol):
     ) -> None:
         """Update the named blocks in place. `gradients` has one tensor per named block.
 
-        `momentum` replaces the momentum in the settings of SGD and of the outer step, if that is
-        not 0; Adam and Adagrad ignore it.
+        `momentum`: replaces the momentum in the settings of SGD and of the outer step, unless the
+        setting is 0; Adam and Adagrad ignore it.
         """
         ...
 

@@ -15,8 +15,8 @@ from shoal_server.parameters.optimizers.tensors import allocate_like, compute_dt
 
 
 class Outer:
-    """SGD in separate operations, each rounded by itself. So the result equals that of the outer
-    step which members make themselves (strategy "diloco"), to the last bit."""
+    """SGD in separate operations, each rounded by itself. So the result equals, to the last bit,
+    the outer step that members make themselves (strategy "diloco")."""
 
     def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
         self._hyper = hyper

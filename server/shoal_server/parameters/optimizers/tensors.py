@@ -35,7 +35,7 @@ def allocate_like(
 
 class StepCounts:
     """The number of steps of each block. torch.optim counts the steps of each parameter in a
-    float32 tensor of one element; here these are views of one tensor."""
+    float32 tensor of one element; here the counts are views of one tensor."""
 
     def __init__(self, num_blocks: int) -> None:
         self.all = torch.zeros(num_blocks, dtype=torch.float32)
@@ -68,8 +68,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def copy_state(target: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of `given` to those of `target`. Raises InternalError, without a change, if
-    names, shapes or dtypes differ."""
+    """Copy the tensors of `given` to the tensors of `target`. Raises InternalError, without a
+    change, if names, shapes or dtypes differ."""
     seen, expected = _outline(given), _outline(target)
     if seen != expected:
         raise InternalError("the state is not of this kind of shard", seen=seen, expected=expected)

@@ -45,7 +45,8 @@ class Comparing:
                         reason=str(error),
                     )
                 except Exception:
-                    # Raised, it would start the round again: no later shard would be compared.
+                    # An error that is raised starts the round again: later shards would never be
+                    # compared.
                     log.exception("copies_not_compared", job=replica.job, shard_id=replica.shard_id)
             if not replicas:
                 await asyncio.sleep(COMPARE_EACH_S)

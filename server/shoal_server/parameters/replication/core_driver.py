@@ -40,7 +40,7 @@ class CoreDriver:
 
     def submit_event(self, event: Event) -> None:
         """Handle an event. If this is called while an effect is carried out, the event is handled
-        after the current event and those that wait already."""
+        after the current event and all waiting events."""
         self._waiting.append(event)
         if self._is_stepping:
             return
@@ -57,7 +57,7 @@ class CoreDriver:
 
     def _step(self, event: Event) -> None:
         carry_out = self._carry_out
-        assert carry_out is not None, "the edges are there before the first event"
+        assert carry_out is not None, "the effect handler is set before the first event"
         for effect in self.core.step(event, self._loop.time()):
             carry_out(effect)
 

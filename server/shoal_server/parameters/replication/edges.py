@@ -36,7 +36,7 @@ class ReplicationEdges:
     writer: RecordWriter
     observer: Observer
     servicer: ReplicationServicer | None = None
-    """None until the service is made. No request arrives before that."""
+    """The service; None until it is made. No request arrives before that."""
 
     def carry_out(self, effect: fx.Effect) -> None:  # noqa: PLR0912, PLR0915 - a case for each
         match effect:

@@ -1,8 +1,8 @@
 """Recovery after a crash: this server becomes primary of the shards that are in its journal and in
 no server's memory.
 
-The replication core decides which shards to claim, and when (its `journal_claims.py`); this module
-reads the servers that are alive from etcd, and passes them to the core.
+The replication core decides which shards to claim, and when (its `journal_claims.py`). This module
+reads from etcd which servers are registered and which have ended, and passes that to the core.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Reports to the core which servers live and which have ended, while shards of the journal are
-    not claimed. Lives on the event loop."""
+    """Reports to the core which servers are registered and which have ended, while shards of the
+    journal are not claimed. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -41,8 +41,8 @@ class JournalRecovery:
 
     async def at_once(self, shards: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
         """Become primary of the shards of which this server's previous process was the primary, if
-        no backup in step is left. Such a backup may have later versions, and becomes primary by
-        itself.
+        no backup in step is left. A backup that is left may have later versions, and becomes
+        primary by itself.
 
         Call this before the server is registered: then other servers never see a recovered shard
         without a primary. Backups that etcd still lists may be dead as well: this call waits for
@@ -101,8 +101,9 @@ class DiskRemovalLoop:
         self._decision = DiskRemoval(replicas.me, limits)
 
     async def correct_assignments(self, on_disk: Collection[Key] = ()) -> None:
-        """Compare the assignments with the journal, and correct the wrong ones, but not those of
-        another process of this server that may be alive. Raises what the store raises."""
+        """Compare the assignments with the journal, and correct the wrong assignments. Leave those
+        whose primary is another process of this server that may be alive. Raises what the store
+        raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {

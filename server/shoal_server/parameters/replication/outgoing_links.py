@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _OutgoingImage:
     image: ShardImage | None = None
-    """None while the image is being made."""
+    """The image; None while it is being made."""
     released: int = 0
 
 
@@ -165,11 +165,11 @@ class OutgoingLinks:
         replica = self._catalog.find(*effect.key)
         try:
             if replica is None:
-                raise InternalError("the shard is not here any more", seen=str(effect.key))
+                raise InternalError("the shard is no longer on this server", seen=str(effect.key))
             image = await replica.run_in_order(self._run, LARGE, replica.image)
         except Exception as error:
-            # Any error is reported, also a lack of memory: other images to this server wait for
-            # this one.
+            # Any error is reported, also a lack of memory: other images for the same server wait
+            # for this image.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._images.pop(effect.image, None)

@@ -1,4 +1,4 @@
-"""One link from this server to another server, which has backups of this server's shards.
+"""A link from this server to another server, which has backups of this server's shards.
 
 A link consists of two streams: one for pushes, and one for images, which is opened for the first
 image. So no push waits for an image, which may have gigabytes.
@@ -116,7 +116,7 @@ class PeerLink:
             self._wake.set()
 
     def _send_now(self, request: UpdateMessage, outgoing: OutgoingRecord) -> bool:
-        """Send a push without a turn of the event loop, as its sender waits. True if it was
+        """Send a push without a turn of the event loop, as its sender waits. Return True if it was
         sent."""
         stream = self._idle
         if stream is None or self._pushes:
@@ -273,14 +273,14 @@ class PeerLink:
 
 
 async def _drain(stream: WatchedStream) -> None:
-    """Read the answers of the stream for images: only answers to beats may come."""
+    """Read the answers of the stream for images, which may only be answers to heartbeats."""
     async for message in stream.replies():
         log.error("answer_on_wrong_stream", seen=str(message))
 
 
 async def _refuses(address: str) -> bool:
-    """True if the machine refuses the connection. Then the process is dead: to wait for it would
-    only delay the pushes that it was to receive."""
+    """True if the machine refuses the connection. Then the process is dead, and waiting for it
+    would only delay the pushes that it was to receive."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REFUSAL_S):

@@ -106,8 +106,8 @@ class ReceivedUpdates:
             self._put(key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
-        """Apply a small update at once, from the memory that it came in, if no earlier update
-        waits. False if it was not tried."""
+        """Apply a small update at once, from the memory in which it arrived, if no earlier update
+        waits. Return False if that was not tried."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)
@@ -158,7 +158,7 @@ class ReceivedUpdates:
             del self._backlogs[key]
 
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
-        """Give up a backup that is not equal to its primary, for whatever reason."""
+        """Give up a backup that is not equal to its primary, for any reason."""
         if self._catalog.find(*key) is replica:
             self._driver.submit_event(CopyFailed(key))
 

@@ -75,13 +75,14 @@ class DirectStream(Protocol):
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """Offer each later request to `take` as soon as it comes; None: offer no more requests."""
+        """Offer each later request to `take` as soon as it arrives. None: offer no further
+        requests."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
         """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
-        While that holds for all pushes, requests may stay unread for some milliseconds, but not
-        after `end_reading` or `end_sending`."""
+        While the answers of all pushes may wait, requests may stay unread for some milliseconds,
+        but not after `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:
@@ -89,7 +90,7 @@ class DirectStream(Protocol):
         ...
 
     def end_sending(self) -> None:
-        """Send no more answers; a send in progress fails."""
+        """Send no further answers; a send in progress fails."""
         ...
 
 
@@ -105,7 +106,7 @@ class _ByGrpc:
         return False
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """Do nothing: requests come from the stream alone."""
+        """Do nothing: requests arrive only in the stream."""
 
     def has_read(self, *, may_wait: bool) -> None:
         """Do nothing: the stream of requests does not pause."""

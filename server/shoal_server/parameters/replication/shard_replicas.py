@@ -1,9 +1,9 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
 A job's record has its assignments, which name the holders of each shard
-(`core/shards/assignments.py`). When any process changes the assignments, this server carries the
-change out: the replication core (`core/replication/`) decides what to do, and this module connects
-the core to the record, the shards, links, disk and clock.
+(`core/shards/assignments.py`). When any process changes the assignments, this server carries out
+the change: the replication core (`core/replication/`) decides what to do, and this module connects
+the core to the record, the shards, the links, the disk and the clock.
 """
 
 import asyncio
@@ -155,14 +155,14 @@ class ShardReplicas:
         self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
-        """Acknowledge nothing from now on: the registration is about to be removed."""
+        """Stop acknowledging pushes: the registration is about to be removed."""
         self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
         """Never return; raise the error that ended the watch of the record."""
         await self._record.wait_failed()
 
-    # --- what is known ---
+    # --- known assignments, versions and routes ---
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
@@ -185,7 +185,7 @@ class ShardReplicas:
         return self._record.of_job(job)
 
     def run(self, job: str) -> str:
-        """The run of the job that its shards' record belongs to; empty if no shards are placed."""
+        """The run of the job to which its shards' record belongs; empty if no shards are placed."""
         return self._record.run(job)
 
     def job_run(self, job: str) -> str:
@@ -228,7 +228,7 @@ class ShardReplicas:
         return await change_assignments(self._record, job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the job's newest record from etcd, or that of some shards only. Raises what the
+        """Read the newest record of the job, or of some of its shards, from etcd. Raises what the
         store raises."""
         await self._record.refresh(job, shard_ids)
 
@@ -292,14 +292,14 @@ class ShardReplicas:
 
     async def wait_empty(self) -> None:
         """Return once this server has no shard in memory, and its disk need not keep any for
-        another primary; or once no other server is registered that is not leaving."""
+        another primary; or once no other server is registered, or only servers that are leaving."""
         self._check_empty()
         await self._empty.wait()
 
     @property
     def sole_copies(self) -> Mapping[str, Sequence[int]]:
-        """Ids, by job, of the shards whose primary is this server and of which no backup and no
-        server's journal has a copy."""
+        """Ids, by job, of the shards that only this server has, in memory: it is their primary, and
+        no backup and no server's journal has a copy."""
         shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
@@ -365,7 +365,8 @@ class ShardReplicas:
         for key, shard in recovered.items():
             if key in foreign:
                 _log_foreign(key, shard.run, self._record.run(key[0]))
-                # Another journal must have the shard of the current run: the shard waits for it.
+                # Reported as older than any record says: the shard of the current run must be in
+                # another journal, and the shard waits for it.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
@@ -393,7 +394,8 @@ class ShardReplicas:
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """Shards in the journal that are not claimed yet, as other servers may have them."""
+        """Shards in the journal that this server has not claimed yet, because another server may
+        have a newer copy."""
         return self._driver.core.open_claims
 
     def servers_seen(

@@ -171,7 +171,7 @@ class ShardRoles:
     def stop_pushes(self, effect: StopPushes) -> None:
         replica = self._replica(effect.key)
         replica.is_handing_over = True
-        # From now on, pushes of this epoch are refused. The next epoch is the successor's.
+        # The next epoch is the successor's: pushes of the current epoch are refused.
         replica.state.enter_epoch(replica.epoch + 1)
         self._report_all()
         self._driver.submit_event(PushesStopped(effect.key, replica.state.version))

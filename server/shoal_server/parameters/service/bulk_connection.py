@@ -1,4 +1,4 @@
-"""One bulk connection: serves the calls of one client, one after the other."""
+"""Server's end of a bulk connection, which answers the calls of one client, one after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -93,7 +93,7 @@ async def _one_by_one(
 def _exactly(buffer: memoryview, num_bytes: int) -> memoryview:
     if num_bytes != len(buffer):
         raise MalformedMessage(
-            "a chunk of a segment has another size than the others",
+            "a chunk of a segment has the wrong size",
             seen=f"{num_bytes} bytes",
             expected=f"{len(buffer)}",
         )
@@ -204,7 +204,7 @@ class BulkServerConnection:
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it is still connected. Send nothing afterwards."""
+        """Send the error to the client, if it is still connected. Nothing may be sent after it."""
         try:
             await self._wire.send(
                 bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
@@ -258,7 +258,8 @@ class _BulkCall:
             self._free_slot(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
-        """Offer each request to `take` as soon as it is read; `take` returns True if it took it."""
+        """Offer each request to `take` as soon as it is read; `take` returns True if it handled the
+        request."""
 
         def given(frame: Frame) -> bool:
             arriving = self._arriving(frame)
@@ -288,7 +289,7 @@ class _BulkCall:
 
     @property
     def reads_to_end(self) -> bool:
-        """True if all data that were sent can be read, even if the sender dies."""
+        """True if this server can read all data that were sent, even if their sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
@@ -362,8 +363,8 @@ class _BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read the frames that are left, to the end of the call. Raises MalformedMessage for a
-        piece, and what `next_frame` raises."""
+        """Read the remaining frames of the call. Raises MalformedMessage for a piece, and what
+        `next_frame` raises."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(
@@ -371,7 +372,7 @@ class _BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """Return the next piece; None at the end. Note FREE_SLOT frames that come before it."""
+        """Return the next piece; None at the call's end. Note the FREE_SLOT frames before it."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:

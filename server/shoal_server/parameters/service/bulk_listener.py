@@ -32,7 +32,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class BulkListener:
-    """Accepts connections from clients that present a key from `offers`."""
+    """Accepts bulk connections from clients and other servers that present a key from `offers`."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Accept connections as long as the block runs. Raises AddressInUse if the port cannot be
-        listened on."""
+        """Accept connections as long as the block runs. Raises AddressInUse if this process cannot
+        listen on the port."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)
@@ -112,9 +112,9 @@ class BulkListener:
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
             raise MalformedMessage(
-                "a bulk connection begins with the wrong frame",
-                seen="HELLO with another key",
-                expected="a key that this server gave a moment ago",
+                "the key of a bulk connection is not valid",
+                seen="a HELLO with an unknown, used or expired key",
+                expected="an unused key that this server has issued and that has not expired",
             )
         return _Hello(
             use=use,

@@ -1,4 +1,4 @@
-"""Pushes to parameters: each shard's gradient comes in pieces, and is answered with its outcome
+"""Pushes to parameters: each shard's gradient arrives in pieces, and is answered with its outcome
 and, on request, the shard's newest values."""
 
 import asyncio

@@ -82,8 +82,8 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if no answers follow those that were yielded last. May be False although none
-        follow, if the end of the push came after them."""
+        """True if the answers that were yielded last are the last ones. May be False for the last
+        answers, too: if they were yielded before the end of the push was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""

@@ -34,14 +34,14 @@ class IncomingRows(Protocol):
         ...
 
     def truncated(self) -> ShoalError:
-        """Return the error for a stream that ended before all rows came."""
+        """Return the error for a stream that ended before all rows were received."""
         ...
 
     def joined(self) -> ReceivedRows: ...
 
 
 class RowMessages:
-    """Rows that come in messages, each with ids, births and gradients of some rows."""
+    """Rows received in messages, each with ids, births and gradients of some rows."""
 
     def __init__(self, shard_id: int, num_rows: int) -> None:
         self._shard_id = shard_id
@@ -87,7 +87,8 @@ class RowMessages:
 
 
 class RowPieces:
-    """Rows that come in pieces: all ids, then all births, then all gradients, cut anywhere."""
+    """Rows received in pieces: all ids, then all births, then all gradients. A piece may begin and
+    end at any byte."""
 
     def __init__(self, shard_id: int, num_rows: int, row_bytes: int) -> None:
         """`row_bytes`: size of one row's gradient."""

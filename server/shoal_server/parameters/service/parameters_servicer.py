@@ -1,5 +1,7 @@
-"""The Parameters service: creates, pushes to and pulls shards. Work on small shards runs on the
-event loop, work on large ones in a pool of threads, so that the loop stays free for other calls.
+"""The Parameters service: creates shards, applies pushes to them, and sends their values.
+
+Work on small shards runs on the event loop. Work on large shards runs in a pool of threads, so that
+the loop stays free for other calls.
 """
 
 import time
@@ -118,7 +120,7 @@ class ParametersServicer:
         return CreateReply(created=created)
 
     def _claim(self, header: CreateHeader) -> MemoryClaim:
-        """Reserve memory for the shards that are not here yet. Raises Overloaded."""
+        """Reserve memory for the shards that this server does not have yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
         num_bytes = sum(bytes_to_make(shard, header.optimizer) for shard in new)

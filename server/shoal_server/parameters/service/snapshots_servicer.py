@@ -45,7 +45,8 @@ FORMING_S = 10.0
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` is for reads and writes of storage alone, which may be slow."""
+    """Serves snapshots. `pool` runs reads and writes of storage, which may be slow, and nothing
+    else."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             raise WrongEpoch(
                 f"shard {shard_id} of job {job} is not this server's to load",
                 seen=f"server {me.server_id}",
-                expected="no record"
+                expected="no server: the job's record does not have the shard"
                 if assignment is None
                 else f"server {assignment.primary.server_id}",
                 fix="Restore again.",

@@ -121,8 +121,8 @@ IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
 
 
 class LookupKind:
-    """The kind of a bulk lookup. Items are received like parts of a push; each is answered once its
-    rows are looked up."""
+    """The `PushKind` of a bulk lookup. Its items are received like the parts of a push. An item is
+    answered once its rows are looked up."""
 
     applies_at_once = True
 
@@ -217,7 +217,7 @@ def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
 def _too_many(num_bytes: int) -> ShoalError:
     return MalformedMessage(
         "one message asks for too many rows",
-        seen=f"{num_bytes} bytes of one shard",
-        expected=f"at most {MAX_LOOKUP_BYTES} in a message",
+        seen=f"{num_bytes} bytes for one of its shards",
+        expected=f"at most {MAX_LOOKUP_BYTES} for a whole message, or for an item of a bulk call",
         fix="Ask in several messages.",
     )

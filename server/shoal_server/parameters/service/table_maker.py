@@ -1,4 +1,4 @@
-"""Creation of table shards. A new one has no values, so the shard's first primary makes it."""
+"""Creation of table shards. A new table shard has no values, so its first primary makes it."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -37,9 +37,9 @@ class TableMaker:
         self, job: str, wanted: Iterable[tuple[int, int]]
     ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
         """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
-        that explains its absence. If one of them is missing, the job's table shards that never
-        existed and have this server as primary are made now. Raises Overloaded if there is no
-        memory for these, or what the store raises."""
+        that explains its absence. If one of the shards is missing, first make all table shards of
+        the job that never existed and have this server as primary. Raises Overloaded if there is no
+        memory for the new shards, or what the store raises."""
         items = list(wanted)
         missing = [
             shard_id

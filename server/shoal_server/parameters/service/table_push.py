@@ -136,7 +136,7 @@ class TablePushKind:
         memory: Memory,
         is_in_pieces: bool,
     ) -> None:
-        """`is_in_pieces`: the rows come over a bulk connection."""
+        """`is_in_pieces`: the rows are received in pieces, over a bulk connection."""
         self.scope = checked(header)
         self._is_in_pieces = is_in_pieces
         self._header = header

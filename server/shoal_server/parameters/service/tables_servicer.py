@@ -81,9 +81,9 @@ class TablesServicer(Base):
         pieces: AsyncIterator[AnyPiece],
         reply_writer: ReplyWriter,
     ) -> AsyncGenerator[Sequence[TableLookupReply | bytes], None]:
-        """Answer a lookup of a bulk connection. Ids come in pieces; `reply_writer` writes births
-        and values. Raises an error that concerns the whole call, such as MalformedMessage for a
-        request with rows or without a header."""
+        """Answer a lookup of a bulk connection. The ids are received in pieces; `reply_writer`
+        writes births and values. Raises an error that concerns the whole call, such as
+        MalformedMessage for a request with rows or without a header."""
         if not request.HasField("header") or request.rows:
             raise no_header("TableLookupHeader without rows")
         header = request.header
@@ -115,8 +115,8 @@ class TablesServicer(Base):
     async def push(
         self, request: TablePushRequest, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[TablePushReply], None]:
-        """Answer a push of a bulk connection: the rows come in pieces. Raises an error that
-        concerns the whole push, such as MalformedMessage for a request with rows or without a
+        """Answer a push of a bulk connection, whose rows are received in pieces. Raises an error
+        that concerns the whole push, such as MalformedMessage for a request with rows or without a
         header."""
         if request.rows:
             raise no_header("TablePushHeader without rows")

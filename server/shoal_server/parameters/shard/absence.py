@@ -1,4 +1,4 @@
-"""The error for a shard that its primary does not hold."""
+"""The error for a shard of which its primary has no copy."""
 
 from shoal_proto.errors import ShardNotReady, ShoalError, StateLost
 from shoal_server.core.shards import losses
@@ -6,7 +6,7 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
 def absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard that its primary does not hold: StateLost if the shard had
+    """Return the error for a shard of which its primary has no copy: StateLost if the shard had
     values and no backup or journal is known to have its newest version, else ShardNotReady.
 
     `is_kept`: True if the primary's journal has the shard, in whatever version.

@@ -43,7 +43,7 @@ class ShardLocations(Protocol):
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the shard's successor; an empty text if there is none, or its
+        """Return the address of the shard's successor; empty if there is no successor, or its
         address is not known."""
         ...
 
@@ -150,8 +150,8 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Return `error`; but for a WrongEpoch without details, return the `redirect` of the shard,
-        if this server knows of an epoch later than `epoch`."""
+        """Add the shard's route to a WrongEpoch without details: return the `redirect` of the shard
+        if this server knows of an epoch later than `epoch`. Else return `error`."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
@@ -214,16 +214,16 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise an error unless the shard has values here or may get its first values here:
-        WrongEpoch if its assignment differs; ShardNotReady or StateLost if the record says that it
-        has, or will have, content, but it is not here."""
+        """Raise an error unless this server has the shard, or may create it: WrongEpoch if the
+        shard's assignment differs; ShardNotReady or StateLost if this server does not have the
+        shard, but by the record it had values, or is to get them from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
                 expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
                 if assignment is not None
-                else "no record of it",
+                else "no server: the record does not have the shard",
                 fix="Fetch the shard map and retry.",
             )
         is_new = assignment.content is ShardContent.NONE

@@ -26,7 +26,8 @@ class Budget:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if they do not fit, unless no other bytes are held."""
+        """Reserve bytes. Raises Overloaded if the bound would be exceeded; but if no bytes are
+        reserved yet, any number is accepted."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -65,7 +66,7 @@ class Reservation:
 
 
 class PieceAssembler:
-    """Assembles pieces that come in order, and refuses any others."""
+    """Assembles pieces that must arrive in order; refuses any other piece."""
 
     def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
         """`spans`: ranges (start, stop) of expected bytes, in order; a piece lies in one range."""
@@ -112,7 +113,7 @@ class PieceAssembler:
             self._position = self._spans[0][0] if self._spans else 0
 
     def truncated(self) -> ShapeMismatch:
-        """Return the error for a stream that ended before all expected bytes came."""
+        """Return the error for a stream that ended before all expected bytes were received."""
         return ShapeMismatch(
             f"the stream ended within shard {self._shard_id}",
             seen=f"{self._received_bytes} bytes",
@@ -142,8 +143,8 @@ class ChunkAssembler(PieceAssembler):
         encoded_bytes: int | None = None,
     ) -> None:
         """Expect the bytes of all blocks but the absent ones. `with_base`: the base values follow
-        the gradient, at offsets from the shard's end on. `encoded_bytes`: the gradient is encoded
-        for all present blocks together, in that many bytes from offset 0.
+        the gradient, at their offsets in the shard plus the shard's size. `encoded_bytes`: the
+        gradients of all present blocks are encoded together, in that many bytes from offset 0.
 
         Raises MalformedMessage for absent blocks that do not exist.
         """

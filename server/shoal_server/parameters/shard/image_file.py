@@ -130,7 +130,7 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedI
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Read the metadata of the JSON header. The format is that of `_pieces`."""
+    """Read the metadata of the JSON header that `_pieces` wrote."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > MAX_METADATA_BYTES:
         raise ValueError(f"a header of {length} bytes; expected at most {MAX_METADATA_BYTES}")

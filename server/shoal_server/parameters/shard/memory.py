@@ -15,8 +15,8 @@ FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the memory of all replicas, of data that are received and not applied yet, and of what
-    else is reserved, such as published weights.
+    """Counts the memory of all replicas, of data that are received and not applied yet, and of all
+    other reservations, such as for published weights.
 
     The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
     the event loop; `take` may be called from any thread.
@@ -74,8 +74,8 @@ class Memory:
             self._taken_bytes += num_bytes
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory that is about to be used. Raises Overloaded if there is too little; never
-        for 0 bytes."""
+        """Reserve memory that is about to be used. Raises Overloaded if there is too little, unless
+        `num_bytes` is 0 or less."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
             # Shards may have been dropped since the last sum; reservations are rare.

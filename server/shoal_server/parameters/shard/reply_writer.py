@@ -35,7 +35,8 @@ class ReplyWriter(Protocol):
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut buffers into pieces, none of which spans two buffers; yield offset and bytes of each."""
+    """Cut buffers into pieces, none of which spans two buffers; yield each piece's offset and
+    bytes."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):

@@ -59,7 +59,7 @@ class SessionTable:
         """Return the first outcome of a push; None if it was never applied, or its session was
         forgotten.
 
-        Raises ForgottenPush for a push that is older than those remembered.
+        Raises ForgottenPush for a push at or below the session's floor that is not remembered.
         """
         known = self._sessions.get(session)
         if known is None:
@@ -75,12 +75,12 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Forget all sessions of fenced incarnations if there is no space for `session`; return the
-        forgotten sessions.
+        """Forget all sessions of fenced incarnations if the number of sessions would exceed
+        `max_sessions` with `session`; return the forgotten sessions.
 
         Pushes of fenced incarnations are refused anyway. Raises Overloaded if every remembered
-        session is live. Backups do not know which sessions are live: call `forget` with the result
-        there.
+        session is live. Backups do not know which sessions are live: there, `forget` is called with
+        the result.
         """
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
@@ -141,8 +141,8 @@ class SessionTable:
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Replace all sessions by those that `export` encoded. Raises InternalError, without a
-        change, if they are inconsistent."""
+        """Replace all sessions by the sessions that `export` encoded. Raises InternalError, without
+        a change, if they are inconsistent."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(

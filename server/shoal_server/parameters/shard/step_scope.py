@@ -12,7 +12,8 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes only to tables: these are numbered separately."""
+"""Prefix of the session of a step that pushes only to tables: such steps are numbered
+separately."""
 MAX_SHARD_IDS = 1 << 17
 """Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
 
@@ -27,9 +28,8 @@ class Scope:
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """Return the scope of these shards; None, which stands for every dense shard, if there are
-        no ids. Raises MalformedMessage for an id that no job has.
-        """
+        """Return the scope of these shards; None, which means every dense shard, if there are no
+        ids. Raises MalformedMessage for an id of MAX_SHARD_IDS or more."""
         if not shard_ids:
             return None
         if max(shard_ids) >= MAX_SHARD_IDS:

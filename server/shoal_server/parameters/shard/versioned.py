@@ -46,11 +46,11 @@ class Push:
     """True if the gradient lies in its sender's memory: the sender may change it at any time, and
     reuses the memory once the push is answered."""
     scope: Scope | None = None
-    """The shards of the step that the push is part of. None: all dense shards; of a push to a
-    table: only this shard."""
+    """The shards of the step that the push is part of. None: all dense shards, or only this shard
+    if it is part of a table."""
     batch: object = None
-    """The result of the body's `read_batch` if the data were decoded before; else None. Data that
-    are borrowed are not decoded before: they are copied first."""
+    """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push`
+    decodes them. Always None for borrowed data, which must be copied first."""
     at_unix_s: float = field(default_factory=time.time)
     """Time at which this server received the push, by its clock."""
 
@@ -60,7 +60,8 @@ class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """RowFate of each row of a push to a table, in the push's order; empty: all were applied."""
+    """RowFate of each row of a push to a table, in the push's order; empty: all rows were
+    applied."""
     is_duplicate: bool = False
     values: T | None = None
     """The result of the `read` that was passed to `push`; None without one."""
@@ -138,13 +139,14 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of the rows from position `start` on, about `num_bytes` of rows, and the
-        position after the last one; `start` itself if no rows are left."""
+        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
+        position at which to continue, which is `start` if there are no positions left."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
-        """Return two values: an array of the total number of rows and then the births of these
-        rows, 0 for a missing row; and copies of the tensors of the rows that exist."""
+        """Return an array, and copies of the tensors of all rows in `row_ids` that exist. The array
+        has the body's total number of rows, and then the birth of each row in `row_ids`, 0 for a
+        missing row."""
         ...
 
 
@@ -362,14 +364,14 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Call `listener` for every push from now on, instead of the previous listener; None: none.
-        Borrowed data of a push are passed to `keep` in the push's thread: the result is decoded,
-        and passed to the listener."""
+        """Replace the listener that is called for every push; None: call no listener. If there is
+        one, borrowed data of a push are passed to `keep` in the push's thread; the result is
+        decoded, and passed to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
     def enter_epoch(self, epoch: int) -> None:
-        """Refuse pushes of any other epoch from now on, with WrongEpoch."""
+        """Set the shard's epoch: pushes of any other epoch are refused with WrongEpoch."""
         with self._lock:
             self.spec.epoch = epoch
 
@@ -378,7 +380,7 @@ class VersionedShard(Generic[BodyT]):
         primary's epoch, for the image's stamp.
 
         Waits for a push in progress, and copies no values while it holds the shard's lock. Close
-        the image after use. Call this from any thread but the event loop's.
+        the image after use. Call this in a thread if the shard is large: the wait may be long.
         """
         with self._body_lock:
             with self._lock:

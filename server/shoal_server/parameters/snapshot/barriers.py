@@ -43,7 +43,7 @@ class _JobBarrier:
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a part of a step has ended."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
-    """Shards of which the barrier knows the remembered steps, with their epochs."""
+    """Shards whose remembered steps the barrier knows, with the shards' epochs at that time."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
     """The cut of the images."""
@@ -92,7 +92,7 @@ class SnapshotBarriers:
             cut.part_ended.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
-        """Admit no new step, for `limit_s` at most; return the steps that have begun here.
+        """Admit no new step, for at most `limit_s`; return the steps that have begun here.
 
         Raises SnapshotFailed while another cut is in progress, or is being written.
         """
@@ -233,7 +233,8 @@ class SnapshotBarriers:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add the steps that a shard remembers to the barrier, if they did not pass through it."""
+        """Add the steps that some shards remember to the barrier: shards that are new on this
+        server, or have another epoch than before. Their steps may not have passed through it."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -255,8 +256,8 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Forget the steps of an earlier run of the job: its shards have been replaced, so no cut
-        waits for these steps."""
+        """Forget the steps of an earlier run of the job: that run's shards have been replaced, so
+        no cut may wait for these steps."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.run and cut.run != run and is_idle:

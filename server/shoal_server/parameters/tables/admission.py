@@ -57,7 +57,7 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Admits an id from its `min_pushes`-th push on; pushes before an ageing count half.
+    """Admits an id from its `min_pushes`-th push on; at each ageing, all counts are halved.
 
     Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
     as TinyLFU does (Einziger, Friedman, Manes 2017). Between two ageings no count is too low; a few

@@ -35,7 +35,8 @@ class RowBatch:
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """Positions in `ids` of the rows in the push's order; None: the orders are equal."""
+    """Position in `ids` of each row of the push, in the push's order; None: the push has the same
+    ids in the same order."""
 
     def fates_in_order(self, fates: Fates) -> bytes:
         """Return one fate for each row in the push's order; empty if all rows were applied."""

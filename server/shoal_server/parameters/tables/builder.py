@@ -1,12 +1,12 @@
 """A builder of a shard from the chunks of an image, as they arrive.
 
     builder = ShardBuilder(header)
-    while not builder.is_whole:
+    while not builder.is_complete:
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
 Each chunk is stored at its final position at once, and its rows are indexed, so `finish` takes
-almost no time. After a broken stream, the same builder continues with `next_chunk` on the next one.
+almost no time. If the stream breaks, the same builder continues with `next_chunk` on a new stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class ContentBuilder(Protocol):
 
 
 def bytes_to_build(header: CutHeader) -> int:
-    """Return the memory that a shard will take."""
+    """Return the bytes of memory that the shard of an image will take."""
     return header.rest_bytes + sum(tensor.num_bytes for tensor in header.tensors)
 
 
@@ -107,11 +107,12 @@ class ShardBuilder:
         return self._content.size_of(index - self._num_rest)
 
     def add(self, data: Buffer) -> None:
-        """Add the next chunk, in some ms for a chunk of 2 MiB. `data` is not kept.
+        """Add the next chunk. This takes some ms for a chunk of 2 MiB. `data` is not kept.
 
-        Raises MalformedMessage, without a change, if it is longer or shorter than the next chunk;
-        MalformedMessage or InternalError if it completes the image's rest, and the rest cannot be
-        read or is inconsistent: then the builder cannot be used any more.
+        Raises MalformedMessage, without a change, if `data` is longer or shorter than the next
+        chunk. Raises MalformedMessage or InternalError if `data` completes the image's rest (the
+        small tensors and remembered pushes), and the rest cannot be read or is inconsistent: then
+        the builder cannot be used any more.
         """
         expected = 0 if self.is_complete else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:

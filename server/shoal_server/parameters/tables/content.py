@@ -62,7 +62,7 @@ class TableContent:
         expected_rows: int = 0,
     ) -> None:
         """Make a content without rows. `small`: the small tensors of an image, of which this takes
-        ownership; None: a new shard's. `expected_rows`: number of rows that `fill` will add."""
+        ownership; None for a new shard. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -108,7 +108,8 @@ class TableContent:
 
     def regrown_bytes(self, num_rows: int) -> int:
         """Return how many bytes a push of `num_rows` rows may have to process besides its rows: the
-        index if it is rebuilt, and a part of each row if idle or old rows are searched for."""
+        index, if it is rebuilt; and a part of each row, if the push searches for idle or old
+        rows."""
         is_full = len(self._rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
@@ -119,9 +120,9 @@ class TableContent:
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at that time may grow the memory: as if all its new
-        ids were admitted. New rows first use the memory of evicted rows, also of those that this
-        push will evict as idle.
+        """Return the most bytes by which a push at that time may grow the memory: the growth if all
+        its new ids are admitted. New rows first use the memory of evicted rows, including the rows
+        that this push will evict as idle.
         """
         if len(batch.ids) <= self._rows.num_spare:
             return 0
@@ -239,8 +240,8 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of the rows from position `start` on, about `num_bytes` of rows, and the
-        position after the last one; `start` itself if no rows are left."""
+        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
+        position at which to continue, which is `start` if there are no positions left."""
         return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:

@@ -1,8 +1,8 @@
 """Optimizer steps on the rows of one push.
 
 Rows and their state are gathered into new tensors, in the order of their ids, and written back
-after the step. So the result depends on the push and the row alone, not on the row's position. The
-arithmetic of optimizers that torch has is, operation by operation, that of `torch.optim` on sparse
+after the step. So the result depends on the push and the row alone, not on the row's position.
+Optimizers that torch has compute the same operations, in the same order, as `torch.optim` on sparse
 gradients.
 
 Suffixes of tensors: r rows, c columns.
@@ -25,7 +25,7 @@ class StateColumn:
     """One kind of optimizer state."""
 
     is_per_element: bool
-    """True: one number for each column of a row; False: one per row."""
+    """True: one number for each column of a row; False: one number for each row."""
     fill: float = 0.0
     """Value in a new row."""
 

@@ -75,8 +75,8 @@ class RowStore:
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added: those of the index, if it
-        is rebuilt. Columns grow in place."""
+        """Return how many bytes are moved if `num_more` rows are added: the index's bytes if it is
+        rebuilt, else 0. Columns grow in place."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
@@ -136,9 +136,9 @@ class RowStore:
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """Return the `count` rows that were pushed longest ago, without those in `spared`; fewer if
-        there are no more. Among rows pushed at the same time, lower ids come first: the positions
-        of rows differ between replicas, so they must not decide."""
+        """Return the `count` rows that were pushed longest ago, except the rows in `spared`; all
+        others if they are fewer. Among rows pushed at the same time, the lowest ids are chosen:
+        positions of rows differ between replicas, so they must not decide."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -203,8 +203,8 @@ class RowStore:
         self._top = rows.stop
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
-        """Return the ids of the rows in use among the next `max_rows` positions from `start` on,
-        and the position after these; `start` itself at the end."""
+        """Return the ids of the rows in use among the `max_rows` positions from `start` on; and the
+        position after these, which is `start` if there are no positions left."""
         stop = min(start + max_rows, self._top)
         if stop <= start:
             return np.zeros(0, np.int64), start

@@ -64,11 +64,11 @@ class TableBody:
         """Table time minus the monotonic clock; None before the first push here."""
 
     def now_s(self) -> float:
-        """Return the time for a push that comes now, in Unix seconds.
+        """Return the table's time for a push that arrives now, in Unix seconds.
 
-        The time starts at that of the shard's newest push, or at the machine's clock for a new
-        shard, and goes on with the monotonic clock. So rows do not seem older than they are if the
-        machine's clock is set, or differs from that of the shard's previous primary.
+        The table's time starts at the time of the shard's newest push, or at the machine's clock
+        for a new shard, and continues with the monotonic clock. So rows do not seem older than they
+        are if the machine's clock is set, or differs from the clock of the previous primary.
         """
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
@@ -76,7 +76,8 @@ class TableBody:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory of the rows, their index and the admission gate."""
+        """Bytes of memory of the rows with their optimizer state, their index and the admission
+        gate."""
         return self.content.num_bytes
 
     @property

@@ -2,7 +2,7 @@
 
 A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
 table's shard. A row keeps the position that it has in the shard, and the number of positions grows
-in steps. So a row lies at the same bytes in version after version, and the difference between two
+in steps. So a row lies at the same bytes in successive versions, and the difference between two
 versions has only the changed rows.
 """
 
@@ -22,8 +22,8 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Number of steps between one power of two and the next. So at most an eighth of a segment's
-positions lie after the last row, if it has more than MIN_ROWS rows."""
+"""Number of steps between one power of two and the next. So in a segment of more than MIN_ROWS
+rows, at most an eighth of the positions lie after the last row."""
 ID_BYTES = 8
 
 
@@ -35,7 +35,7 @@ class PlannedSegment:
     described: pb.CutSegment
     """Description without the segment's digest, size and holders."""
     fill: Callable[[memoryview], None]
-    """Writes the shard into the segment's memory, which must be zero before. Waits for the shard's
+    """Writes the shard into the segment's memory, which must be all zeros. Waits for the shard's
     lock: do not call it on the event loop."""
 
 

@@ -18,8 +18,8 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements above which the whole segment is sent: to make a difference would take
-longer than it saves."""
+"""Share of changed elements above which the whole segment is sent: making a difference would take
+longer than sending it would save."""
 MAX_SIZE = 0.5
 """Size of the largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0
@@ -42,7 +42,7 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """None: the whole segment is to be sent."""
+    """The difference; None: the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
@@ -62,8 +62,8 @@ class WeightDifferences:
         self._is_closed = False
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a kept difference, by its digest; None if there is none. Counts as a request for
-        it."""
+        """Return a kept difference, by its digest; None if there is none. Like a request, this
+        keeps the difference for KEPT_S more."""
         for key, kept in self._kept.items():
             made = kept.difference
             if key.series == series and made is not None and made.digest == digest:
@@ -74,9 +74,9 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`; None if the whole segment is to be sent:
-        the sizes differ, too much has changed, the difference would be larger than MAX_SIZE, or
-        there is too little memory. The result is kept, except for lack of memory: see `sweep`.
+        """Return the difference from `base` to `target`. Return None if the whole segment is to be
+        sent: the sizes differ, too much has changed, the difference would be larger than MAX_SIZE,
+        or there is too little memory. Unless memory was lacking, the result is kept; see `sweep`.
         `elements`: runs of elements as (bytes of an element, bytes of the run).
 
         Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
@@ -99,14 +99,14 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Drop the differences that were neither requested nor found for KEPT_S. (Beyond MAX_KEPT
-        the one that was used least recently is dropped.)"""
+        """Drop the differences that were neither requested nor found for KEPT_S. (If more than
+        MAX_KEPT are kept, the least recently used difference is dropped at once.)"""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)
 
     def close(self) -> None:
-        """Drop all differences. One that is being made is not kept."""
+        """Drop all differences. A difference that is being made is not kept."""
         self._is_closed = True
         for key in list(self._kept):
             self._drop(key)

@@ -34,8 +34,8 @@ class WeightDisk:
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError; then `holds` stays as it was, but the whole file
-        may be there."""
+        """Write a segment to disk. Raises OSError; then `holds` answers as before, although the
+        whole file may be on disk."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -133,7 +133,7 @@ class WeightHoldings:
     async def make(
         self, series: str, num_bytes: int, origin: SegmentOrigin, fill: Callable[[memoryview], None]
     ) -> Segment:
-        """Hold a segment whose bytes `fill` writes, on a thread, into memory that is zero before.
+        """Hold a segment whose bytes `fill` writes, on a thread, into memory that is all zeros.
 
         Raises what `admit` raises, Overloaded if the server has no memory for it, and what `fill`
         raises.

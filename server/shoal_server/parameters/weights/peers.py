@@ -27,7 +27,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment. The transfer from a silent server ends much earlier."""
+"""Longest transfer of one segment. If the other server falls silent, it ends much earlier."""
 
 T = TypeVar("T")
 

@@ -124,9 +124,9 @@ class WeightsServicer(WeightStoreServicer):
         """Receive a segment, and forward it along the chain.
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed. If one refuses the segment, or is overloaded, its error is raised.
+        the chain failed. If a server refuses the segment, or is overloaded, its error is raised.
 
-        Raises AccessDenied for a caller that may not publish or another series than the
+        Raises AccessDenied for a caller that may not publish, or for another series than the
         connection's, InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not
         be held, and what `WeightHoldings.receive` raises.
         """
@@ -168,8 +168,8 @@ class WeightsServicer(WeightStoreServicer):
         """Make a shard's segment, and hold it on this server and on all servers of the request's
         chain. Sets the segment's digest in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if one of
-        them does not hold the segment, and what `planned.fill` raises.
+        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
+        of the chain does not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(
@@ -276,7 +276,7 @@ def _check_use(series: str, use: PermittedUse) -> None:
         raise AccessDenied(
             "the connection is for another series",
             seen=f"series {series!r}",
-            expected=f"series {use.series!r}, for which its key was given",
+            expected=f"series {use.series!r}, for which its key was issued",
         )
 
 

@@ -46,9 +46,10 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """None: the segment was copied here from another server, or read from this server's disk."""
+    """Publication for which the segment was put here; None: the segment was copied from another
+    server, or read from this server's disk."""
     needed_s: float
-    """Time of the last put or naming, in seconds."""
+    """Time at which the segment was last put, or named by the records, in seconds."""
     was_named: bool = False
     """True once a version of its origin's publication, or of a later one, has named it."""
 
@@ -127,7 +128,8 @@ class SegmentStore:
     def renew(
         self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
     ) -> Segment | None:
-        """Return the segment, held for this publication as of now; None if it is not held."""
+        """Return the segment, and start its grace period again, for this publication; None if it is
+        not held."""
         segment = self.get(series, digest)
         if segment is not None:
             self.insert(series, segment, origin, now_s)
@@ -141,8 +143,8 @@ class SegmentStore:
         `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
         the digests that its versions name, each with the newest publication of that digest.
 
-        A segment is released at once if it is no longer named, or if no version can name it any
-        more because its publication, or a later one, was committed.
+        A segment that is not named is released at once if it was named before, or if its
+        publication, or a later one, was committed: then no version can name it any more.
         """
         known = self._series[series]
         known.newest, known.named = newest, named
@@ -157,10 +159,8 @@ class SegmentStore:
         return released
 
     def forget(self, series: str) -> list[Segment]:
-        """Note that a series has no records any more; return the segments that are no longer held.
-
-        A segment that was never named is held for its grace period.
-        """
+        """Note that all records of a series were deleted; return the segments that are no longer
+        held. A segment that was never named stays held for its grace period."""
         known = self._series.pop(series, None)
         if known is None:
             return []

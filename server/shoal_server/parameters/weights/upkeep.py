@@ -1,5 +1,5 @@
-"""Upkeep of segments: copies those that this server is to hold into its memory and onto its disk,
-after a restart or in place of a lost server."""
+"""Upkeep of segments: copies the segments that this server is to hold into its memory and to its
+disk, after a restart or in place of a lost server."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Restores and stores segments, one at a time, as readers come first. Lives on the event
-    loop."""
+    """Restores and stores segments, one at a time, so that most threads stay free for readers.
+    Lives on the event loop."""
 
     def __init__(
         self,

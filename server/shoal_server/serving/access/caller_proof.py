@@ -10,7 +10,8 @@ class CallerProof:
     """Proofs that a caller has given."""
 
     is_known: bool = False
-    """True for an operator (by certificate or token), and for the member that the call concerns."""
+    """True if the caller needs no job secret: it is an operator (by certificate or token), the
+    member that the call concerns, or a permitted reader of members' output."""
     job_secret: str = field(default="", repr=False)
 
 

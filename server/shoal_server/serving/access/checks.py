@@ -32,9 +32,9 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
     # certificate, which may have expired since. No client of Shoal uses them.
     if _RESUMED in found.get("ssl_session_reused", ()):
         raise CertificateRefused(
-            "the connection goes on with an earlier TLS session",
+            "the connection resumes an earlier TLS session",
             seen="a session ticket in place of a certificate",
-            expected="a handshake of its own for each connection",
+            expected="a full handshake for each connection",
             fix="Turn the client's TLS session cache off.",
         )
     names = [*found.get("x509_subject_alternative_name", ())]
@@ -62,9 +62,9 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about a job or series that the caller's certificate is not
-    bound to, for a worker's drain by public id or without the member's incarnation, and for a
-    reader's request that neither reads a series nor checks health."""
+    """Raise AccessDenied if the caller's certificate does not permit the request: the certificate
+    is bound to another job or series; or the request is a worker's drain by public id, or without
+    the member's incarnation; or it is a reader's, and neither reads a series nor checks health."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:

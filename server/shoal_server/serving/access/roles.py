@@ -1,7 +1,7 @@
 """Roles that may make each gRPC call: the one table from which servers with TLS decide.
 
-They refuse a call that is not in the table to every role. `docs/security.md` shows the table; one
-test compares the two, and another makes each call in each role.
+A server refuses a call that is not in the table, whatever the caller's role. `docs/security.md`
+shows the table; one test compares the two, and another makes each call in each role.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights.
-
-A call that its client cancels is not logged, even if it took effect.
-"""
+"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights."""
 
 from typing import Any
 
@@ -26,9 +23,9 @@ AUDITED = frozenset(
 
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
-    """Log a call if its method is audited. `outcome`: as in the durations of calls; a call that was
-    "cancelled", by its caller or the caller's time limit, may have taken effect. `by` in the log is
-    the name in the caller's certificate; empty without one."""
+    """Log a call if its method is audited. `outcome`: as in `rpc.call_durations`. A call that was
+    "cancelled", by its caller or by the caller's time limit, may have taken effect. `by` in the log
+    is the name in the caller's certificate; empty without a certificate."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())

@@ -16,7 +16,8 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Number of calls by the kind of error that answered them, InternalError excepted."""
+        """Number of calls that were answered with an error other than InternalError, by the error's
+        class."""
         self.failed: Counter[str] = Counter()
         """Number of calls by method that were answered with InternalError."""
 

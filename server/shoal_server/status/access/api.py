@@ -23,7 +23,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or an unknown one."},
     403: {"model": ErrorBody, "description": "Not an operator, or a page of another site."},
     404: {"model": ErrorBody, "description": "No such job or member."},
-    408: {"model": ErrorBody, "description": "The body did not come in time."},
+    408: {"model": ErrorBody, "description": "The body did not arrive in time."},
     409: {
         "model": ErrorBody,
         "description": "The job is over, lost or quarantined, or another process is the member.",
@@ -35,7 +35,8 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 class Operations(Protocol):
-    """Operations that an operator may request. All raise ShoalError: UnknownJob, NotLeader ..."""
+    """Operations that an operator may request. All raise subclasses of ShoalError: UnknownJob,
+    NotLeader and so on."""
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> object:
         """Have a job's members end at a step boundary."""
@@ -102,7 +103,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
 def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
     @api.get("/session", summary="The caller", tags=["access"])
     async def session(request: Request) -> SessionView:
-        """Holder of the token or session that came with the request."""
+        """Holder of the token or session in the request."""
         holder = guard.holder(request.scope)
         may_act = has_operations and holder is not None and holder.role.may_act()
         asks = not guard.is_open and holder is not OWN_USER

@@ -135,7 +135,7 @@ class AccessControl:
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
     ) -> tuple[AccessDenied, int] | None:
         path, method = scope["path"], scope["method"]
-        # A page of another site could act through a reader's browser, which names that site here.
+        # A page of another site could act through a user's browser, which names the site in Origin.
         origin = header(scope, b"origin")
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"

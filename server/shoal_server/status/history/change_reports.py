@@ -2,8 +2,8 @@
 
 The coordinator knows which members were lost or left and why, and when the new generation began to
 run. Only the members that continue know how long training paused: from the last step committed
-before the change to the first one after it. Their health reports contain that time. The line is
-logged at the first such report, or after REPORTED_WITHIN_S without one.
+before the change to the first step after it. Their health reports contain that time. The line is
+logged at the first such report, or after REPORTED_WITHIN_S if no report has come.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class ChangeReports:
         generation ran."""
 
     def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
-        """Add the change to a generation that runs now."""
+        """Add the change to the generation that has begun to run."""
         ended = self.end()
         change = _change(story, unix_s)
         self.totals.num_lost += len(story.lost)
@@ -124,7 +124,8 @@ def _change(story: ChangeSummary, unix_s: float) -> ChangeView:
 
 
 def _line(change: ChangeView, stayed: Sequence[str] | frozenset[str]) -> str:
-    """One line: "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"."""
+    """Describe a change: "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps
+    lost"."""
     parts = [f"generation {change.generation}: {change.cause}"]
     if change.paused_s is not None:
         parts.append(f"paused {seconds(change.paused_s)}")

@@ -1,4 +1,5 @@
-"""Values that scripts log, over steps: one a step, averaged in a bounded number of intervals."""
+"""Values that scripts log, over steps: one value for each step, averaged over intervals of steps,
+whose number is bounded."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +41,8 @@ class LoggedSeries:
             self._curve.point_at(step).join(_Point(number=step, total=value, count=1))
 
     def view(self, name: str, after_step: int = 0) -> LoggedView:
-        """View of the intervals that end after that step: the later it is, the shorter they are."""
+        """View of the intervals that end after `after_step`. The later that step, the shorter the
+        intervals."""
         level, points = self._curve.view(after_step or None)
         return LoggedView(
             name=name,

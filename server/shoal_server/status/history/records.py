@@ -51,7 +51,7 @@ class LoggedView:
     steps: tuple[int, ...] = ()
     """First step of each interval that has values."""
     values: tuple[float, ...] = ()
-    """Mean of the reported values in each interval; about one a second is reported."""
+    """Mean of the reported values in each interval; about one value a second is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)

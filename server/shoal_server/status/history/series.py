@@ -1,5 +1,6 @@
-"""Figures of a job over time, in a bounded number of intervals: a job of a minute has values for
-seconds and a job of a month for hours, and the last minute of both has values for seconds.
+"""Figures of a job over time, in a bounded number of intervals. A job of a minute has a value for
+each second, a job of a month for intervals of hours. The last minute of either has a value for each
+second.
 """
 
 import math
@@ -107,8 +108,8 @@ class Series:
         self._curve.point_at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
 
     def view(self, last_s: float = 0.0) -> SeriesView:
-        """View of all intervals that have values, or of those in the newest `last_s` seconds, which
-        are shorter."""
+        """View of all intervals that have values; or, in shorter intervals, of the newest `last_s`
+        seconds."""
         level, points = self._curve.view(self._start_of(last_s))
         interval_s = FIRST_INTERVAL_S * 2**level
         num_ranks = max((len(each.by_rank) for each in points), default=0)
@@ -137,8 +138,8 @@ class Series:
         return self._curve.end - math.ceil(last_s / FIRST_INTERVAL_S)
 
     def step_before(self, last_s: float) -> int:
-        """The step that was reached before the newest `last_s` seconds; 0 if none was, or for all
-        of the job's life."""
+        """The step that was reached before the newest `last_s` seconds; 0 if no step was, or if
+        `last_s` is 0, which means the job's whole life."""
         start = self._start_of(last_s)
         steps = [
             point.step

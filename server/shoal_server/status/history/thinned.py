@@ -1,9 +1,9 @@
 """Curves whose newest points are dense and whose older ones are thinner, in bounded memory.
 
-Each level has intervals of twice the length of those of the level before. A point begins in level
-0. If a level is full, its oldest point moves on to the next level, where it joins the other half of
-its interval. So every part of a curve, the last minutes or its whole life, has about as many points
-as one level.
+The intervals of a level are twice as long as the intervals of the level before. A point begins in
+level 0. If a level is full, its oldest point moves to the next level, where it joins the other half
+of its interval. So every part of a curve, the last minutes or its whole life, has about as many
+points as one level.
 """
 
 from collections import deque
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, Self, TypeVar
 
 LEVEL_POINTS = 64
-"""Number of points of a level. The coarsest one may have twice as many."""
+"""Number of points of a level. The coarsest level may have twice as many."""
 MAX_POINTS = 4 * LEVEL_POINTS
-"""Maximum number of points in a view. It has those of the coarsest level, and about half as many in
-which all others are joined to intervals of that length."""
+"""Maximum number of points in a view: the points of the coarsest level, and about half as many for
+the points of all other levels, joined to intervals of the coarsest level's length."""
 
 
 class CurvePoint(Protocol):
@@ -39,8 +39,8 @@ class ThinnedCurve(Generic[P]):
         self._levels: list[deque[P]] = [deque()]
 
     def point_at(self, position: int) -> P:
-        """The point for values at a position; positions rise, and one that falls counts as the
-        newest."""
+        """The point for values at a position. Positions rise: a position before the newest point's
+        counts as that point's."""
         newest = self._levels[0]
         if newest and position <= newest[-1].number:
             return newest[-1]
@@ -92,8 +92,8 @@ class ThinnedCurve(Generic[P]):
         return ((level, points) for level, points in enumerate(self._levels) if points)
 
     def view(self, start: int | None = None) -> tuple[int, list[P]]:
-        """Return the points that end after `start`, joined to intervals of one level, and that
-        level: the coarsest one that has such points. None: from the first point on."""
+        """Return a level, and the points that end after `start`, joined to intervals of that level:
+        the coarsest level that has such points. `start` None: all points."""
         level = 0
         for number, points in self._filled():
             if start is None or _end(number, points[-1]) > start:

@@ -180,8 +180,8 @@ def _brief(value: object) -> str:
 
 
 class BodyLimit:
-    """Answers 413 as soon as a body grows beyond 64 KiB, before anything holds it in memory, and
-    408 for a body that is not complete in time. If an answer has begun, the app sees a disconnect
+    """Answers 413 as soon as a body grows beyond 64 KiB, before all of it is in memory, and 408 for
+    a body that is not complete in time. If an answer has begun, the app sees a disconnect
     instead."""
 
     def __init__(self, app: ASGIApp, within_s: float) -> None:
@@ -204,7 +204,7 @@ class BodyLimit:
                 async with asyncio.timeout_at(due_s):
                     message = await receive()
             except TimeoutError:
-                return refused(408, f"the body did not come within {self._within_s:g} s")
+                return refused(408, f"the body did not arrive within {self._within_s:g} s")
             seen_bytes += len(message.get("body", b""))
             if seen_bytes > MAX_BODY_BYTES:
                 return refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""The Host header: a page of another origin must not read this API through the reader's browser.
+"""Check of the Host header: a page of another site must not read this API through a user's browser.
 
 An attacker's name may resolve to 127.0.0.1 (DNS rebinding). The browser then treats this server as
 the attacker's site, but still sends the attacker's name in Host. A host is allowed if no outsider

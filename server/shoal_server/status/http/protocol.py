@@ -1,5 +1,5 @@
-"""HTTP/1.1 connections that end if their client is silent, slow or does not read, and that know the
-client's certificate.
+"""HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
+requests name the client's certificate.
 
 uvicorn limits the time between two requests of a connection. This module adds three limits: for the
 head of a request, for the rest of a body whose request was answered before, and for a client that
@@ -119,7 +119,7 @@ class BoundedProtocol(H11Protocol):
         self._counts.count_closed("late requests")
         if self._awaited is Awaited.HEAD:
             late = DeadlineExceeded(
-                "no complete request head came",
+                "no complete request head arrived",
                 expected=f"one within {self._limits.http_request_s:g} s of the connection's start,"
                 " or of a further request's first byte",
             )

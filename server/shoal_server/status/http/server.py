@@ -1,4 +1,4 @@
-"""uvicorn's server on connections that are counted before anything is read from them."""
+"""uvicorn's server, with connections that are counted before anything is read from them."""
 
 import asyncio
 import contextlib

@@ -55,7 +55,7 @@ def test_unknown_fields_are_ignored(what: str) -> None:
 @pytest.mark.parametrize("what", READERS)
 def test_the_error_for_a_later_format_names_both_formats(what: str) -> None:
     _, good, read = READERS[what]
-    with pytest.raises(Exception, match="format 2, of a later release; this one reads up to 1"):
+    with pytest.raises(Exception, match="format 2, of a later release; this release reads up to 1"):
         read(as_json({**good, "format": 2}))
 
 

@@ -100,7 +100,7 @@ def test_parts_that_disagree_or_lack_an_own_segment_are_refused() -> None:
         merged(parts)
     with pytest.raises(NotCovered, match="not its own"):
         merged([layout(box((0, 0), (4, 6), segment=1))])
-    with pytest.raises(NotCovered, match="no size of its own"):
+    with pytest.raises(NotCovered, match="no segment of its own"):
         merged([PublishedLayout((W,), (), ())])
 
 

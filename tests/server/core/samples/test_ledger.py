@@ -142,7 +142,7 @@ def test_a_late_request_is_refused_and_changes_nothing() -> None:
     late = worker.request(4, [], [])
     worker.must(4, [LedgerRange(0, 0, 4)])
     before = ledger.to_json()
-    with pytest.raises(StaleRequest, match="request 1 came after request 2"):
+    with pytest.raises(StaleRequest, match="request 1 arrived after request 2"):
         ledger.answer(late)
     assert ledger.to_json() == before
 

@@ -13,7 +13,8 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Messages up to this size, less 8 bytes for the length, take one collective, others two."""
+"""Size of the first collective's message, of which 8 bytes are the length. If the message of any
+rank is longer, a second collective sends the rest."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
@@ -21,7 +22,7 @@ _DIGEST_BYTES = 16
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the messages of all ranks, by rank. Collective. Raises MalformedMessage, on all ranks,
-    if a message is longer than MAX_MESSAGE_BYTES; else as `wait_abortable`."""
+    if a message is longer than MAX_MESSAGE_BYTES; otherwise raises as `wait_abortable`."""
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     received = _gather(first, FIRST_BYTES, group)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
@@ -41,7 +42,8 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """Return what `gather` returns; None if all are equal, after an exchange of digests only."""
+    """Return None if the messages of all ranks are equal (only digests are exchanged then), else
+    what `gather` returns."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
     digests = _gather(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)

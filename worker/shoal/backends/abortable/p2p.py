@@ -1,8 +1,9 @@
 """Sends and receives whose waits end when the group is cut, even if Gloo does not end them.
 
 If a message is written to a connection just after the connection was reset, Gloo never reports the
-failure (seen in one of a hundred cuts: `SendWork.wait` lasted until the group's limit). A message
-has no future for a callback. So another thread waits for Gloo, and the trainer for that thread.
+failure (seen in one of a hundred cuts: `SendWork.wait` lasted until the group's limit). torch's
+work object of a message has no future, so no callback can be added. So another thread waits for
+Gloo, and the trainer waits for that thread.
 """
 
 import queue
@@ -29,7 +30,7 @@ class P2PMessage(Protocol):
 class AbortableP2P:
     """Messages of one rank in one group. One thread at a time waits for them.
 
-    torch's pipelining can send and receive by this object in place of the process group.
+    torch's pipelining can send and receive through this object in place of the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -88,12 +89,13 @@ class AbortableP2P:
         return self._wrapped(_MessageList(begin()))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with that of the group's rank `source`."""
+        """Overwrite the tensor with the tensor of the group's rank `source`. Raises
+        DistBackendError if that fails, also because of a cut."""
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread, after the waits that it has begun; a later wait starts another.
-        Does not block; may be called twice."""
+        """End the waiting thread once its current waits are over. A later wait starts another
+        thread. Does not block; may be called twice."""
         if self._has_thread:
             self._orders.put(None)
             self._has_thread = False
@@ -155,5 +157,5 @@ class _Message:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones, as not every backend knows them."""
+    """View complex numbers as pairs of real ones: not every backend supports complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

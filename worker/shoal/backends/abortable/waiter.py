@@ -17,7 +17,7 @@ Completion = torch.futures.Future[str]
 
 
 class WaitingTime(threading.local):
-    """Sum, by thread, of the times of waits for other ranks or servers. Contexts do not nest."""
+    """Total time that each thread has waited for other ranks or servers. Contexts do not nest."""
 
     seconds = 0.0
 
@@ -53,7 +53,8 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the work of a group, by completions that `abort` can set.
+    """Waiter for the collectives of a group. Each wait ends when a completion is set: by the end
+    of the collective, or by `abort`.
 
     After a write to a connection that was just reset, Gloo may wait until the collective's time
     limit, with no connection left to shut down. `abort` ends the trainer's wait; Gloo's thread
@@ -87,11 +88,12 @@ class AbortableWaiter:
             self.forget()
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
-        """Return an object to wait for the collective later. Other collectives may begin before."""
+        """Return an object to wait for the collective later. Other collectives may begin before
+        that wait."""
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
-        """Completions that are not set yet. Any thread."""
+        """Return the completions that are not set yet. Any thread."""
         return [completion for completion in list(self._pending) if not completion.done()]
 
     def abort(self, reason: str) -> None:
@@ -128,7 +130,8 @@ class AbortableWaiter:
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """Set the completion, which ends its wait. `reason`: of a failure, or "". Any thread."""
+        """Set the completion, which ends its wait. `reason`: the reason of the failure, "" after a
+        success. Any thread."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1

@@ -139,7 +139,7 @@ class _Posted(Pending):
 
 
 class _Receive(Pending):
-    """A receive. The message is taken when the receive is waited for."""
+    """A receive. The message is copied to the tensor when the caller waits for the receive."""
 
     def __init__(
         self, meeting: Meeting, tensor: Tensor, route: tuple[int | None, int, int], timeout_s: float

@@ -71,8 +71,8 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Raises DistBackendError if the job fails meanwhile; fails
-        it after `timeout_s`, or if a rank that `done` waits for (`needed()`) has ended."""
+        """Return once `done()` is True. Fails the job after `timeout_s`, or if a rank that `done`
+        waits for (`needed()`) has ended. Raises DistBackendError if the job has failed."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
@@ -101,7 +101,7 @@ class _Call:
 
 
 class Meeting:
-    """One group. Ranks here are positions in the group."""
+    """One group of a job's ranks. Arguments such as `rank` are positions in the group."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub

@@ -24,7 +24,7 @@ def run_in_memory(
     torch.distributed is initialised in each thread with a world of its own: `dist.get_rank()`,
     collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
     Several runs at once, also one within another, share no groups. `timeout_s` limits each wait for
-    another rank. Raises InvalidSpec for a `world_size` outside 1 to 256 or a `timeout_s` of 0.
+    another rank. Raises InvalidSpec if `world_size` is not 1 to 256, or `timeout_s` not above 0.
 
     A rank that raises ends the waits of all others at once. The first error is raised here, with a
     note that names the rank. Raises DeadlineExceeded if another rank does not end within
@@ -76,7 +76,8 @@ class _Run:
         return self._results
 
     def _await_end(self) -> None:
-        """Return when all ranks have ended; after a failure within limited time."""
+        """Return when all ranks have ended. Raises DeadlineExceeded if a rank has not ended
+        `timeout_s` after a failure."""
         hub = self._hub
         with hub.changed:
             hub.changed.wait_for(lambda: hub.failure or self._num_running() == 0)

@@ -20,7 +20,8 @@ from shoal_proto.errors import GenerationBroken
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
-"""Hubs by token. Rank 0 keeps its hub alive until it retires."""
+"""Hubs by token, not kept alive by this table. The seat of rank 0 has made the hub, and refers to
+it until the seat retires."""
 
 
 class InMemoryBackend:

@@ -2,9 +2,10 @@
 
 torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
 thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
-table, and every other thread sees torch's with the groups of all ranks. The C++ table is switched
-to torch's mode of one table per thread. DTensor's caches for a mesh must not be shared by ranks, so
-meshes of different worlds compare unequal. All these changes are undone when the last rank ends.
+table, and every other thread sees torch's table and the groups of all ranks. The C++ table is
+switched to torch's mode of one table per thread. DTensor's caches for a mesh must not be shared by
+ranks, so meshes of different worlds compare unequal. All these changes are undone when the last
+rank ends.
 """
 
 import itertools
@@ -68,7 +69,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Replacement of the attribute by which torch distinguishes equal meshes of test threads."""
+    """Replacement of the mesh attribute with which torch tells meshes of its test threads apart."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]

@@ -36,8 +36,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """Tensor, or a copy of it, that MPI can reduce. `deliver` divides a sum for a mean, and writes
-    a copy's result back."""
+    """Tensor that MPI can reduce, or a copy of it. `deliver` divides the sum if the operation is a
+    mean, and writes the result of a copy back to the tensor."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
@@ -75,12 +75,12 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def octets(tensor: Tensor) -> list[Any]:
-    """Describe to MPI the memory of a contiguous tensor of any dtype, as bytes."""
+    """Return mpi4py's description of the memory of a contiguous tensor: bytes, for any dtype."""
     return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
-    """Describe to MPI the parts that lie one after the other in the memory of `whole`."""
+    """Return mpi4py's description of parts that lie one after the other in `whole`."""
     memory, kind = octets(whole)
     return [memory, [part.numel() * part.element_size() for part in parts], kind]
 

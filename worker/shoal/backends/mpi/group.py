@@ -38,7 +38,8 @@ def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
     """Initialise torch.distributed's default group with the ranks that mpiexec started.
 
     `timeout_s` limits each wait for another rank. An uncaught error on one rank makes the waits of
-    all others raise, and the job ends with an error. Raises InvalidSpec for a `timeout_s` of 0.
+    all others raise, and the job ends with an error. Raises InvalidSpec if `timeout_s` is not above
+    0.
     """
     global _world  # noqa: PLW0603 - MPI is initialised once for a process
     if not timeout_s > 0:

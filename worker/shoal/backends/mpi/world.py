@@ -68,8 +68,8 @@ class MpiWorld:
         atexit.register(self._leave)
 
     def wait(self, flight: Requests, what: str, timeout_s: float) -> None:
-        """Wait until the requests are complete. Raises DistBackendError if the job fails meanwhile;
-        fails it after `timeout_s`, or if a request fails."""
+        """Wait until the requests are complete. Fails the job after `timeout_s`, or if a request
+        fails. Raises DistBackendError if the job has failed."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
         while not flight.is_complete():
@@ -89,8 +89,8 @@ class MpiWorld:
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
     def launch(self, requests: list[MPI.Request], memory: Any) -> Requests:
-        """Return a flight that keeps the memory until the requests are complete, even if no caller
-        waits for them."""
+        """Track requests that have begun. Keeps the memory until they are complete, even if no
+        caller waits for them."""
         flight = Requests(requests, memory)
         with self._lock:
             self._flights = [each for each in self._flights if not each.is_complete()]

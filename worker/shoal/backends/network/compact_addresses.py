@@ -41,7 +41,7 @@ def compact(value: bytes) -> bytes:
 
 
 def expand(packed: bytes) -> bytes:
-    """Decode what `compact` encoded. Raises MalformedMessage."""
+    """Decode what `compact` encoded. Raises MalformedMessage for other bytes."""
     form, body = packed[:1], packed[1:]
     if form == _UNCHANGED:
         return body

@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceProgress:
-    """Check whether a device advances in the trainer's work. For one thread.
+    """Detector of a device that does not advance in the trainer's work. For one thread.
 
     A collective that waits for a lost peer never ends, and the device is stuck. A trainer that
     waits for the device then hangs in any call, such as the script's own `loss.item()`, and its
@@ -36,8 +36,9 @@ class DeviceProgress:
         self._is_failed = False
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Return the time of the check at which the last event was recorded, if the device has not
-        reached that event yet; else None. Called from time to time."""
+        """Return the time of the check that recorded the last event, if the device has not reached
+        that event yet. None if it has, during the capture of a CUDA graph, and after the device
+        has failed. Called from time to time."""
         if self._is_failed:
             return None
         try:
@@ -65,7 +66,7 @@ class _CaptureLock:
         self._num_captures = 0
 
     def watch(self) -> None:
-        """Track each capture that begins from now on. May be called again."""
+        """Track each capture that begins after this call. May be called again."""
         before_calls(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: self._count(1))
         after_calls(torch.cuda.CUDAGraph, "capture_end", lambda: self._count(-1))
 

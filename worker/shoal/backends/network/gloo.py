@@ -66,8 +66,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: an additional backend that torch makes for the group, such as "cuda:nccl". The
-        caller has to end its operations."""
+        """`beside`: an additional backend that torch makes for the group, such as "cuda:nccl". A
+        cut does not end that backend's operations: the caller has to."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -184,7 +184,7 @@ class GlooGroup:
 
     @contextmanager
     def _within_limit(self) -> Iterator[None]:
-        """Return a context for connecting, which cuts the group after a bring-up's time limit."""
+        """Return a context in which to connect. Cuts the group after a bring-up's time limit."""
         seat = self._seat
         late = f"its members were not connected within {seat.bring_up_s:g} s"
         timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
@@ -208,9 +208,9 @@ class GlooGroup:
             )
 
     def _end_accepting(self) -> None:
-        """Connect to this member's own listener in the name of each peer, and close.
+        """Connect to this member's own listener as each peer would, and close the connections.
 
-        Gloo reads the number of a pair first, which is the peer's rank.
+        Gloo first reads the number of the pair, which is the peer's rank.
         """
         for address in listening(self._store.announced):
             for rank in range(self._seat.world_size):

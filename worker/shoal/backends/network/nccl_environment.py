@@ -77,8 +77,8 @@ peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
-    """Set the required variables, and remove empty ones, for groups made from now on. Warn of
-    values that are replaced.
+    """Set the required variables and remove empty ones, for groups that are made after this call.
+    Log a warning about values that are replaced.
 
     Raises InvalidSpec for a value that torch cannot read, and if NCCL's waits are set to block: no
     abort could then end the trainer's wait.

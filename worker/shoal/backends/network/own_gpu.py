@@ -35,8 +35,8 @@ class LocalRank:
     ) -> None:
         """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        Raises also if the host has too few GPUs for its workers. A single visible GPU, if no
-        variable hides others, is enough only if NCCL is configured to share it.
+        Raises also if the host has too few GPUs for its workers. If several workers see a single
+        GPU, and no variable hides others, NCCL has to be configured to share it.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
@@ -79,8 +79,8 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
             "several members train on one GPU",
             seen=f"ranks {', '.join(map(str, shared))} on GPU {gpus[shared[0]]}",
             expected="a GPU for each member",
-            fix="Start one worker for each GPU of a host: shoal run -n N ..., or give each its own"
-            f" CUDA_VISIBLE_DEVICES. Or export {SHARES_GPU}=1, with NCCL 2.30 or newer.",
+            fix="Start one worker for each GPU of a host: shoal run -n N ..., or give each worker"
+            f" its own CUDA_VISIBLE_DEVICES. Or export {SHARES_GPU}=1, with NCCL 2.30 or newer.",
         )
 
 

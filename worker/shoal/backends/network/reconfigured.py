@@ -1,7 +1,7 @@
 """One Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
 The agreed generation defines the group's number and the order of its members. Each member writes
-its group's handle to the generation's store, and reconnects its group by the handles of all ranks.
+its group's handle to the generation's store, and reconnects its group with all ranks' handles.
 Then each member writes its outcome to the store, and the generation uses the group only if all
 members succeeded. Otherwise all of them make a new group.
 
@@ -46,8 +46,8 @@ class LiveGloo:
     def connect(self, seat: Seat, store: Store) -> Any | None:
         """Return Gloo's group, connected for this seat; None, on all members, if a member failed.
 
-        Raises GenerationBroken if the store is aborted meanwhile, DeadlineExceeded if a member does
-        not write to it.
+        Raises GenerationBroken if the store is aborted meanwhile, and DeadlineExceeded if a member
+        does not write to it.
         """
         messages = _GroupMessages(seat, store)
         try:
@@ -99,7 +99,7 @@ class LiveGloo:
             raise
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
-            # Without it, the other ranks would wait for this rank's address until the limit.
+            # Else the other ranks would wait for this rank's address until the limit.
             messages.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""

@@ -14,7 +14,7 @@ MAX_ANNOUNCED_BYTES = 1 << 20
 
 class AnnouncingStore(Store):
     """Store that forwards all calls, and keeps all values that are set or read: in some of them
-    members announce their listeners. Raises GenerationBroken for such a value after `abort`."""
+    members announce their listeners. After `abort`, a set or read raises GenerationBroken."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class AnnouncingStore(Store):
 
 
 class AddressStore(AnnouncingStore):
-    """Store for Gloo's bring-up: it waits for the addresses of all ranks in one call, not in n.
+    """Store for Gloo's bring-up: one call waits for the addresses of all ranks.
 
     Gloo sets PREFIX/RANK, and then waits for PREFIX/0, PREFIX/1, ... and reads each value. The
     first of these waits is extended to all of these keys. An inner store that keeps awaited values
@@ -108,8 +108,7 @@ class AddressStore(AnnouncingStore):
     def __init__(
         self, inner: Any, rank: int, world_size: int, *, limit_s: float | None = None
     ) -> None:
-        """`limit_s`: limit of the wait for addresses, in place of Gloo's, which is the limit of its
-        operations."""
+        """`limit_s`: limit of the wait for addresses; None: the limit of Gloo's operations."""
         super().__init__(inner)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._rank, self._world_size = rank, world_size

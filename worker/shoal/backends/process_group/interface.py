@@ -31,10 +31,10 @@ class Group(Protocol):
     """The group of one generation. Made without I/O, so that it can be cut at any moment."""
 
     def open(self) -> dist.ProcessGroup:
-        """Connect to the others; afterwards this is the default group of torch.distributed.
+        """Connect to the other members; afterwards this is torch.distributed's default group.
 
         Raises GenerationBroken if the group is cut meanwhile, RuntimeError if a peer does not
-        connect, InvalidSpec if torch has a default group already, or if ranks share a GPU.
+        connect, and InvalidSpec if torch has a default group already or ranks share a GPU.
         """
 
     def cut(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Pending(dist.Work):
-    """Operation in progress. A thread that asks for its future completes the operation."""
+    """Operation in progress. `get_future` waits until the operation is complete."""
 
     def __init__(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Predicates about a group's transport for tensors on the host, by torch's table of groups."""
+"""Predicates about a group's transport for tensors on the host, from torch's table of groups."""
 
 import functools
 

@@ -2,7 +2,7 @@
 
 A value that a rank wrote before a barrier can be read by all ranks after it. Each barrier is a
 dissemination barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r
-after it and waits for the rank 2^r before it, so n ranks need log2(n) rounds.
+after it and waits for the rank 2^r before it, so n ranks need log2(n) rounds, rounded up.
 """
 
 import ctypes

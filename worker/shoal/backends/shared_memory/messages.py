@@ -1,7 +1,7 @@
 """Exchange of a few integers between all ranks.
 
 Over Gloo this is a collective, which takes 0.2 ms with two ranks that have a core each. Ranks of
-one machine write into shared memory, with a barrier, which takes a tenth of that.
+one machine write into shared memory, with a barrier, which takes a tenth of that time.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class SharedMessages:
         return self._memory
 
     def enable_shared_memory(self, beside_bytes: int = 0) -> None:
-        """Send words through shared memory from now on, if all ranks can share memory. Collective;
+        """Send all later words through shared memory, if all ranks can share memory. Collective;
         raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
         self.may_share = False
@@ -71,8 +71,7 @@ class SharedMessages:
         self.beside = memory.data[first : first + beside_bytes]
 
     def send_values(self, words: Sequence[int]) -> None:
-        """Send words, at most `num_words` signed integers of 64 bits, to the other ranks. Does not
-        wait."""
+        """Send `num_words` words, signed integers of 64 bits, to the other ranks. Does not wait."""
         self.has_sent = True
         memory = self._memory
         if memory is not None:
@@ -126,7 +125,7 @@ class SharedMessages:
             memory.cut(reason)
 
     def close(self) -> None:
-        """Leave the memory: this rank sends no more. May be called twice."""
+        """Leave the memory, after this rank's last exchange. May be called twice."""
         self._group = self._message = self._work = None
         self._values, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None
@@ -134,7 +133,7 @@ class SharedMessages:
             memory.close()
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
-        """Index of the first word of this rank in the next exchange."""
+        """Return the index of the rank's first word in the next exchange."""
         return (memory.num_barriers % _NUM_SETS * self._world_size + rank) * self._num_words
 
 

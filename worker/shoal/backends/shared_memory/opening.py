@@ -58,7 +58,7 @@ def share_memory(
 ) -> SharedMemory | None:
     """Return memory of this size that all ranks of the group share. Collective.
 
-    Returns None, on all ranks alike, if they are not on one machine, if the machine has no such
+    Returns None, on all ranks alike, if they are not on one machine, if the machine cannot share
     memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
     time limit of each barrier. `kept`: its first region is reused, with its old contents, if all
     ranks have it, its size fits and no other process may write it; `close` adds the memory's region
@@ -271,7 +271,7 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
         data, descriptors, _, _ = socket.recv_fds(connection, _REGION.size, 2)
         try:
             if len(data) < _REGION.size or len(descriptors) < 2:
-                raise _Refused("rank 0 hung up")
+                raise _Refused("rank 0 closed the connection before it sent the memory")
             num_bytes, region_id = _REGION.unpack(data)
             head = mmap.mmap(descriptors[0], 0)
             if old is not None and old.region_id == region_id:
@@ -294,7 +294,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while len(read) < size:
         piece = connection.recv(size - len(read))
         if not piece:
-            raise _Refused("the other end hung up")
+            raise _Refused("the other end closed the connection")
         read += piece
     return read
 

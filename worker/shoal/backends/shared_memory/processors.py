@@ -3,7 +3,8 @@
 The kernel often wakes a rank on the processor of the rank that woke it, although another processor
 is free. This is common in virtual machines: an idle processor may not count as free there, as its
 host may have given it away. Both ranks then take turns for some milliseconds, until the kernel
-balances the load: a step of a two-stage pipeline took 17.5 ms, and 15.5 ms on two processors.
+balances the load. A step of a two-stage pipeline took 17.5 ms with such wake-ups, and 15.5 ms when
+each rank kept its own processor.
 
 So each rank notes its processor, and moves if another rank has noted the same processor. The rank
 is not pinned: the kernel may move it again at once. An affinity mask that the user has set is kept.

@@ -21,7 +21,7 @@ NO_REGION = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
-"""Minimum part of a region that must be in use; below it, a smaller region is made."""
+"""Minimum fraction of a region that must be in use; below it, a smaller region is made."""
 
 
 class MemoryRegion:
@@ -62,11 +62,11 @@ class MemoryRegion:
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
     def acquire(self) -> None:
-        """Take the lock: this process may write from now on."""
+        """Take the lock, which lets this process write."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def leave(self) -> None:
-        """Release the lock: this process does not write until it enters again."""
+        """Release the lock: this process does not write until it calls `acquire` again."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def has_no_other_writer(self) -> bool:
@@ -98,7 +98,7 @@ class KeptRegions:
         self._regions.append(region)
 
     def clear(self) -> None:
-        """Close all regions, which are not needed any more."""
+        """Close and drop all regions."""
         regions, self._regions = self._regions, []
         for region in regions:
             region.close()

@@ -1,7 +1,7 @@
 """Semaphores of the C library, in memory that processes of one machine share.
 
-Writes before a post are visible to reads after the wait, on any processor. A process that waits for
-long takes no processor time and does not hold the interpreter.
+Writes before a post are visible to reads after the wait, on any processor. A long wait takes no
+processor time and does not hold the GIL.
 
 Ranks that depend on each other wait for about 0.1 ms at a time. A rank that sleeps meanwhile is
 often woken on the processor of the rank that woke it, and both share this processor while another

@@ -223,7 +223,7 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average each gradient over the group. It stays None only if no rank has one."""
+    """Average each gradient over the group. A gradient stays None only if no rank has it."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])

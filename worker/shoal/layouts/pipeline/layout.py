@@ -35,11 +35,11 @@ class ScheduleSpec:
     schedule: str = "1f1b"
     microbatches: int = 4
     """Number of parts of a batch; if it does not divide the batch, the next smaller number that
-    does."""
+    does is used."""
 
 
 class PipelineLayout(Layout):
-    """Layout of this rank's stage, in a pipeline over all ranks or over those of `group`."""
+    """Layout of this rank's stage, in a pipeline over all ranks or over the ranks of `group`."""
 
     elementwise = False
     shares_loss = True
@@ -140,8 +140,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss. Through shared memory, all ranks meet: they have then
-        completed the pass."""
+        """Broadcast the last stage's loss. Through shared memory this is also a barrier: all ranks
+        have then completed the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -272,7 +272,7 @@ class _Whole(nn.Module):
 
 def _needs_forward_backward() -> InvalidSpec:
     return InvalidSpec(
-        "a pipeline computes forward and backward passes in one",
+        "a pipeline computes the forward and the backward pass in one call",
         seen="a call of the model with gradients, or session.backward(loss)",
         expected="loss = session.forward_backward(batch, loss_function)",
         fix="In a step, call session.forward_backward. To evaluate, call the model within"

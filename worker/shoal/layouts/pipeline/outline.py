@@ -31,16 +31,17 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSegment:
-    """Smallest part of a stage: one layer with parameters, and the operations up to the next."""
+    """Smallest part of a stage: one call of a layer with parameters, and the operations up to the
+    next such call."""
 
     name: str
-    """The layer's name in the model; further calls have their numbers appended."""
+    """The layer's name in the model. Its second call in a pass is "NAME@2", and so on."""
     num_bytes: int
     """Size of the parameters that the segment uses."""
 
 
 class Outline:
-    """The forward pass of a model in training and in evaluation, in the same segments.
+    """The forward pass of a model in training and in evaluation, cut into the same segments.
 
     `opened`: modules that are traced into. Raises InvalidSpec if the model cannot be traced.
     """
@@ -65,7 +66,7 @@ class Outline:
         """Build the graph of one stage; `stage_of` gives the stage of each segment.
 
         The graph takes the model's inputs, then the values from the previous stage. It returns a
-        tuple of the values for the next stage; the last one returns the model's outputs.
+        tuple of the values for the next stage; the last stage's graph returns the model's outputs.
         """
         return self._flows[training].cut(stage_of, stage)
 
@@ -223,7 +224,8 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if the tensor of that name, or a module that contains it, is among `needed_names`."""
+    """True if the tensor of that name, or a module that contains it, is among `uses`: the names of
+    modules and tensors that a segment or a stage uses."""
     return any(path in uses for path in paths_of(tensor))
 
 

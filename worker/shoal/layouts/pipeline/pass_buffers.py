@@ -1,9 +1,9 @@
-"""Buffers that a forward pass changes, if a stage runs it once for each micro-batch.
+"""Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
 One process changes such buffers once per pass. So each micro-batch begins with the values from
 before the pass. If all micro-batches compute the same new values, as power iterations of weights do
 (spectral norm), one process computes them too. If the values depend on the samples, or on their
-number, no order of micro-batches gives those of one process, and the pass is refused.
+number, no order of micro-batches gives the values of one process, and the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -40,7 +40,7 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One message after the other: each tells the receiver the size of the next.
+        # One message after the other: the receiver learns the size of each from the one before it.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
@@ -61,7 +61,8 @@ class Neighbours:
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
-        and dicts. Raises InvalidSpec on rank `source` for anything else; else as `receive`."""
+        and dicts. Raises InvalidSpec on rank `source` for anything else, and on the other ranks
+        the errors of `receive`."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)

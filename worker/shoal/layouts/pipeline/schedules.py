@@ -83,7 +83,8 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """Bytes sent to the next stage in a pass through shared memory; off the host, too many."""
+        """Bytes that this stage sends to the next one in a pass. If tensors are not on the host:
+        `MAX_BYTES`, which is too many for shared memory."""
         self.p2p: AbortableP2P | StageLanes | None = None
         """The transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
@@ -171,7 +172,7 @@ class PipelineRunner:
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return tensors of the shapes that the stage receives and sends, found by a forward pass
-        (two if it changes buffers). Stages after the first compute it with zeros.
+        (two if it changes buffers). Stages after the first run it on zeros.
 
         Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
         """
@@ -251,7 +252,7 @@ def _identity(loss: Tensor, rows: Tensor) -> Tensor:
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """Repeat activations, to replace those of twice as many samples."""
+    """Return activations of twice as many samples: these, repeated."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 

@@ -39,7 +39,7 @@ def lanes_bytes(sent_bytes: Sequence[int]) -> int:
 
 
 class SharedLanes:
-    """One rank's view of the shared memory, from which it makes lanes."""
+    """View of the shared memory on one rank, which makes lanes in it."""
 
     def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
         """Collective. `buffer`: the part of the memory to use."""
@@ -50,7 +50,8 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: posted for a message from the previous stage, and from the next."""
+        """Two for each rank: the first is posted for each message from the previous stage, the
+        second for each message from the next stage."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -173,8 +174,8 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it replaces the
-    process group in which torch's pipelining sends and receives."""
+    """Lanes of one rank for the passes of one schedule. Like `AbortableP2P`, the object replaces
+    the process group through which torch's pipelining sends and receives."""
 
     group_name = "shared memory"
     """Identifies a destination in torch's pipelining (since 2.14)."""

@@ -32,8 +32,9 @@ class Stage:
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
         """Take ownership of the model, and delete the parts that this stage does not need.
 
-        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
-        one persistent buffer, in one module or in two: its copies would diverge.
+        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages call
+        the same module with a persistent buffer, or two modules that share such a buffer: its
+        copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model

@@ -28,8 +28,9 @@ class SharedMemoryAllGather(DefaultAllGather):
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo collective: raises InvalidSpec on all ranks if another
-        rank begins a further layer instead. In shared memory does nothing."""
+        """End the forward passes. Over Gloo the call is collective, and raises InvalidSpec on all
+        ranks if one of them begins another layer instead. In shared memory and on a device the call
+        does nothing."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

@@ -43,7 +43,8 @@ class GroupPasses:
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # If blind, more gradients may come unnoticed: torch's callback at the end reduces.
+        # If blind, more gradients may come unnoticed: torch's callback at the end of backward
+        # reduces them.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 

@@ -60,8 +60,8 @@ class Grouping:
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
-    """Partition the model into groups of at least `min_group_bytes` bytes, the last one under a
-    parent half as many; what is left is the rest.
+    """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
+    parent may have half as many. Parameters in no group are the rest.
 
     Small modules are joined with their neighbours under the same parent. A module that is large
     enough is divided further, unless it is one of several blocks of the same class in a list.

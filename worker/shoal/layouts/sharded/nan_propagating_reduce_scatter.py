@@ -20,9 +20,10 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
     """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN. Each
-    rank gets only its own rows of the sum: a rank whose rows are finite would train on while
-    another stops. Spreading NaN costs one pass over the gradients, and no message. With `copies`
-    the result is averaged over these ranks too: they hold the same rows, and used other samples."""
+    rank gets only its own rows of the sum: without this, a rank whose rows are finite would train
+    on while another stops. Spreading NaN costs one pass over the gradients, and no message. With
+    `copies` the result is averaged over these ranks too: they hold the same rows, and used other
+    samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
@@ -41,7 +42,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Losses of this rank in the step; a loss that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
-        """True if the pass in progress may produce gradients; None: any pass may."""
+        """Returns True if the pass in progress may produce gradients; None: any pass may."""
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

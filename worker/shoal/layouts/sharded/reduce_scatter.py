@@ -20,8 +20,9 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any
     """Fill `own` with this rank's part of the sum or mean over the ranks, added in their order.
     Collective. `op`: ReduceOp.SUM or AVG, see `sends_each_part_once`.
 
-    torch 2.13 makes Gloo sum the whole on every rank and keeps a part, which sends twice the bytes:
-    3.9 ms of processor time per rank for 4 MB on 4 ranks, against 1.8 ms here.
+    torch 2.13 makes Gloo sum the whole on every rank, and keeps only the rank's part: that sends
+    twice the bytes. For 4 MB on 4 ranks it takes 3.9 ms of processor time per rank, against 1.8 ms
+    here.
     """
     parts = torch.empty_like(whole)
     wait_abortable(dist.all_to_all_single(parts, whole, group=group, async_op=True), group)

@@ -37,8 +37,9 @@ from shoal.layouts.sharded.layer_order import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""One slot to copy from, one for the next all-gather, and one that torch still keeps."""
+"""Slots for all-gathers: one to copy from, one for the next all-gather, one that torch keeps."""
 NUM_SUMMED = 2
+"""Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
 """Bits of the last operation, as numbered in `layer_order`."""
@@ -123,8 +124,8 @@ class SharedSlots:
         return None
 
     def reserve_sum(self, num_bytes: int) -> Tensor | None:
-        """Return memory for this rank's addend of a sum; None if the sum is too large. It may be
-        written until `reduce_scatter`, and not read afterwards."""
+        """Return memory for this rank's addend of a sum; None if the sum is too large. The memory
+        may be written until `reduce_scatter`, and must not be read afterwards."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)
@@ -221,8 +222,8 @@ class SlotGather(dist.Work):
         self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit is
-        that of `SharedMemory.gather_words`. Raises as `barrier`."""
+        """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit of
+        `SharedMemory.gather_words` applies. Raises as `barrier`."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()
         return True

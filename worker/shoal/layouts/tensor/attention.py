@@ -15,13 +15,13 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which are not whole heads. So
-    outputs are gathered, and each rank keeps those of its heads. Shapes: B samples, T target and S
-    source positions, H own heads of width D, E embedding.
+    The packed input projection is cut into even runs of rows, which do not match the heads. So its
+    outputs are gathered, and each rank keeps the outputs of its own heads. Shapes: B samples, T
+    target and S source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
-    """Cut of the rows of the packed projection: query, key and value below each other."""
+    """Cut of the rows of the packed projection: rows of query, then of key, then of value."""
     heads: Cut
     columns: Cut
     """Cut of the columns of the output projection, one for each of its inputs."""
@@ -39,7 +39,7 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            # As whole attention does: `is_causal` only describes `attn_mask`.
+            # As attention that is not split does: `is_causal` only describes `attn_mask`.
             raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))

@@ -2,7 +2,7 @@
 
 Their `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by inputs
 ("rowwise"), with nothing gathered between them. So the model's authors promise that the attention
-computes each head independently. This cannot be derived if a forward takes `**kwargs`.
+computes each head independently: a fact that cannot be derived if a forward takes `**kwargs`.
 """
 
 import re
@@ -28,10 +28,14 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    An attention module is left out, and split linear module by linear module with gathered outputs,
-    if `degree` does not divide its numbers of heads; if it has dropout on attention weights, as
-    masks would differ from one process; if it has parameters or buffers outside the linear modules,
-    as their gradients would cover some heads only; or if it returns attention weights.
+    An attention module is left out, so that its linear modules are split one by one with gathered
+    outputs, if
+
+    - `degree` does not divide its numbers of heads;
+    - it has dropout on attention weights: the masks would differ from those of one process;
+    - it has parameters or buffers outside the linear modules: their gradients would cover some
+      heads only;
+    - it returns attention weights.
     """
     modules = dict(model.named_modules())
     return {

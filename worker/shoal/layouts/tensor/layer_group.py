@@ -3,8 +3,8 @@
 Over Gloo each collective ends on a Gloo thread, which wakes the trainer through the interpreter.
 Ranks of one machine instead write their values into memory that all can read, and pass one barrier
 (`_meet`); then each reads what it needs. A rank may begin the next collective while another still
-reads the values of this one. It passes the next one's barrier only when all ranks have reached it,
-so two sets of buffers, used in turn, are enough.
+reads the values of this one. But no rank passes the next barrier before all have reached it, so two
+sets of buffers, used in turn, are enough.
 
 A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
 communicates, and differences in size between values in memory.
@@ -125,7 +125,7 @@ class TensorGroup:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors, of one dtype, with those of the first rank."""
+        """Overwrite the tensors, which have one dtype, with the first rank's."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         rows = self._shared_rows(flat)
         if rows is not None:

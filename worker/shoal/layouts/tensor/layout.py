@@ -153,7 +153,8 @@ _APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, LayerGroup, PlanEntr
 
 @runtime_checkable
 class SelfSplittingModule(Protocol):
-    """A module for which no plan can be derived, because its layers are not modules of torch."""
+    """A module that splits itself: no plan can be derived for it, as its layers are not modules of
+    torch."""
 
     def split_over(self, mesh: DeviceMesh) -> None:
         """Replace split parameters by DTensors, and make the module compute with this rank's parts.

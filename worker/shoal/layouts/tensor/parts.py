@@ -212,8 +212,8 @@ class CutDropout(nn.Dropout):
 
     Draws the mask of the whole width and uses this rank's part. In a module that
     `randomness.dropout.key_dropout` has keyed, the mask is computed from the positions of the
-    samples. Otherwise, if the ranks' generators are in the same state, the masks equal those of one
-    process, and the generators stay in the same state.
+    samples. Otherwise, if the ranks' generators are in the same state, the masks are the same as in
+    one process, and the generators stay in the same state.
     """
 
     cut: Cut

@@ -2,8 +2,8 @@
 
 A region is a set of linear modules whose outputs reach the input of one further linear module, and
 nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
-It is found by running a module's forward with symbols for values. If that fails there is no region.
-Only regions that training and evaluation have in common count.
+To find regions, a module's forward is run with symbols for values; if that fails, it has none. Only
+regions that training and evaluation have in common count.
 """
 
 import inspect
@@ -70,7 +70,7 @@ class Region:
 
 
 def regions(parent: nn.Module) -> list[Region]:
-    """Find the regions in the module's own forward; they have no module in common."""
+    """Find the regions in the module's own forward; no two of them share a module."""
     known = _known(parent)
     if known is not None:
         return known

@@ -40,8 +40,8 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
 
 
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
-    """Find the outermost blocks with a norm or dropout and a column; return entries for them and
-    their modules. `plan`: the model's tensor plan, by module."""
+    """Find the outermost blocks that have a norm or dropout, and a linear module split as a column.
+    Return entries for the blocks and their modules. `plan`: the model's tensor plan, by module."""
     entries: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
@@ -73,8 +73,8 @@ def check_has_blocks(plan: TensorPlan) -> None:
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Ids of modules and parameters that are used in several places: a change for one use changes
-    all of them."""
+    """Return the ids of modules and parameters that the model has several times: a change for one
+    use changes all of them."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None
@@ -103,7 +103,7 @@ class _NoBlock(Exception):
 
 
 class _Block:
-    """Test if a module is a block."""
+    """Analysis of one module, which may be a block."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def reason_to_keep_whole(module: nn.Module) -> str:
         return "it has hooks, which would see a part"
     if isinstance(module, nn.MultiheadAttention):
         plain = projects_together(module) and module.bias_k is None and not module.add_zero_attn
-        return "" if plain else "kdim, vdim, add_bias_kv and add_zero_attn are left whole"
+        return "" if plain else "it has kdim, vdim, add_bias_kv or add_zero_attn"
     if "weight" not in parameter_table(module):
         return "its weight is computed"
     if isinstance(module, nn.Embedding):

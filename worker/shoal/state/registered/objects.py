@@ -44,7 +44,7 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name, and those of GROUPS; they refer to tensors by path."""
+    """Plain values by the object's name, and under GROUPS; they refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class CapturedState:
 
 class RegisteredState:
     """Registered objects of one session; false while nothing is registered. If a step is undone,
-    each object is restored to its state at the time when the script asked for that step's batch:
-    after the last committed step and the script's later changes."""
+    each object is restored to its state at the time when the script asked for that step's batch.
+    That state includes the script's changes since the last committed step."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -82,8 +82,9 @@ class RegisteredState:
 
     def add(self, name: str, registered: Stateful) -> None:
         """Register this object under this name. Raises InvalidSpec for an invalid or used name, for
-        an object whose state cannot be carried, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES, and
-        errors of `state_dict()` as they are; nothing is changed then."""
+        an object that is registered already or whose state cannot be sent to another member, and
+        beyond MAX_OBJECTS or MAX_TENSOR_BYTES. Errors of `state_dict()` are raised unchanged. After
+        an error nothing is registered."""
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "state cannot be registered under this name",
@@ -144,7 +145,7 @@ class RegisteredState:
     # --- steps ---
 
     def keep(self) -> None:
-        """Record the objects' current state as that of the last committed step."""
+        """Record the objects' current state as the state after the last committed step."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
@@ -169,7 +170,7 @@ class RegisteredState:
         self._is_attempt = False
 
     def undo(self) -> None:
-        """Undo the step; the next `restore` undoes the script's changes after this."""
+        """Undo the step. The next `restore` undoes what the script changes after this call."""
         self._deferred.clear()
         self._is_attempt = True
         self.restore()
@@ -212,7 +213,7 @@ class RegisteredState:
             kind = captured.kinds.get(name, type(each).__name__)
             if kind != type(each).__name__:
                 raise InvalidSpec(
-                    f"the state of {name!r} is that of an object of another class",
+                    f"the state of {name!r} belongs to an object of another class",
                     seen=kind,
                     expected=type(each).__name__,
                     fix="Register it under another name, in a run that begins with the weights of"
@@ -222,7 +223,7 @@ class RegisteredState:
             log.warning(
                 "registered_state_dropped",
                 names=", ".join(unregistered),
-                seen="state in the checkpoint of objects that the script does not register",
+                seen="state of objects that the script does not register, in the checkpoint",
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:

@@ -5,7 +5,7 @@ each member's round as it arrives, not for the mean of all; no member waits for 
 et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
 continues from the values right after its own push, which include other members' pushes.
 
-- Each member steps its own optimizer, any of torch's, and keeps its state.
+- Each member steps its own optimizer, any of torch's except LBFGS, and keeps its state.
 - A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
   its work since its last push is lost too: other members train on the samples again. A member that
   drains, or whose loop without `session.batches` ends, pushes its round first.
@@ -47,14 +47,14 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, or fewer if there are no further samples for this member:
-        the coordinator shares them out evenly, and a member without any ends its round. The
+        """A round has `every_steps` steps. It has fewer if this member gets no further samples: the
+        coordinator distributes samples evenly, and a member without samples ends its round. The
         servers take one outer step for each member's push.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number, by a lower momentum first, so that the settings of "diloco"
-        suit several members; "scale" divides the rate by their number; "none" ignores them, so
-        `outer_lr` and `outer_momentum` have to be chosen for the number of members.
+        outer step down by their number. It lowers the momentum first, so that the settings of
+        "diloco" suit several members. "scale" divides the rate by their number. "none" ignores
+        them, so `outer_lr` and `outer_momentum` have to be chosen for the number of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
 
@@ -132,7 +132,7 @@ class AsyncDiLoCo(AsyncSGD):
             self._unacknowledged.pop(0)()
 
     def rest(self) -> None:
-        # Others wait for this member's samples, which count once they are pushed.
+        # Other members wait for this member's samples, which count once its round is pushed.
         self._end_round()
         super().rest()
 

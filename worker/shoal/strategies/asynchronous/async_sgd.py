@@ -2,7 +2,7 @@
 
 A step computes gradients on the member's present values, pushes them, and receives the values right
 after the push, in one exchange with every server. The optimizer runs on the servers, once for all
-members. The script's model has its parameters overwritten in place; the learning rates of its
+members. The parameters of the script's model are overwritten in place. The learning rates of its
 optimizer object are sent with every push, unless the servers step a schedule themselves.
 
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
@@ -75,13 +75,13 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""A member whose first values include updates by this many steps does not watch the loss: it joined
-too late to know the initial loss."""
+"""Number of steps. A member whose first values include updates by so many steps does not watch the
+loss: it joined too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """One member's copy of the model that all members train together."""
+    """A member's copy of the model that all members train together."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -110,12 +110,12 @@ class PushOptions:
     policy: StalenessPolicy
     """The treatment of stale gradients."""
     schedule: LRScheduler | None
-    """The schedule of learning rates, by the job's updates; None: the rates that the optimizer has
-    are sent with each push."""
+    """The schedule of learning rates, by the job's updates. None: the optimizer's own rates are
+    sent with each push."""
     acknowledgement: Acknowledgement.ValueType
     """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
-    """The time that a step waits for lost shards to come back."""
+    """The time that a step waits until a server of a lost shard has returned."""
     must_fall: bool = False
     """True if a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
@@ -227,20 +227,20 @@ class AsyncSGD(LeasingStrategy):
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they
-        know its class. Otherwise (a LambdaLR, for example) each member steps it, by the job's
-        updates that it knows of, and sends the rates with its pushes.
+        know its class. Otherwise (a LambdaLR, for example) each member steps it, to the number of
+        updates that the member knows of, and sends the rates with its pushes.
 
-        `acknowledge`: the acknowledgement that a push waits for. "replicated": every backup of the
-        shards, if there is one; "durable": the disk of the shard's server too; "applied": neither,
-        so that the push may be lost with its server.
+        `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary, so
+        that the push may be lost with this server. "replicated": every backup too, if there is one.
+        "durable": also the journal on the primary's disk.
 
         `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
         compression leaves out is added to later gradients. Not with "compensate". See
         docs/compression.md.
 
         `lost_wait_s`: if every server of a shard is gone, the time that a step waits for a server
-        to come back with its journal. It includes the time until the shard is declared lost, which
-        may take 15 minutes. After it the step raises StateLost; by default at once.
+        to return with its journal. It includes the time until the shard is declared lost, which
+        may take 15 minutes. After this time the step raises StateLost. 0: it does not wait.
 
         `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
         at first. A loss that is not finite is always an error. Do not set it if the loss need not
@@ -499,7 +499,7 @@ class AsyncSGD(LeasingStrategy):
     def finish(self) -> None:
         """Get the present values: after the last sample, the job's final ones."""
         self._clock.rest()
-        # Embedding rows that are looked up from here on are the present ones too.
+        # Embedding rows that are looked up after this have the present values, too.
         self._tables.begin_step()
         self._refresh()
 
@@ -522,9 +522,9 @@ class AsyncSGD(LeasingStrategy):
         return self._has_state
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the values that this member computes with, on the host: after the last sample the
-        job's final ones, before that those of its last step or pull. Buffers are the member's own.
-        Optimizer state on servers is not included."""
+        """Return the values that this member computes with, on the host. After the last sample
+        these are the job's final values; before that, the values of the member's last step or pull.
+        Buffers are the member's own. Optimizer state on servers is not included."""
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:

@@ -7,13 +7,14 @@ from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 
 class SSP(AsyncSGD):
-    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead of another
-    that has samples."""
+    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead of the
+    slowest member that has samples."""
 
     name: ClassVar[str] = "ssp"
 
     def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
-        """`options`: those of `AsyncSGD`, except `consistency`. Raises as `AsyncSGD`."""
+        """`staleness_bound`: in rounds. `options`: see `AsyncSGD`; without `consistency`. Raises as
+        `AsyncSGD`."""
         super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
 
 
@@ -23,5 +24,5 @@ class BSP(AsyncSGD):
     name: ClassVar[str] = "bsp"
 
     def __init__(self, **options: Any) -> None:
-        """`options`: those of `AsyncSGD`, except `consistency`. Raises as `AsyncSGD`."""
+        """`options`: see `AsyncSGD`; without `consistency`. Raises as `AsyncSGD`."""
         super().__init__(consistency="bsp", **options)

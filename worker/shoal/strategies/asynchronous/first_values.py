@@ -40,7 +40,7 @@ def await_servers(
                     error.what,
                     seen=f"{error.seen}, for {waited_s:.0f} s",
                     expected=error.expected,
-                    fix=f"{error.fix} A worker waits for one as long as --join-s says.",
+                    fix=f"{error.fix} A worker waits for a server for up to --join-s seconds.",
                 ) from error
             if not waits:
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))

@@ -41,9 +41,9 @@ class Stagnation:
     """A loss that has not fallen, has risen, or is not a number."""
 
     first: float
-    """Mean of the member's first steps; the loss of its first one if they blew up."""
+    """Mean loss of the member's first window; its first loss if the loss rose within the window."""
     recent: float
-    """Mean of the member's last steps."""
+    """Mean loss of the member's last steps."""
     num_updates: int
     """Number of updates since this member's first window."""
     counted: str = "updates"
@@ -69,7 +69,7 @@ class Stagnation:
 
 
 class LossWatch:
-    """Comparison of a member's mean loss in each window with that of the first window."""
+    """Comparison of a member's mean loss in recent windows with the first window's."""
 
     def __init__(self, counted: str = "updates") -> None:
         """`counted`: see `LossMonitor`."""
@@ -152,8 +152,8 @@ class LossMonitor:
     def check(self, *, must_fall: bool) -> None:
         """Judge the loss of the last full window, after this member's last step.
 
-        Raises TrainingFailed for a loss that is not finite, and, with `must_fall`, for one that has
-        not fallen.
+        Raises TrainingFailed for a loss that is not finite, and, with `must_fall`, for a loss that
+        has not fallen.
         """
         last = self._last
         if last is None:

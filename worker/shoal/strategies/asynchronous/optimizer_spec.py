@@ -41,9 +41,9 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, if it
-    has stepped, or if its groups decay weights in different ways; InvalidSpec for a schedule that
-    cannot be followed from the beginning."""
+    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if the servers lack it,
+    if it has stepped, or if its groups decay weights in different ways. Raises InvalidSpec for a
+    schedule that has begun already or that belongs to another optimizer."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -114,8 +114,9 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyper-parameter differs from that on the servers. Learning rates may
-    differ: pushes or a schedule set them. Raises UnsupportedOptimizer if it has stepped."""
+    """Raise InvalidSpec if a hyper-parameter differs from its value on the servers. Learning rates
+    may differ: pushes or a schedule set them. Raises UnsupportedOptimizer if the optimizer has
+    stepped."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -134,8 +135,8 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
 
 
 class FollowedSchedule:
-    """A schedule that the servers cannot step: each member steps its own up to the job's number of
-    updates, and sends the rates with its pushes."""
+    """A schedule that the servers cannot step. Each member steps its own schedule up to the job's
+    number of updates, and sends the rates with its pushes."""
 
     def __init__(self, schedule: LRScheduler) -> None:
         self._schedule = schedule

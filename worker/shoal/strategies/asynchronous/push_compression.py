@@ -1,9 +1,9 @@
 """Compression of a member's gradients before they are pushed, and the residuals that it leaves.
 
-The codec leaves out a part of a shard's gradients, the residual, which is added to the next ones
-(error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). Residuals are kept by
-block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its residual
-stays.
+The codec leaves out a part of a shard's gradients: the residual. It is added to the gradients of
+the next step (error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). Residuals
+are kept by block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its
+residual stays.
 
 A residual counts once, whatever the outcome of a push:
 
@@ -11,8 +11,8 @@ A residual counts once, whatever the outcome of a push:
   shard's part as applied, the new residual is kept.
 - A part that was refused as too stale changed nothing: the old residual is restored. The step's
   gradients for that shard are computed anew.
-- If a push failed otherwise, it is unknown what was applied: the residuals of those shards are
-  discarded.
+- If a push failed otherwise, it is unknown which shards applied it: the residuals of shards that
+  have not acknowledged it are discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -41,8 +41,8 @@ class _InFlight:
 
 
 class PushCompressor:
-    """Compressor of one member's gradients. For one thread at a time, except that the threads of a
-    push report the shards that have applied it."""
+    """Compressor of one member's gradients. Used by one thread at a time. Only the callback of
+    `EncodedPush`, for each shard that has applied the push, may run on other threads."""
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()
@@ -57,8 +57,8 @@ class PushCompressor:
         gradients: Mapping[str, Tensor],
         only: Collection[int] | None = None,
     ) -> EncodedPush:
-        """Encode the gradients of every shard, or `only` of these. A shard that compression would
-        not make smaller is left out.
+        """Encode the gradients of every shard, or of the shards `only`. The result lacks shards
+        that compression would not make smaller: their gradients are to be sent uncompressed.
 
         `gradients`: on the host, contiguous and finite. Raises NonFiniteGradient, before anything
         is sent, for a gradient that the codec cannot represent.
@@ -97,7 +97,7 @@ class PushCompressor:
         dtype = gradients[blocks[0].parameter].dtype
         keys = [(block.parameter, block.offset) for block in blocks]
         sizes = [block.num_elements for block in blocks]
-        # Added up in float64, if the gradients have it, to keep the residual exact.
+        # The sum is in float64 if the gradients are, to keep the residual exact.
         total = torch.cat([_part(gradients, block) for block in blocks])
         total = total if dtype == torch.float64 else total.float()
         for key, values in zip(keys, torch.split(total, sizes), strict=True):
@@ -133,8 +133,8 @@ class PushCompressor:
                 self._residuals |= in_flight.before
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the bytes of gradients in the last push and in all pushes, and the last push's
-        compression ratio."""
+        """Return the bytes sent with the last push and with all pushes, and the compression ratio
+        of the last push."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),

@@ -21,8 +21,8 @@ TALK_EACH_S = 2.0
 """Longest time without a request: an answer may ask this member to give back samples, for members
 that have joined."""
 MAX_HELD_RANGES = 96
-"""Number of held ranges at which no more are requested until some are acknowledged. Coordinators
-refuse 128 or more."""
+"""Number of held ranges at which this member requests no range until some are acknowledged.
+Coordinators refuse a member with 128 held ranges or more."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 

@@ -19,12 +19,13 @@ PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
 """Limit of the samples in one request; coordinators lease no more at a time."""
 MAX_RANGES = 64
-"""Number of ranges in the reserve at which no more are requested. Coordinators refuse 128 held
-ranges or more."""
+"""Number of ranges in the reserve at which this member requests no further range. Coordinators
+refuse a member with 128 held ranges or more."""
 
 
 class Pace:
-    """Samples trained on per second, mostly in the last half minute; waiting does not count."""
+    """Samples trained on per second, averaged with weights that decay over `PACE_WINDOW_S`. The
+    time of waiting for samples does not count."""
 
     def __init__(self) -> None:
         self._num_samples = 0.0
@@ -66,19 +67,19 @@ class SampleReserve:
 
     @property
     def _least(self) -> int:
-        """Number of samples of two rounds: the present one and the next."""
+        """Number of samples in two rounds: the current round and the next."""
         return 2 * self._round_samples
 
     @property
     def wanted(self) -> int:
-        """Number of samples to hold ahead: those of `AHEAD_S`, in whole steps, but at most all of
-        the job, and at least two rounds."""
+        """Number of samples to lease ahead: as many as this member trains on in `AHEAD_S`, in whole
+        steps; at most the job's samples, but at least two rounds."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """Number of samples to request, in whole steps; 0 if there are enough of them, or already
+        """Number of samples to request, in whole steps; 0 if the reserve has enough samples, or
         `MAX_RANGES` ranges."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
@@ -106,9 +107,10 @@ class SampleReserve:
         self._ready = deque(subtract_ranges(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
-        """Remove and return the newest samples, as far as they are to be given back. `share`: the
-        number of samples that this member may hold, so that others have their shares; 0 if unknown,
-        and then none are removed. `num_held`: the number that it holds, begun ones included."""
+        """Remove and return the newest samples that are to be given back. `share`: the number of
+        samples that this member may hold, so that other members have their shares; if it is unknown
+        (0), nothing is removed. `num_held`: the number of samples that this member holds, including
+        those that it has begun."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []

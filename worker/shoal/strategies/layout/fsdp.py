@@ -28,12 +28,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 class FSDP(LayoutStrategy):
     """Strategy "fsdp": a layer's parameters are gathered for its pass, then freed again.
 
-    `min_group_bytes`: minimum size of the groups in which layers are gathered; by default chosen
-    for the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): the dtype that
-    layers compute in, while the optimizer keeps the parameters' own; `reduce_dtype` ("fp32", ...):
-    the dtype in which gradients are summed, by default `param_dtype`, and from torch 2.15 on the
-    parameters' own. `elementwise_optimizer=True` states that an optimizer that is not torch's
-    updates each element from its own gradient and state.
+    `min_group_bytes`: minimum size of the groups in which layers are gathered; 0: each module is
+    gathered alone; by default chosen for the model. `param_dtype` ("bf16", "fp16"): the dtype that
+    layers compute in, while the optimizer keeps the parameters' own dtype. `reduce_dtype` ("fp32",
+    ...): the dtype in which gradients are summed. The default is `param_dtype`; from torch 2.15 on
+    it is the parameters' own dtype. `elementwise_optimizer=True` states that an optimizer that is
+    not torch's updates each element from that element's gradient and state alone.
     `cpu_offload=True`: parameters, gradients and optimizer state are in host memory, and layers are
     copied to the GPU for their passes; no effect on models on a CPU.
     `copies` and `copy_every_steps`: see `LayoutStrategy`.
@@ -128,8 +128,8 @@ class Zero2(FSDP):
     """Strategy "zero2": gathered parameters stay from forward until their gradients are reduced.
 
     Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
-    the optimizer writes only this member's part, which the next step gathers. Each step has one
-    all-gather per group less, but whole parameters in memory. Options as for `FSDP`.
+    the optimizer writes only this member's part, which the next step gathers. Each step saves one
+    all-gather per group, but has whole parameters in memory. Options as for `FSDP`.
     """
 
     name = "zero2"
@@ -144,7 +144,8 @@ class HSDP(FSDP):
     `shard` is the number of members on a host. Each member sends only its part of the gradients to
     other groups. If `shard` does not divide the number of members, groups are larger, so that no
     member holds more than 1/shard of the model: with shard=4, 8 members form two groups of 4, 10
-    members two of 5, and 7 members one of 7. Fewer than `shard` form one. Options as for `FSDP`.
+    members two of 5, and 7 members one of 7. Fewer than `shard` members form one group. Options as
+    for `FSDP`.
     """
 
     name = "hsdp"

@@ -1,4 +1,4 @@
-"""2D parallel: layers split over a few members, and their parts sharded by rows over the others."""
+"""2D parallel: layers are split over a group of members, and parts sharded by rows over groups."""
 
 import json
 from collections.abc import Mapping

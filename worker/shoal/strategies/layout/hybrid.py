@@ -26,7 +26,7 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 STATE_FACTOR = 4
-"""Bytes of parameters, gradients and two moments (AdamW), as a multiple of the parameters'."""
+"""Bytes of parameters, gradients and two moments (AdamW), as a multiple of parameter bytes."""
 
 
 class Hybrid(LayoutStrategy):

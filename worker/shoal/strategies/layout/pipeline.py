@@ -1,4 +1,4 @@
-"""Pipeline parallel: each member holds a stage of the model; micro-batches pass through all."""
+"""Pipeline parallel: each member has a stage; micro-batches pass through all stages."""
 
 import json
 from collections.abc import Mapping, Sequence

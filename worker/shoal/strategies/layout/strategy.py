@@ -51,8 +51,8 @@ class LayoutStrategy(SynchronousStrategy):
     The state of a lost member comes from copies that its peers keep in host memory. They are made
     after the first step of each generation, and every `copy_every_steps` steps, each on `copies`
     other members, while training continues. After a loss all members roll back by at most twice
-    that number of steps, and train on the same samples again. Without copies (0) training survives
-    a loss for certain only with a checkpoint.
+    `copy_every_steps` steps, and train on the same samples again. With `copies=0`, only a
+    checkpoint makes sure that training survives a loss.
     """
 
     state_is_spread = True
@@ -74,8 +74,9 @@ class LayoutStrategy(SynchronousStrategy):
         """Lay the model out for a new generation. See `shoal.layouts.base.LayOut`."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error if the strategy cannot train this model with this optimizer. Called after
-        the base's own checks of layers, optimizer and hooks, and by itself for a plan."""
+        """Raise an error if the strategy cannot train this model with this optimizer. `distribute`
+        calls it after checks of layers, optimizer and hooks; a plan calls it without those checks.
+        """
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
@@ -426,11 +427,11 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """Settle as `_settle`. If possible, the members' votes also carry whether their gradients
-        are finite."""
+        """Settle as `_settle`. If possible, a member's vote also says if its gradients are
+        finite."""
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults
-        # Not possible if weighted losses' gradients still have to be scaled.
+        # Not possible if the gradients of weighted losses still have to be scaled.
         if not may_vote or votes.weights.are_own:
             self._settle()
             return

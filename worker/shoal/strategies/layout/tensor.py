@@ -26,10 +26,10 @@ class TensorParallel(LayoutStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
-    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules, and pairs taken
-    together, with smaller weights stay whole, unless `plan` names them or they are tied to a larger
-    module. `sequence=True`: between split layers of a block each member computes only its positions
-    of the sequence.
+    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: a module with smaller
+    weights stays whole, and so does a pair of modules whose weights together are smaller, unless
+    `plan` names them or they are tied to a larger module. `sequence=True`: between split layers of
+    a block each member computes only its positions of the sequence.
     `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
     element of a parameter separately.
     """
@@ -71,7 +71,8 @@ class TensorParallel(LayoutStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`. Refuses a `SelfSplittingModule`."""
+        """See `shoal.planning.figures.PlannableStrategy`. Raises InvalidSpec for a
+        `SelfSplittingModule`."""
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model splits its layers itself, so their costs cannot be computed beforehand",
@@ -111,7 +112,8 @@ class TensorParallel(LayoutStrategy):
                         f"strategy 'tensor' cannot run an optimizer with {option}=True",
                         seen=f"{type(optimizer).__name__}({option}=True)",
                         expected="None or False",
-                        fix="torch's grouped kernels do not mix split and whole parameters.",
+                        fix="Leave it out: torch's grouped kernels cannot update split and whole"
+                        " parameters together.",
                     )
 
     @property

@@ -29,7 +29,7 @@ class Zero1(LayoutStrategy):
     `compression`: compresses gradients for a slow network, as for `shoal.DDP`.
     `per_parameter_optimizer=True` states that an optimizer that is not torch's own updates each
     parameter by that parameter's gradient and state alone.
-    `copies`, `copy_every_steps`: for copies of a member's optimizer state on other members, see
+    `copies`, `copy_every_steps`: copies of a member's optimizer state on other members, see
     `LayoutStrategy`.
     """
 

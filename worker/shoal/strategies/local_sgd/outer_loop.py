@@ -1,7 +1,8 @@
-"""The end of a round of members that step their own replicas: all agree on one state again.
+"""The end of a round in which members stepped their own replicas: all agree on one state again.
 
 All members started the round from the same parameters, and each took its own steps on its own
-samples. Their changes are averaged, and an outer step leads from the common state to the next one.
+samples. The members' changes are averaged, and an outer step applies the mean to the parameters
+from which the round started.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +30,10 @@ _VELOCITY = "/outer_velocity"
 
 
 class OuterLoop:
-    """One member's side of its rounds, and the state agreed on at the end of the last round.
+    """A member's side of its rounds, and the state agreed on at the end of the last round.
 
     That state is a copy: model, optimizer and outer velocity. Changes are computed relative to it,
-    a broken round is rolled back to it, and a joiner receives it.
+    a broken round is rolled back to it, and a joining member receives it.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class OuterLoop:
         if not others:
             return {}
         before = self.agreed.tensors
-        # Most are frozen, and not sent. They are compared as bytes, as a NaN differs from itself.
+        # Most are frozen, and not sent. Bytes are compared, because a NaN differs from itself.
         flags = torch.tensor(
             [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
         )

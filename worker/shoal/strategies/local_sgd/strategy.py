@@ -1,10 +1,11 @@
 """Local SGD and DiLoCo: members step their own replicas, and average them at the end of a round.
 
 A round ends when the number of steps is a multiple of `every_steps`, at the last step, when a
-checkpoint is due, and when the generation stops by agreement. A round that ends early for a joiner
-counts with the steps taken in it, so that none is rolled back. If a member is lost in a round,
-its work in it is lost too, and the survivors' replicas differ. So all members roll back to the end
-of the last round and train on the same samples again; each sample counts once in the agreed steps.
+checkpoint is due, and when the generation stops by agreement. If a round ends early because a
+member joins, the steps taken in it count, and none is rolled back. If a member is lost in a round,
+its work in this round is lost too, and the survivors' replicas differ. So all members roll back to
+the end of the last round and train on the same samples again; each sample counts once in the agreed
+steps.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -51,7 +52,7 @@ _PLAIN = OuterStep()
 
 
 class Round:
-    """One member's steps since the last round ended: their weights and hyperparameters, and the
+    """A member's steps since the last round ended: their weights and hyperparameters, and the
     callbacks for their acknowledgement."""
 
     def __init__(self) -> None:
@@ -99,11 +100,11 @@ class LocalSGD(SynchronousStrategy):
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
     weight is its share of the round's batches, averaged over its steps. The model's running
-    statistics are averaged with the parameters. Each member keeps its own optimizer state; a joiner
-    starts with a copy of another member's.
+    statistics are averaged with the parameters. Each member keeps its own optimizer state. A member
+    that joins starts with a copy of another member's.
 
     A committed step may be rolled back until its round ends, so `session.step_number` may decrease
-    after a loss: let a learning rate depend on it, not on a counter of the script's own.
+    after a loss. A learning rate has to depend on this number, not on a counter of the script.
 
     `compression`: compresses the changes of a round, as for `shoal.DDP`.
     """
@@ -273,7 +274,7 @@ class LocalSGD(SynchronousStrategy):
         self._round.stepped(acknowledged)
         if self._checkpoints.is_due(self.step) or self.step % self._every_steps == 0:
             self._end_round(group)
-        # A checkpoint has the first rank's optimizer state, as a joiner would get it.
+        # A checkpoint has the optimizer state of rank 0. On resume each member gets a copy of it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _end_round(self, group: dist.ProcessGroup) -> None:

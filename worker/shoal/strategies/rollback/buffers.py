@@ -24,7 +24,7 @@ class StepBuffers:
         self._num_buffers = 0
         """Number of buffers of all modules at the last walk over the modules."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
-        """Tables with transient buffers (not in the model's state_dict), and their names in it."""
+        """Tables with transient buffers (not in the model's state_dict), and the buffers' names."""
         self._names_by_id: Mapping[int, str] = {}
         """Names of transient buffers in the model, by the buffer's id."""
         self._refusal: InvalidSpec | None = None
@@ -64,7 +64,7 @@ class StepBuffers:
         }
 
     def names_of(self, buffers: Iterable[Tensor]) -> list[str]:
-        """Return the names of those buffers that are transient ones of the model."""
+        """Return the names of the transient buffers of the model among these buffers."""
         return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
@@ -102,7 +102,7 @@ class PersistentBuffers:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
         Raises InvalidSpec if a buffer was removed, or if its replacement has another shape or dtype
-        (joiners have the original) or differs between the uses of a tied buffer.
+        (members that join have the original) or differs between the uses of a tied buffer.
         """
         if not self._entries:
             return
@@ -121,7 +121,7 @@ class PersistentBuffers:
         self.reinstall()
 
     def reinstall(self) -> None:
-        """Put the buffers back in place of replacements."""
+        """Replace replacements by the original buffers."""
         for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
             table[name] = buffer
 

@@ -15,12 +15,12 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""Elements are compared every `EVERY_STEPS` steps, each time those of 1/`NUM_TURNS` of the
-parameters. The number of turns is a prime, as scripts may write at regular intervals."""
+"""Elements are compared every `EVERY_STEPS` steps, each time for 1/`NUM_TURNS` of the parameters.
+The number of turns is a prime, because scripts may write at regular intervals."""
 NUM_ELEMENTS = 4
 """Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""`EVERY_STEPS` for parameters on a GPU, as a comparison waits for the GPU."""
+"""Value of `EVERY_STEPS` for parameters on a GPU, because a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -74,10 +74,10 @@ def _is_plain(parameter: Tensor) -> bool:
 class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
-    torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
-    DTensors. So a few elements are compared too: of all parameters if asked to look `closely`, else
-    of some parameters in some steps. On a GPU, where a comparison waits, they are compared less
-    often. An uncounted write that leaves these elements unchanged goes unnoticed.
+    torch counts writes, except writes through `.data` and writes of `torch._foreach` functions to
+    DTensors. So a few elements of parameters are compared too: of all parameters with `closely`,
+    else of some parameters in some steps. On a GPU, where a comparison waits, elements are compared
+    less often. An uncounted write that leaves these elements unchanged goes unnoticed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -14,9 +14,9 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved. More than one: a teacher (a moving average)
-that began as a copy changes only in the second step, or in the third if the first has a learning
-rate of 0."""
+"""Number of steps in which each parameter is saved. One would not suffice: a teacher (a moving
+average) that began as a copy changes only in the second step, or in the third if the first has a
+learning rate of 0."""
 
 CopyOf = Callable[[object], Tensor | None]
 """Function that returns a tensor's copy from the beginning of the step; None if there is none."""
@@ -49,8 +49,8 @@ class ParameterWrites:
         """True if the session has changed parameters since the step began."""
 
     def begin(self, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step. Returns the parameters to be saved that the script has written to, and
-        others to be saved."""
+        """Begin a step. Returns two lists of parameters to be saved: parameters that the script has
+        written to, and parameters in their first steps."""
         if parameters is not self._parameters:
             self._parameters, self._is_planned = parameters, False
         if not self._is_planned:
@@ -156,7 +156,7 @@ class StateWrites:
         return [each for key, each in pairs if key in self._written]
 
     def _note_objects(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the state's objects, as they differ from those at the last step."""
+        """Note the state's objects, if they differ from the objects at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
@@ -189,9 +189,9 @@ class StateWrites:
     @contextmanager
     def state_at_step_start(self, copy_of: CopyOf) -> Iterator[None]:
         """Return a context in which optimizers have the objects that were in their state when the
-        step began. `copy_of`: returns the saved copy of a tensor, which takes the tensor's place,
-        or None; a tensor without a copy has its present contents. At the end the present state is
-        put back."""
+        step began. A tensor for which `copy_of` returns a saved copy is replaced by the copy; a
+        tensor without a copy has its present contents. At the end of the context the present state
+        is put back."""
         present = [(each, dict(each.state)) for each, _ in self._begun]
         _set_state(self._begun, copy_of)
         try:

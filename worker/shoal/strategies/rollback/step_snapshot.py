@@ -1,8 +1,9 @@
 """Snapshot of what a step writes, as of the step's beginning, so that the step can be undone.
 
-Only the first few steps copy a whole model. Later ones save tensors that a step is known to write:
-buffers, and what the script has written to before. Other parameters and the optimizer's state are
-watched. The optimizer itself steps only once all members take the step.
+Only the first few steps copy a whole model. Later steps save the tensors that a step is known to
+write: buffers, and tensors that the script has written to before. Other parameters and the
+optimizer's state are watched for writes. The optimizer itself steps only once all members take the
+step.
 """
 
 from collections import Counter
@@ -44,7 +45,7 @@ class StepSnapshot:
         self.is_open = False
         """True from `begin` until the step is settled or undone."""
         self.is_whole = True
-        """True if the tensors are those of a committed step, or of a step that can be undone."""
+        """True if the tensors belong to a committed step, or to a step that can be undone."""
         self._is_lost = False
         """True if the script has written to a tensor that is not saved, in this step."""
         self._saved = SavedTensors()
@@ -58,8 +59,8 @@ class StepSnapshot:
         parameters: Mapping[str, Tensor],
         optimizers: Collection[Optimizer] = (),
     ) -> None:
-        """Begin a step. `parameters`: all that this member holds, not gathered ones; the same
-        mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
+        """Begin a step. `parameters`: all parameters as this member holds them, not gathered; the
+        same mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
         state = self._state.begin(optimizers)
@@ -133,8 +134,8 @@ class StepSnapshot:
                 "step_not_undone",
                 seen="weights, or state of the optimizer, that the script wrote to for the first"
                 " time, in a step that did not happen",
-                hint="this member's weights belong to no committed step: they are replaced by"
-                " those of another member, of copies or of a checkpoint",
+                hint="this member's weights belong to no committed step: they are replaced from"
+                " another member, from copies or from a checkpoint",
             )
 
     def check_whole(self, step: int) -> None:
@@ -174,7 +175,7 @@ class StepSnapshot:
 
 
 class SavedTensors:
-    """Copies of tensors from the beginning of a step, whose memory is reused in the next step.
+    """Copies of tensors from the beginning of a step. The next step reuses their memory.
 
     If a tensor is sharded over members, this member's part is copied.
     """

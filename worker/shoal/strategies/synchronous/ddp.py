@@ -56,7 +56,8 @@ class ModelReplica:
         self._watching: list[RemovableHandle] = []
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """Average gradients from now on; a pass in which `ours()` is false raises."""
+        """Begin to average the gradients of backward passes. A pass in which `ours()` returns False
+        raises InvalidSpec."""
         self._watching = watch_parameters(self.ddp.module.parameters(), ours)
         self.ddp.register_comm_hook(None, self.exchange.average)
 
@@ -94,7 +95,7 @@ class DDP(SynchronousStrategy):
         self.bucket_mb = bucket_size(bucket_mb)
         self.find_unused_parameters = find_unused_parameters
         self.compression = None if compression is None else find_compression(compression)
-        # One for all generations, as it keeps this member's residuals.
+        # One object for all generations, as it keeps this member's residuals.
         self.compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
         self._replicas: dict[str, ModelReplica] = {}
@@ -223,7 +224,7 @@ class DDP(SynchronousStrategy):
         with self._transaction.weighted_backward():
             replicas = self._replicas_of(self._transaction.chosen)
             loss = loss if weight == 1.0 else loss * weight
-            # With several models, compute only the gradients of those that the pass trains.
+            # With several models, compute gradients only for the models that the pass trains.
             inputs = self._transaction.training and [
                 parameter
                 for replica in replicas

@@ -27,7 +27,7 @@ MAX_SETTINGS_NAMED = 8
 
 
 class GenerationCheckpoints:
-    """One member's part in the job's checkpoints; does nothing if the script asked for none."""
+    """A member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
         """`position`: contains the step of a checkpoint that is written because a member leaves."""
@@ -112,8 +112,9 @@ class GenerationCheckpoints:
         return state_shard
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
-        """Write a checkpoint if one is due after this many committed steps. Waits for the previous
-        one first, and only logs its CheckpointFailed. Raises InvalidSpec as `Checkpoints.offer`."""
+        """Write a checkpoint if one is due after this many committed steps. First waits for the
+        previous checkpoint; if that failed, only logs the error. Raises InvalidSpec as
+        `Checkpoints.offer`."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
@@ -127,8 +128,8 @@ class GenerationCheckpoints:
             checkpoints.offer(self.samples.add_to_shard(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
-        """Write a checkpoint of the whole state, which this member holds; waits as `conclude`. Does
-        nothing at step 0, or if that step's checkpoint is written already."""
+        """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
+        does. Does nothing at step 0, or if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.leave()

@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""Time after a cut at which a collective counts as stuck. After a cut most end within milliseconds,
-but some of Gloo's only at their time limit."""
+"""Time after a cut at which a collective counts as stuck. After a cut most collectives end within
+milliseconds, but some of Gloo's end only at their time limit."""
 WARNED_AFTER_S = 10.0
 """Time after a cut at which the stack of a trainer that still holds the group is logged."""
 
@@ -51,8 +51,9 @@ class GenerationGroup:
         """The group from which a `_free_trainer` thread frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """Make a generation's group, keep it as the present one, and return it: not opened yet; cut
-        already if the generation is over. The calling thread is the trainer's."""
+        """Make a generation's group, keep it as the present one, and return it. The group is not
+        open yet, and it is cut already if the generation is over. The caller is the trainer's
+        thread."""
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits
@@ -121,7 +122,7 @@ class GenerationGroup:
 
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
         """Abort waits that Gloo does not end after a cut, until the trainer has released the group.
-        The trainer may enter such a wait late, when it comes back from the script's own code."""
+        The trainer may enter such a wait late, when it returns from the script's own code."""
         cut_s, is_warned = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):
             self._abort_stuck(group, reason)

@@ -1,4 +1,4 @@
-"""Watch of the trainer: checks at least twice a second if the trainer waits for others.
+"""Watch of the trainer: checks at least twice a second if the trainer waits for other members.
 
 Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
 session have practically no limits, and this watch finds a hang: a collective that does not end in
@@ -33,7 +33,8 @@ _COLLECTIVE_FOLDERS = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders of the code of collectives: a thread that stands still in it waits for other ranks."""
+"""Folders with the code of collectives. A thread that makes no progress in it waits for other
+ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
@@ -60,7 +61,8 @@ class HangWatchConfig:
     num_moved: Callable[[], int]
     """Counter of transfers between members in the background."""
     held_until_s: Callable[[], float]
-    """Time until which limits were suspended, by `time.monotonic`: now, while a member pauses."""
+    """Time by `time.monotonic` until which limits were suspended; while a member pauses, the
+    present time."""
     report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
@@ -69,8 +71,8 @@ class HangWatchConfig:
     """Takes the present time; returns the time since which the device has been stuck in the
     trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Receives, at each look at a trainer that takes steps, how long it has waited for others, in
-    seconds: without pauses, and in all. 0: it does not wait."""
+    """Receives, at each look at a trainer that takes steps, two times in seconds for which it has
+    waited for other members: without pauses, and with them. 0: it does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class TrainerThread:
     stage: TrainerStage = TrainerStage.AWAY
     generation: int = 0
     group: dist.ProcessGroup | None = None
-    """None also while a group is being connected."""
+    """Process group of the generation; None also while it is being connected."""
     ident: int = 0
     native_id: int = 0
 
@@ -230,7 +232,7 @@ class HangWatch:
 
     def _oldest_wait_s(self, waiters: Iterable[AbortableWaiter], now_s: float) -> float | None:
         known = self._pending
-        # Completions are kept until the next look, so that no other one gets the same id.
+        # Completions are kept until the next look, so that no new completion gets the same id.
         self._pending = {
             id(completion): known.get(id(completion), (completion, now_s))
             for each in waiters

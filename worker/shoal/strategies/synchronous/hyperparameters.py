@@ -18,7 +18,8 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps."""
+"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps, and
+under `diloco` by at most 100."""
 TOLERANCE = 1e-9
 """Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
@@ -77,9 +78,9 @@ class Hyperparameters:
         self._failed = (step, self.current_values())
 
     def entering(self) -> None:
-        """Compare the values with those of a failed attempt, before a generation changes them.
+        """Compare the values with a failed attempt's, before a new generation changes them.
 
-        The script has got no batch since the failed attempt, so a change since then was made for a
+        The script has got no batch since the failed attempt. So it made any change since then for a
         step that did not happen.
         """
         failed, self._failed = self._failed, None

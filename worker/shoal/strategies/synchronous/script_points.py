@@ -32,9 +32,9 @@ LOOK_AFTER_S = 2.0
 LOOKS_WITHIN_LIMIT = 6
 """Divisor of a short limit: the quotient replaces `LOOK_AFTER_S`, to notify members in time."""
 NEXT_LOOK = 1.25
-"""Factor by which the intervals between looks into one wait grow."""
+"""Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
-"""Time that members are given to read the verdict."""
+"""Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
 _POINT, _VERDICT, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
@@ -56,7 +56,7 @@ class ScriptPoint:
 
 
 class ScriptPoints:
-    """One member's part in the detection, for one generation. The watch's thread calls all methods
+    """A member's part in the detection, for one generation. The watch's thread calls all methods
     except `refusal` and `report_refusal`."""
 
     def __init__(
@@ -70,8 +70,8 @@ class ScriptPoints:
         limit_s: float = math.inf,
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
-        """`members`: names by rank. `exchanges`: those of this member. `limit_s`: time after which
-        a wait ends the generation, and so the detection."""
+        """`members`: names by rank. `exchanges`: this member's exchanges in layers. `limit_s`: time
+        after which a wait ends the generation, and so the detection."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._read_within_s = read_within_s
@@ -91,8 +91,8 @@ class ScriptPoints:
 
     def check(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. Returns True, once, if the wait is endless. By then all members have
-        read this verdict, or have had `read_within_s` for it."""
+        `stood_s`: with pauses. Returns True, once, if the wait would never end. By then all members
+        have read this finding, or have had `read_within_s` for it."""
         if self._found:
             return False
         try:
@@ -131,7 +131,7 @@ class ScriptPoints:
     def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave, for members that wait for it.
         Returns once all have read it, after `read_within_s`, or if the store does not answer."""
-        # From now on this member's watch compares nothing.
+        # Once this is set, this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
@@ -208,7 +208,7 @@ class ScriptPoints:
             self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in by_member))
 
     def _await_all(self) -> None:
-        """Wait until all members have read the verdict: the first to leave ends the generation."""
+        """Wait until all members have read the finding: the first to leave ends the generation."""
         self._store.add(_NUM_READ, 1)
         give_up_s = time.monotonic() + self._read_within_s
         while self._store.add(_NUM_READ, 0) < len(self._members) and time.monotonic() < give_up_s:

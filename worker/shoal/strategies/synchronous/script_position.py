@@ -1,10 +1,10 @@
 """The position of a member's script between two steps, and the step after which it stops.
 
 A call that members make together between steps (an evaluation, a sum) is repeated in the next
-generation if a member is lost. The call ends with a collective: a member that completes it has
-confirmed the call, and knows that all others have the result. A member that has the result but
-loses a peer in that collective returns too, unconfirmed: the beginning of the next generation shows
-if the others have the result.
+generation if a member is lost. The call ends with a collective: a member that completes the
+collective has confirmed the call, and knows that all others have the result. A member that has the
+result but loses a peer in that collective returns too, with the call unconfirmed. The beginning of
+the next generation shows if the others have the result.
 
 A member reports its script's wish to stop in its vote on the next step, or at the beginning of a
 generation.
@@ -39,7 +39,7 @@ class StepStopped(Exception):
 
 @dataclass
 class ScriptPosition:
-    """One member's position since the last committed step."""
+    """A member's position since the last committed step."""
 
     num_calls: int = 0
     """Number of confirmed calls."""
@@ -69,7 +69,7 @@ class ScriptPosition:
     """The point at which the script waits for others; its `step` is not set."""
 
     def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
-        """Note the point at which the script waits for others from now on, if it waits."""
+        """Set the point at which the script waits for others, if it waits, until the next call."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
@@ -134,7 +134,7 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in positions)
 
     def as_integers(self, step: int, *, has_state: bool) -> list[int]:
-        """Return this member's position as integers for the others."""
+        """Return this member's position as integers, to be sent to the other members."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0

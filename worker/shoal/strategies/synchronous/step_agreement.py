@@ -1,9 +1,9 @@
-"""One member's part in the members' agreement on each step, before it is committed.
+"""A member's part in the agreement of all members on each step, before the step is committed.
 
 Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
-votes differ, all members raise. Without votes, a member with a different number of backward passes
-would have its collectives matched with those of the next step, and a member with another learning
-rate would drift away. No member alone can detect either.
+votes differ, all members raise. Without votes, if a member made one backward pass less, the others'
+last collective would be matched with this member's first collective of the next step. A member with
+another learning rate would drift away. No member alone can detect either.
 """
 
 import math
@@ -39,12 +39,12 @@ from shoal_proto.errors import InvalidSpec
 class StepCut:
     """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
-    Members that cut a step differently would begin different collectives: in the first pass one
-    would reduce and another would not. So each step begins as the last one did, and a new cut is
-    voted on at a point where all members vote. After a step without parts, no member votes before
-    the first pass, and that pass is reduced on its own, even if it is a part. After a step with
-    parts, all members vote. Members that work on the same samples vote in every step: the messages
-    of their first forward pass have the shape of a part.
+    Members that cut a step differently would begin different collectives: in the first pass some
+    members would reduce gradients and others would not. So each step begins as the last step did,
+    and members vote on a new cut at a point where all members vote. After a step without parts, no
+    member votes before the first pass, and that pass is reduced on its own, even if it is a part.
+    After a step with parts, all members vote. Members that work on the same samples vote in every
+    step, because messages in their first forward pass already have the shape of a part.
     """
 
     def __init__(self, *, shares_samples: bool = False) -> None:
@@ -59,7 +59,7 @@ class StepCut:
         """True once all members have voted to cut this step in the same way."""
 
     def begin_part(self, index: int, num_parts: int) -> bool:
-        """Note that the next pass is that of a part; return True if the pass is to be reduced."""
+        """Note that the next pass is for this part; return True if its gradients are reduced."""
         self.num_parts = num_parts
         is_alone = index == 0 and self._last == 1 and not self.shares_samples
         return index == num_parts - 1 or is_alone
@@ -80,7 +80,7 @@ class StepCut:
 
 
 class StepWeights:
-    """The weights of one member's losses in a step, for losses that are means over units other than
+    """The weights of a member's losses in a step, for losses that are means over units other than
     samples, such as tokens.
 
     The weight of the whole step is known only after its last pass. So weighted gradients are
@@ -117,7 +117,7 @@ class StepWeights:
 
 
 class StepAgreement:
-    """One member's part in the agreement, for one generation."""
+    """A member's part in the agreement, for one generation."""
 
     def __init__(
         self,
@@ -180,7 +180,8 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
         share samples, else after a step that was cut into parts. Members that share samples wait
-        for all votes here, and raise UnequalPasses if votes differ; others do so in `vote_pass`."""
+        for all votes here, and raise UnequalPasses if votes differ. Other members do both in
+        `vote_pass`."""
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -250,8 +251,8 @@ class StepAgreement:
         )
 
     def settle(self) -> float | None:
-        """Vote, unless this member has, and wait for all votes. Returns the factor by which to
-        multiply gradients before they are used; None if the step was settled before.
+        """Vote, unless this member has voted, and wait for all votes. Returns the factor by which
+        to multiply gradients before they are used; None if the step was settled before.
 
         Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ,
         a member's refusal, or StepStopped if a script has stopped before the step.
@@ -297,7 +298,8 @@ class StepAgreement:
         """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
         `Hyperparameters.conflict`.
 
-        Raises HyperparametersDiffer on all members if the values differ, or one has a conflict.
+        Raises HyperparametersDiffer on all members if the values differ, or if a member has a
+        conflict.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1

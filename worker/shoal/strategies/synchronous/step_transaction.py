@@ -1,10 +1,11 @@
 """Transaction of a synchronous step: all members take the step, or it did not happen.
 
-It begins with a snapshot of what it may write. Members vote before each further pass, and on
+It begins with a snapshot of what the step may write. Members vote before each further pass, and on
 the step as a whole. Once all votes are known, the optimizer steps within `committing`. Until then
 `roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
 With the session's batches random numbers need no undo: each step seeds torch by its first sample.
-Hyperparameters are restored with registered objects, else compared with those of the first attempt.
+If objects are registered, hyperparameters are restored with them. Otherwise the hyperparameters of
+a repeated step are compared with the first attempt's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ class StepTransaction:
     def enter(
         self, group: dist.ProcessGroup, members: Sequence[str], *, shares_samples: bool
     ) -> None:
-        """Vote with these members from now on; arguments as of `StepAgreement`."""
+        """Begin a generation, in which members vote; arguments as for `StepAgreement`."""
         self._votes = StepAgreement(
             group, members, self.hyperparameters, self.position, shares_samples=shares_samples
         )
@@ -170,9 +171,9 @@ class StepTransaction:
 
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which the chosen ones of several optimizers step within the step,
-        with complete gradients. `held`: the tensors of their models that their step changes
-        on this member."""
+        """Return a context in which the chosen of several optimizers step before the end of the
+        step, with complete gradients. `held`: this member's tensors that these optimizers
+        change."""
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
         parts = parts_due(optimizer)
@@ -195,7 +196,7 @@ class StepTransaction:
         return self.votes.begin_part(index, num_parts)
 
     def settle(self) -> float:
-        """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
+        """See `StepAgreement.settle`: after this no member makes a further pass in the step.
         Returns the factor for gradients; 1 if they were multiplied already."""
         factor, scaler = self.votes.settle(), self.registered.scaler
         scale = 1.0 if factor is None or scaler is None else scale_of(scaler)
@@ -210,7 +211,8 @@ class StepTransaction:
     @contextmanager
     def committing(self, optimizer: Optimizer, *, overflowed: bool = False) -> Iterator[None]:
         """Return a context in which the optimizer steps (of several, those that have gradients). At
-        its end the step is committed. After an error in it the state is that of no committed step.
+        its end the step is committed. After an error within it, the state belongs to no committed
+        step.
 
         `overflowed`: the gradients overflowed, so that no optimizer steps; the loss scale is
         updated when the step is committed.

@@ -3,9 +3,9 @@
 Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
 passes, a digest of values that have to be the same on all members, flags that may differ (with a
 digest of split layers), and the weight of the losses. The passes are in the ballot itself: members
-with different passes are about to run different collectives, so they cannot send more. If digests
-differ, or a member reports a conflict or a refusal, members exchange whole votes, and the error
-names field, members and values.
+with different passes are about to run different collectives, so they cannot send anything else. If
+digests differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
+error names field, members and values.
 
 Pure: `StepAgreement` sends and receives.
 """
@@ -28,7 +28,7 @@ from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, U
 
 MAX_IDLE_NAMED = 5
 _NAMED = 1 << 40
-"""Values of `passes` from this one on encode an action and its optimizers, not passes."""
+"""Lowest value of a ballot's `passes` that encodes an action and its optimizers, not passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
 """The `weight` of a ballot if losses are weighted by samples."""
@@ -80,7 +80,7 @@ BY_SAMPLES = bits_of(_BY_SAMPLES)
 
 @dataclass(frozen=True, kw_only=True)
 class StepVote:
-    """One member's vote. Comparison ignores fields that may differ between members."""
+    """A member's vote. Comparison ignores fields that may differ between members."""
 
     passes: int = 0
     """Number of backward passes that were begun."""
@@ -95,8 +95,8 @@ class StepVote:
     hyperparameters: Values = ()
     """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """Values applied in a round of local steps, each with the number of the step in the round from
-    which on they were applied."""
+    """Changes of values in a round of local steps: the index in the round of the first step with
+    new values, and these values."""
     idle: tuple[str, ...] = ()
     """Parameters without a gradient."""
 
@@ -126,7 +126,7 @@ class StepVote:
         return content if any(content) else ()
 
     def ballot(self, digest: int) -> Ballot:
-        """Return the ballot of this vote. `digest`: that of `applied`, below 2**56."""
+        """Return the ballot of this vote. `digest`: the digest of `applied`, below 2**56."""
         flags = (
             Flag.CONFLICT * bool(self.conflict)
             | Flag.STOPS_BEFORE * self.stops_before
@@ -197,8 +197,8 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if digests differ (those of layers among members that split layers with each other), or
-    a member reports a conflict or refuses the step."""
+    """True if a member reports a conflict or refuses the step, or if digests differ. Digests of
+    layers are compared among members that split layers with each other."""
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)

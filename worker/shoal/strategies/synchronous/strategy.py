@@ -65,7 +65,7 @@ class SynchronousStrategy(Strategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Build the training over the group, with the state that the generation starts from.
 
-        Its last collective returns only if all members have reached it.
+        The last collective of this call returns only if all members have reached it.
         """
 
     @abstractmethod
@@ -275,7 +275,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def origin(self) -> SamplePosition:
-        """The position in the samples since which batches have their present size."""
+        """The position in the samples at which batches got their present size."""
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:

@@ -70,15 +70,17 @@ class IncomingImage:
     come: int = 0
     """Number of chunks received."""
     stored: int = 0
+    """Number of chunks stored."""
 
 
 @dataclass(slots=True)
 class _PendingOffers:
-    """Offers that the record here does not confirm yet, or that come while the copy settles."""
+    """Offers that wait, because this server's record does not name the sender as primary yet, or
+    because the copy is settling."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
-    """True if the newest record is being read for them."""
+    """True if the newest record is being read for these offers."""
 
 
 class Copies:
@@ -95,7 +97,7 @@ class Copies:
         return self._held.get(key)
 
     def of(self, primary: Holder) -> list[Key]:
-        """Copies whose latest request came from this primary."""
+        """Shards whose copies got their latest request from this primary."""
         return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
@@ -116,7 +118,7 @@ class Copies:
         yield DropShard(key)
         pending = self._pending.get(key)
         if pending is not None and not pending.is_reading:
-            # Offers that came while the copy settled need not wait any more.
+            # Offers that arrived while the copy settled need not wait any longer.
             pending.is_reading = True
             yield RefreshShardRecord(key)
 
@@ -165,9 +167,8 @@ class Copies:
     def _other_holders(
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The refusal of a sender that the record does not name as the shard's primary of that
-        epoch, or of a shard that it does not place here. Epochs of different runs are not
-        compared."""
+        """The refusal if the record does not name the sender as the shard's primary of that epoch,
+        or does not place the shard here. Epochs of different runs are not compared."""
         is_same_run = isinstance(message, UpdateMessage) or message.run in (
             "",
             self._runs.get(message.key),
@@ -244,9 +245,9 @@ class Copies:
         data: Data,
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
-        """Accept a record of the copy's primary that continues the copy, even if the newest
-        assignment names another primary: the sender may count records as received once they are
-        sent. The reply to a sender that the assignment does not name is a refusal nevertheless."""
+        """Accept an update record from the copy's primary if it continues the copy, even if the
+        newest assignment names another primary: the sender may count records as received once they
+        are sent. A sender that the assignment does not name gets a refusal nevertheless."""
         key, copy = record.key, self._held.get(record.key)
         is_named = self._is_sent_by_primary(assignment, peer, record)
         if (

@@ -1,5 +1,5 @@
 """Shards that records place on this server's disk, which lacks them: the disk was lost, or the
-server keeps no journal any more. Until the records are corrected, other servers wait for the
+server no longer keeps a journal. Until the records are corrected, other servers wait for the
 shards."""
 
 from collections.abc import Collection
@@ -11,8 +11,9 @@ from shoal_server.core.shards.assignments import ShardAssignment, remove_disk
 
 
 class DiskRemoval:
-    """Removal of this server's disk from records, except for shards led by a process of this server
-    that may be alive: it may have the disk, or be about to write the shard to it."""
+    """Removal of this server's disk from records. If another process of this server leads a shard
+    and may be alive, the shard's record stays: that process may have the shard on its disk, or be
+    about to write it there."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
@@ -37,7 +38,7 @@ class DiskRemoval:
         self._dead = ended | frozenset(long_gone)
 
     def revised(self, missing: ShardAssignment) -> ShardAssignment:
-        """The record that this server wants for a shard that is not on its disk."""
+        """The record that this server wants for a shard that its disk lacks."""
         if self._is_own(missing) and missing.primary not in self._dead:
             return missing
         return remove_disk(missing, self._me)

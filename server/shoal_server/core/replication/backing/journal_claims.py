@@ -1,8 +1,8 @@
 """Claims after a restart: shards in this server's journal that no server has in memory.
 
 A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Either that
-server's last process led the shard to the end, or a backup took over and ended too, before its own
-disk had the shard.
+server's last process led the shard until it ended, or a backup took over and ended too, before the
+backup's own disk had the shard.
 """
 
 from math import inf

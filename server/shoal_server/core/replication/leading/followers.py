@@ -6,9 +6,9 @@ from enum import Enum
 from shoal_server.core.processes import Holder
 
 NEARLY_LEVEL = 8
-"""Number of updates that a joiner may lack when pushes begin to wait for it."""
+"""Maximum number of updates that a joiner may lack when pushes begin to wait for it."""
 MAX_ROUNDS = 3
-"""Rounds of catching up after which pushes wait for a joiner even if it lacks more than that."""
+"""Rounds of catching up after which pushes wait for a joiner that lacks more than NEARLY_LEVEL."""
 
 
 class FollowerPhase(Enum):
@@ -43,7 +43,8 @@ class Follower:
     still be in transit."""
 
     def begin(self, received: int, version: int) -> None:
-        """Start following: every later push is sent to the follower. `version`: the primary's."""
+        """Start following: every later push is sent to the follower. `received`: version up to
+        which the follower has all records; `version`: the primary's version."""
         self.phase = FollowerPhase.FOLLOWING
         self.note_received(received)
         self._goal, self._rounds = version, 0
@@ -70,8 +71,8 @@ class Follower:
         return True
 
     def holds(self, version: int) -> bool:
-        """Note that its process has a version in memory. Returns True if `received` rises, which
-        also needs all earlier versions."""
+        """Note that the follower's process has a version in memory. Return True if `received`
+        rises, which also needs all earlier versions."""
         before = self.received
         if self.phase is FollowerPhase.FOLLOWING:
             self._ahead.add(version)
@@ -91,9 +92,11 @@ class Follower:
         self._ahead.clear()
 
     def try_catch_up(self, version: int) -> bool:
-        """Decide whether a joiner counts from now on; returns True if it begins to.
+        """Let a joiner that has reached its goal count if it is nearly level, or else set the next
+        goal. Return True if the joiner begins to count.
 
-        Pushes made during the transfer of its image are sent first, and do not wait for it."""
+        Pushes made during the transfer of its image are sent first, and do not wait for the joiner.
+        """
         if self.counts or self.phase is not FollowerPhase.FOLLOWING or self.confirmed < self._goal:
             return False
         self.counts = version - self.confirmed <= NEARLY_LEVEL or self._rounds >= MAX_ROUNDS

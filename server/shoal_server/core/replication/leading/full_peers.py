@@ -1,4 +1,4 @@
-"""Servers that lack memory for a copy: they are offered none for a while, and then again."""
+"""Servers that lack memory for a copy: they are offered no copy during a pause, and then again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class FullPeers:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """Forget a server that is gone, or that is offered no shard any more."""
+        """Forget a server that is gone, or that is to get no copy."""
         self._full.pop(holder, None)
 
     def expired(self, now_s: float) -> list[Holder]:

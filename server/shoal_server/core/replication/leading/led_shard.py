@@ -1,4 +1,5 @@
-"""A shard led by this server: its followers, its safe versions, and changes due to its record."""
+"""A shard led by this server: its followers, its safe versions, and the changes that its record
+needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from shoal_server.core.shards.shard_log import Record, ShardLog
 
 class HandoverPhase(Enum):
     NONE = "there is no handover"
-    LEVELLING = "workers are notified and backups catch up, while pushes still come"
-    STOPPING = "pushes are refused from now on"
-    STOPPED = "nothing is applied any more"
+    LEVELLING = "workers are notified and backups catch up, while pushes are still accepted"
+    STOPPING = "the edge is to refuse pushes, and to report the last one that was applied"
+    STOPPED = "no push is applied any longer"
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Handover:
 
     @property
     def is_announced(self) -> bool:
-        """True if workers are being notified of the successor, and pushes still come."""
+        """True if workers are being notified of the successor, and pushes are still accepted."""
         return self.phase is HandoverPhase.LEVELLING
 
 
@@ -241,12 +242,12 @@ class LedShard:
     # --- copies ---
 
     def continues(self, copy_epoch: int, born: int, version: int) -> bool:
-        """True if a copy is a prefix of this shard's history, and the rest is kept here."""
+        """True if a copy is a prefix of this shard's history, and the log has all later records."""
         if born != self.born or not self.log.start <= version <= self.version:
             return False
         if copy_epoch == self.epoch:
             return True
-        # Up to the version at which this epoch began, the epoch before has the same history.
+        # Up to the version at which this epoch began, the copy's epoch has the same history.
         return 0 < copy_epoch == self._origin and version <= self._began_at
 
     @property
@@ -262,13 +263,13 @@ class LedShard:
         )
 
     def mark_lost(self, holder: Holder) -> None:
-        """Mark a holder as lost: it is needed no more once it is removed from the record."""
+        """Mark a holder as lost. Pushes wait for a lost backup while the record still names it."""
         self.lost.add(holder)
         if holder in self.followers:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders the followers. Remove and return others that are not needed."""
+        """Make the wanted holders followers. Remove and return other followers, if not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -319,7 +320,7 @@ class LedShard:
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
-        """Note that no write of the record is in progress any more."""
+        """Note that no write of the record is in progress."""
         self.handover.is_writing = False
         for follower in self.followers.values():
             follower.is_admitting = False
@@ -346,10 +347,10 @@ class LedShard:
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
-                # The successor was lost: this server leads on. But not while a write may still hand
-                # the shard over: the successor would then lack the pushes applied since.
+                # The successor was lost: this server continues to lead. It waits while a write may
+                # still hand the shard over: the successor would lack the pushes applied since.
                 yield from self.keep_leading()
-        # Stop pushes only once the backups have all of them: then there is little to wait for.
+        # Stop pushes only once the backups have all of them: the wait after the stop is then short.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
         if is_due and self.is_replicated(self.version):
             self.handover.phase = HandoverPhase.STOPPING

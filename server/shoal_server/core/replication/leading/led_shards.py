@@ -54,7 +54,7 @@ class LedShards:
         self.links = ReplicationLinks(limits)
         self.full = FullPeers(limits)
         self.keeps_journal = False
-        """True if shards led from now on are also kept on disk."""
+        """True if shards that this server begins to lead are also kept on disk."""
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
         self._disk_report_s = limits.disk_report_s
@@ -93,8 +93,8 @@ class LedShards:
     # --- followers ---
 
     def follow_record(self, led: LedShard) -> Iterator[Effect]:
-        """Make exactly the record's other holders followers, except those that are lost, and a
-        joiner that recently had no memory and is not used yet."""
+        """Make the record's other holders the followers. Leave out lost holders, and a joiner that
+        recently lacked memory, unless the shard uses the link to that joiner already."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)
@@ -139,7 +139,8 @@ class LedShards:
                     yield holder, link.number
 
     def held(self, event: ev.RecordDelivered) -> LedShard | None:
-        """Note a `RecordDelivered`; return the shard if it moves the follower on, else None."""
+        """Note a `RecordDelivered`. Return the shard if the follower's `received` rises; otherwise
+        None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
         is_current = self.links.is_current(event.peer, event.link)
@@ -188,7 +189,7 @@ class LedShards:
         link: Link,
         reply: ImageInstalled,
     ) -> None:
-        """The image is installed, or the existing copy is good: later records follow."""
+        """Begin to send records: the follower has installed the image, or its copy is valid."""
         current = link.images.current
         if reply.image:
             is_awaited = current is not None and current.number == reply.image
@@ -226,7 +227,7 @@ class LedShards:
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
-        # The follower's copy is useless; the follower counts again once it has the image.
+        # The follower's copy is useless: it has received nothing until it has the image.
         follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
@@ -276,7 +277,7 @@ class LedShards:
         led = self._shards.get(key)
         follower = led.followers.get(peer) if led is not None else None
         if led is not None and follower is not None:
-            # Keep the records of pushes applied from now on: the image may not include them.
+            # Keep the records of later pushes: the image may not include them.
             follower.image_version = led.version
         yield MakeImage(key, self._last_image)
 
@@ -377,7 +378,7 @@ class LedShards:
         self._reports_disk_s = min(self._reports_disk_s, now_s + self._disk_report_s)
 
     def newer_on_disk(self, now_s: float) -> list[LedShard]:
-        """Shards with a newer version on disk than in the record, if it is time to write that."""
+        """Shards with a newer version on disk than in the record, if writing it is due."""
         if now_s < self._reports_disk_s:
             return []
         self._reports_disk_s = inf

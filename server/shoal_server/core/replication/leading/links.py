@@ -26,7 +26,7 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """Time by which the link must be open again, counted from a break; infinite before one."""
+    """Time by which the link must be open again after a break; infinite before a break."""
     again_s: float = inf
     """Time of the next attempt to open it."""
 
@@ -99,7 +99,7 @@ class ReplicationLinks:
         return False
 
     def note_reply(self, peer: Holder) -> None:
-        """Note a message over the link: a later break gets the full time to reconnect."""
+        """Note a reply over the link: after a later break there is the full time to reconnect."""
         self._links[peer].give_up_s = inf
 
     def end(self, peer: Holder) -> Iterator[Effect]:

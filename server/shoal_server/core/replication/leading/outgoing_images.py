@@ -105,7 +105,8 @@ class OutgoingImages:
             image.sent += 1
 
     def record_link_break(self) -> Key | None:
-        """Note that the link broke. Return the current image's shard if that happened too often."""
+        """Note that the link broke. Return the current image's shard if too many links in a row
+        broke under it; otherwise None."""
         image = self.current
         if image is None or not image.is_flowing:
             return None

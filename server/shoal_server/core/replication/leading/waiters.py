@@ -8,7 +8,7 @@ from shoal_server.core.replication.protocol.events import Token
 
 
 class Waiters:
-    """Waiters of one shard and level. Abandoned ones are skipped when their turn comes."""
+    """Waiters of one shard and level. Abandoned waiters are skipped once their version is safe."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []

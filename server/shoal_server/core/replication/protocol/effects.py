@@ -23,7 +23,7 @@ class AckRefusalReason(Enum):
     """Reason why a version is not acknowledged."""
 
     DEPOSED = "another server leads the shard, or will soon"
-    FENCED = "other servers may have assumed this one dead"
+    FENCED = "other servers may have assumed this server dead"
     NO_DISK = "the journal does not keep the shard"
 
 
@@ -53,7 +53,7 @@ class RefreshShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class SetLease:
-    """Admit pushes until this time: afterwards other servers may have assumed this one dead."""
+    """Admit pushes until this time: afterwards other servers may have assumed this server dead."""
 
     ends_s: float
 
@@ -134,7 +134,7 @@ class SetFollowers:
 
     key: Key
     is_followed: bool
-    """True if any server has, or is getting, a copy of the shard from this one."""
+    """True if any server has, or is getting, a copy of the shard from this server."""
     links: tuple[tuple[Holder, int], ...]
     """Links over which each push is sent."""
 
@@ -157,7 +157,7 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close the link; it yields no more events."""
+    """Close the link; it causes no further events."""
 
     peer: Holder
     link: int
@@ -165,8 +165,8 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The header of an image and the data of
-    its chunks are those of the image that `MakeImage` took."""
+    """Send a request over a link that this server opened. The edge takes an image's header and the
+    data of its chunks from the image that `MakeImage` took."""
 
     peer: Holder
     link: int
@@ -197,7 +197,7 @@ class MakeImage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """Release chunks before this one: the peer has them."""
+    """Release all chunks before `next_chunk`: the peer has them."""
 
     image: int
     next_chunk: int
@@ -205,6 +205,8 @@ class ReleaseChunks:
 
 @dataclass(frozen=True, slots=True)
 class CloseImage:
+    """Free the image that `MakeImage` took: no further chunk of it is sent."""
+
     image: int
 
 
@@ -223,7 +225,7 @@ class AcceptRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdoptImage:
-    """Keep the restored image as a copy of that epoch, in place of any other."""
+    """Keep the restored image as a copy of that epoch, in place of any other copy."""
 
     key: Key
     image: int
@@ -256,8 +258,8 @@ class ProbePeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, for a copy
-    that it replaces, and `ShardCreated`; or `JournalShardMissing`."""
+    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, which drops
+    any copy here, and `ShardCreated`; or else `JournalShardMissing`."""
 
     key: Key
     epoch: int

@@ -48,7 +48,7 @@ class ShardRecordRead:
 @dataclass(frozen=True, slots=True)
 class ShardRecordWritten:
     """The effect `WriteShardRecord` was carried out or no longer applies, or may be tried again
-    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` came before."""
+    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` precedes this."""
 
     key: Key
 
@@ -76,8 +76,8 @@ class LeaseRenewed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The removal of this server's registration begins: from now on the server must not acknowledge
-    any push."""
+    """The removal of this server's registration begins: the server must not acknowledge any further
+    push."""
 
 
 # --- the shards on this server ---
@@ -130,7 +130,7 @@ class VersionJournaled:
 
 @dataclass(frozen=True, slots=True)
 class PushesStopped:
-    """Pushes of the epoch are refused from now on; the last applied push made this version."""
+    """All further pushes of the epoch are refused; the last applied push made this version."""
 
     key: Key
     version: int
@@ -154,8 +154,8 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """Every copy of the shard here is to be dropped: its job is over, the shard starts over, or one
-    that was loaded is to replace it."""
+    """The shard is to be dropped on this server, led or not: its job is over, it starts over, or a
+    loaded shard is to replace it."""
 
     key: Key
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 DEAD_AFTER_S = 900.0
-"""Time after which a server that etcd does not list counts as dead, with all that it held. It
-applies to the coordinator, which reassigns the shards, and to the server that leads them from its
-disk. If etcd is unavailable for nine tenths of this time, more than ten minutes, pushes wait."""
+"""Time after which a server that etcd does not list counts as dead, with all that it had. The
+coordinator waits for it before it marks shards as lost, and a server before it leads shards from
+its disk. If etcd is unavailable for STOPS_BEFORE of this time (13.5 minutes), pushes wait."""
 
 LONGEST_GAP_S = 4.0
 """Maximum time between two reads of etcd's list of servers for which an absence counts as unbroken.
-Shorter than a lease: otherwise a server that was back in between, and acknowledged, might count as
-dead."""
+Shorter than a server's lease in etcd: otherwise a server that was back in between, and acknowledged
+pushes, might count as dead."""
 
 STOPS_BEFORE = 0.9
 """Fraction of DEAD_AFTER_S after which a primary without a renewed lease stops acknowledging. The

@@ -1,8 +1,8 @@
 """Messages between the servers of a shard. Data (gradients, chunks of a shard) travel with a
-message, and events and effects carry them; the core knows only versions and numbers of chunks.
+message; events and effects carry the data, but the core reads only versions and chunk numbers.
 
-A primary opens a link to each server that holds copies of its shards. Requests go from the primary
-to the backup, replies back; messages arrive in order or the link breaks.
+A primary's server opens a link to each server that holds copies of its shards. Requests go from the
+primary to the backup, replies go back. Messages arrive in order, or the link breaks.
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,9 @@ class BackupState:
     version: int = 0
     """Version up to which the copy has received all records; 0: there is no copy."""
     image: int = 0
+    """Number of an incomplete image from the offering primary; 0: there is none."""
     next_chunk: int = 0
+    """First chunk of that image that the backup lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class ImageInstalled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReceived:
+    """Notice that the backup has stored all chunks of the image before `next_chunk`."""
+
     key: Key
     image: int
     next_chunk: int

@@ -8,7 +8,8 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """A queue with one task that puts and one that takes. Lives on the event loop."""
+    """A queue to which one task adds items, and from which another takes them. Lives on the event
+    loop."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
@@ -54,7 +55,8 @@ class BoundedQueue(Generic[T]):
         self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
-        """Return the next item; None if no item comes within that time, or the queue was ended."""
+        """Return the next item; None if none is added within `within_s` seconds, or if the queue
+        was ended and is empty."""
         if not self._items and not self._is_ended:
             self._put.clear()
             try:

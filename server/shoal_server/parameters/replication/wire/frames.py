@@ -37,7 +37,7 @@ Arriving = pb.FollowRequest | pieces.OnlyPiece
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of the record or chunk that was announced last."""
+    """Bytes of the record or chunk that was announced last, at an offset."""
 
     offset_bytes: int
     data: memoryview
@@ -204,15 +204,15 @@ class _Unfinished:
     held_bytes: int = 0
     """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
-    """Bytes that are not reserved yet. Most records are complete before they reach the threshold.
-    Data within the announcing message are never dropped: the primary relies on that."""
+    """Bytes that are not reserved yet; see `_count`. Most records are complete before any bytes are
+    reserved. Data within the announcing message are never dropped: the primary relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Add data. Memory is reserved only as data come, since announced data may never be sent.
-        `is_lent`: the sender reuses their memory soon. They are copied unless they are all data of
-        a record."""
+        """Add data. Memory is reserved only as data arrive, since announced data may never be sent.
+        `is_lent`: the sender reuses the memory of the data soon. The data are copied, unless they
+        are a whole record."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
@@ -234,8 +234,8 @@ class _Unfinished:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Reserve memory for more data, once the uncounted data reach the threshold. If there is no
-        memory, drop the data, and return False."""
+        """Count more data, and reserve memory once more than INLINE_BYTES + PART_BYTES are not
+        reserved. If there is no memory, drop the data, and return False."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
@@ -277,8 +277,8 @@ class _Unfinished:
 
 class RequestAssembler:
     """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk; its memory is reserved, except for a record that lies in shared memory as a whole, and
-    for the last INLINE_BYTES of any other record."""
+    chunk. The memory of these data is reserved, except for a record that lies in shared memory as a
+    whole, and for the last INLINE_BYTES of any other record."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
         """`is_coming`: returns True if the image with that number is being received, in memory that
@@ -288,7 +288,7 @@ class RequestAssembler:
         self._open: _Unfinished | None = None
 
     def close(self) -> None:
-        """Drop an incomplete record or chunk: the stream is over."""
+        """Drop an incomplete record or chunk. Call this when the stream is over."""
         if self._open is not None:
             self._open.drop("the stream is over")
 
