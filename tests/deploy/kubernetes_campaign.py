@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deploy.kubernetes_cluster import KubernetesCluster
+from deploy.kubernetes_cluster import KubernetesCluster, slowly_awaited
 from deploy.kustomization import Resource, find
-from deploy.slurm_nodes import NotPossible, awaited
+from deploy.slurm_nodes import NotPossible
 from deploy.stack import IMAGES, ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -238,7 +238,7 @@ class Case:
                     return numbers
             return []
 
-        return awaited(taken, TRAINED_S, f"{num_members} members that train")[-1]
+        return slowly_awaited(taken, TRAINED_S, f"{num_members} members that train")[-1]
 
     def await_ready(self, *workloads: str) -> None:
         for workload in workloads:
@@ -253,7 +253,7 @@ class Case:
             wanted = self.cluster.get("deployment", "worker", "--namespace", NAMESPACE)
             return _num_ready(self.workers()) == wanted["spec"]["replicas"] == len(self.workers())
 
-        awaited(ready, READY_S, "workers that are ready")
+        slowly_awaited(ready, READY_S, "workers that are ready")
 
     @contextmanager
     def watched(self, survivor: str) -> Iterator[None]:
@@ -367,7 +367,7 @@ def control(case: Case) -> None:
         case.kubectl("delete", "pod", "coordinator-0", "etcd-0")
         case.await_ready("statefulset/etcd", "statefulset/coordinator")
         case.await_training(2, after=last)
-    awaited(lambda: case.job in case.shoal("status"), READY_S, "a coordinator that answers")
+    slowly_awaited(lambda: case.job in case.shoal("status"), READY_S, "a coordinator that answers")
 
 
 def drained(case: Case) -> None:
@@ -400,13 +400,17 @@ def finished(case: Case) -> None:
     restarts = _restarts(case)
     case.finish()
     for name in case.names():
-        awaited(lambda name=name: "waiting for SIGTERM" in case.log(name), TRAINED_S, "the end")
+        slowly_awaited(
+            lambda name=name: "waiting for SIGTERM" in case.log(name), TRAINED_S, "the end"
+        )
     assert "finished" in case.shoal("status")
     case.await_workers_ready()
     drain(case, case.workers()[0]["spec"]["nodeName"])
     case.await_workers_ready()
     for name in case.names():
-        awaited(lambda name=name: "waiting for SIGTERM" in case.log(name), TRAINED_S, "a wait")
+        slowly_awaited(
+            lambda name=name: "waiting for SIGTERM" in case.log(name), TRAINED_S, "a wait"
+        )
     case.facts["restarts"] = _restarts(case) - restarts
     assert case.facts["restarts"] == 0
 
@@ -433,7 +437,7 @@ def servers(case: Case) -> None:
         case.await_training(2, after=last)
     case.finish()
     for name in case.names():
-        awaited(lambda name=name: "updates " in case.log(name), TRAINED_S, "the end")
+        slowly_awaited(lambda name=name: "updates " in case.log(name), TRAINED_S, "the end")
         found = re.findall(r"updates ([\d.]+)", case.log(name))
         case.facts["updates"] = f"{float(found[0]):.0f} of {case.num_steps}"
         assert float(found[0]) == case.num_steps, found
@@ -463,7 +467,7 @@ def removed(case: Case) -> None:
     began_s = time.monotonic()
     case.kubectl("delete", "deployment/operator")
     case.kubectl("delete", "-f", "-", given=yaml.safe_dump_all(case.resources()), within_s=READY_S)
-    awaited(lambda: not _exists(case.cluster, NAMESPACE), READY_S, "no namespace")
+    slowly_awaited(lambda: not _exists(case.cluster, NAMESPACE), READY_S, "no namespace")
     case.facts["seconds to delete"] = round(time.monotonic() - began_s)
 
 

@@ -11,6 +11,7 @@ The end of the `with` block ends all processes, by their ids, and removes bridge
 them back.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -83,6 +84,8 @@ KUBELET = {
     "authorization": {"mode": "Webhook"},
     "nodeStatusUpdateFrequency": "5s",
 }
+slowly_awaited = functools.partial(awaited, every_s=1.0)
+"""`awaited` for looks that start kubectl, which takes a good part of a second of a core."""
 
 
 def _run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
@@ -408,7 +411,7 @@ class KubernetesCluster:
             ),
             *("--exec-opt=native.cgroupdriver=cgroupfs", "--storage-driver=overlay2"),
         )
-        awaited(
+        slowly_awaited(
             lambda: self._answers("docker", "-H", node.docker, "info"),
             60,
             f"{node.name}'s Docker engine",
@@ -498,7 +501,7 @@ class KubernetesCluster:
                 f"--service-account-key-file={pki}/accounts.pub",
             ),
         )
-        awaited(
+        slowly_awaited(
             lambda: self._answers(*self._kubectl, "get", "--raw=/readyz"), 120, "the API server"
         )
         for name, config in (
@@ -567,7 +570,7 @@ class KubernetesCluster:
             ),
         )
         ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
-        awaited(
+        slowly_awaited(
             lambda: self._answers(*self._kubectl, "get", "node", node.name, "-o", ready) == "True",
             120,
             f"{node.name} that is ready",
