@@ -12,6 +12,7 @@ them back.
 """
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -80,7 +81,6 @@ KUBELET = {
     "clusterDNS": [API],
     "clusterDomain": "cluster.local",
     "resolvConf": "/dev/null",
-    "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True}},
     "authorization": {"mode": "Webhook"},
     "nodeStatusUpdateFrequency": "5s",
 }
@@ -232,6 +232,9 @@ class KubernetesCluster:
         if missing or not (GO / "go").exists():
             what = ", ".join(missing) or str(GO / "go")
             raise NotPossible(f"{what}: not there; Debian: apt-get install {PACKAGES}")
+        if " " in str(cache):
+            raise NotPossible(f"{cache}: the folder's name must not contain a space")
+        self._cache = cache
         self._components = Components(cache)
         self.root = Path(
             tempfile.mkdtemp(prefix=f"shoal-kubernetes-{os.getpid()}-", dir="/var/tmp")
@@ -300,14 +303,7 @@ class KubernetesCluster:
         subprocess.run(self._forwarding("-D"), check=False, capture_output=True)
         for name, value in self._sysctls.items():
             _run("sysctl", "-q", f"{name}={value}")
-        self._unmount()
         shutil.rmtree(self.root, ignore_errors=True)
-
-    def _unmount(self) -> None:
-        """Unmount volumes of pods and layers of images that the processes have left."""
-        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-        for path in reversed([each for each in mounts if each.startswith(str(self.root))]):
-            subprocess.run(["umount", "--lazy", path], check=False, capture_output=True)
 
     # --- start ---
 
@@ -332,8 +328,8 @@ class KubernetesCluster:
                 f"DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:{API}",
             ),
             "admin": ("/O=system:masters/CN=admin", ""),
-            "controllers": ("/CN=system:kube-controller-manager", ""),
-            "scheduler": ("/CN=system:kube-scheduler", ""),
+            "kube-controller-manager": ("/CN=system:kube-controller-manager", ""),
+            "kube-scheduler": ("/CN=system:kube-scheduler", ""),
             "to-kubelets": ("/O=system:masters/CN=apiserver-kubelet-client", ""),
         }
         for node in self.nodes:
@@ -394,22 +390,16 @@ class KubernetesCluster:
         (self._pki / f"{name}.conf").write_text(yaml.safe_dump(config))
 
     def _start_docker(self, node: Node) -> None:
-        node.root.mkdir()
+        """Start the engine with mounts of its own, which the node's kubelet shares: kubelets remove
+        what they do not know from /var/log/pods, and so the logs of another node's pods."""
+        (node.root / "log").mkdir(parents=True)
+        own = f'mount --bind {node.root}/log /var/log && exec "$@"'
         self._start(
             f"docker-{node.name}",
-            *(
-                "dockerd",
-                f"--host={node.docker}",
-                f"--bridge={node.bridge}",
-                "--iptables=false",
-                "--ip-masq=false",
-            ),
-            *(
-                f"--data-root={node.root}/docker",
-                f"--exec-root={node.root}/run",
-                f"--pidfile={node.root}/docker.pid",
-            ),
-            *("--exec-opt=native.cgroupdriver=cgroupfs", "--storage-driver=overlay2"),
+            ("unshare", "--mount", "--propagation=private", "sh", "-c", own, "sh"),
+            f"""dockerd --host={node.docker} --bridge={node.bridge} --iptables=false --ip-masq=false
+            --data-root={node.root}/docker --exec-root={node.root}/run
+            --pidfile={node.root}/docker.pid --exec-opt=native.cgroupdriver=cgroupfs --storage-driver=overlay2""",
         )
         slowly_awaited(
             lambda: self._answers("docker", "-H", node.docker, "info"),
@@ -418,117 +408,81 @@ class KubernetesCluster:
         )
 
     def _make_images(self) -> None:
-        """Build Shoal's images on the first node, and copy them to the others."""
-        first, *others = self.nodes
-        docker = ("docker", "-H", first.docker)
+        """Load Shoal's images into all nodes; build them first if they are not those of this
+        tree."""
+        saved = self._cache / f"images-{_tree()}.tar"
+        if not saved.exists():
+            for old in self._cache.glob("images-*.tar"):
+                old.unlink()
+            made = self._build_images(("docker", "-H", self.nodes[0].docker))
+            _run(
+                "docker", "-H", self.nodes[0].docker, "save", "-o", saved.with_suffix(".new"), *made
+            )
+            saved.with_suffix(".new").rename(saved)
+        for node in self.nodes:
+            _run("docker", "-H", node.docker, "load", "-i", saved)
+
+    def _build_images(self, docker: Sequence[str]) -> list[str]:
+        """Build the images of all roles, and that of the sandboxes of pods; return their names."""
         _run(*docker, "import", self._components.base, BASE)
         wheels = any((ROOT / "deploy/offline/wheels").glob("*.whl"))
-        build = (
-            *docker,
-            "build",
-            "--network=host",
-            f"--build-arg=BASE={BASE}",
-            f"--build-arg=PIP_NO_INDEX={int(wheels)}",
-        )
-        made = []
+        arguments = (f"--build-arg=BASE={BASE}", f"--build-arg=PIP_NO_INDEX={int(wheels)}")
+        build = (*docker, "build", "--network=host", *arguments, "-f", "deploy/Dockerfile")
+        made = [PAUSE]
         for name in IMAGES:
-            tag = f"shoal/{name}:dev"
-            target = ("--target=etcd",) if name == "etcd" else (f"--build-arg=LOCK={name}",)
-            _run(
-                *build,
-                *target,
-                "-f",
-                "deploy/Dockerfile",
-                "-t",
-                tag,
-                ".",
-                cwd=ROOT,
-                DOCKER_BUILDKIT="0",
-            )
-            made.append(tag)
+            target = "--target=etcd" if name == "etcd" else f"--build-arg=LOCK={name}"
+            made.append(f"shoal/{name}:dev")
+            _run(*build, target, "-t", made[-1], ".", cwd=ROOT, DOCKER_BUILDKIT="0")
         # Ends at SIGTERM, which a shell or `sleep` as process 1 would ignore.
         pause = "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"
         entry = f"ENTRYPOINT {json.dumps(['sh', '-c', pause])}"
         _run(*docker, "import", f"--change={entry}", self._components.base, PAUSE)
-        for node in others:
-            saved = self.root / "images.tar"
-            _run(*docker, "save", "-o", saved, *made, PAUSE)
-            _run("docker", "-H", node.docker, "load", "-i", saved)
-            saved.unlink()
+        return made
 
     def _start_control_plane(self) -> None:
         pki, etcd = self._pki, f"http://127.0.0.1:{_free_port()}"
         peer = f"http://127.0.0.1:{_free_port()}"
         self._start(
-            *("etcd", find_etcd(), f"--data-dir={self.root}/etcd", f"--listen-client-urls={etcd}"),
-            *(f"--advertise-client-urls={etcd}", f"--listen-peer-urls={peer}"),
-            *(f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"),
+            "etcd",
+            (),
+            f"""{find_etcd()} --data-dir={self.root}/etcd --listen-client-urls={etcd}
+            --advertise-client-urls={etcd} --listen-peer-urls={peer}
+            --initial-advertise-peer-urls={peer} --initial-cluster=default={peer}""",
         )
-        accounts = f"--service-account-signing-key-file={pki}/accounts.key"
         self._start(
-            *(
-                "api",
-                self._components.path("kube-apiserver"),
-                f"--bind-address={API}",
-                "--secure-port=443",
-            ),
-            *(
-                f"--advertise-address={API}",
-                f"--etcd-servers={etcd}",
-                f"--service-cluster-ip-range={SERVICES}",
-            ),
-            *(
-                "--authorization-mode=Node,RBAC",
-                "--enable-admission-plugins=NodeRestriction",
-                "--anonymous-auth=false",
-            ),
-            *(f"--client-ca-file={pki}/ca.crt", f"--tls-cert-file={pki}/apiserver.crt"),
-            *(
-                f"--tls-private-key-file={pki}/apiserver.key",
-                f"--kubelet-client-certificate={pki}/to-kubelets.crt",
-            ),
-            *(
-                f"--kubelet-client-key={pki}/to-kubelets.key",
-                f"--kubelet-certificate-authority={pki}/ca.crt",
-            ),
-            *(
-                "--kubelet-preferred-address-types=InternalIP",
-                "--endpoint-reconciler-type=lease",
-                accounts,
-            ),
-            *(
-                "--service-account-issuer=https://kubernetes.default.svc",
-                f"--service-account-key-file={pki}/accounts.pub",
-            ),
+            "api",
+            (),
+            f"""{self._components.path("kube-apiserver")} --bind-address={API} --secure-port=443
+            --advertise-address={API} --etcd-servers={etcd} --service-cluster-ip-range={SERVICES}
+            --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction
+            --anonymous-auth=false --client-ca-file={pki}/ca.crt
+            --tls-cert-file={pki}/apiserver.crt --tls-private-key-file={pki}/apiserver.key
+            --kubelet-client-certificate={pki}/to-kubelets.crt
+            --kubelet-client-key={pki}/to-kubelets.key
+            --kubelet-certificate-authority={pki}/ca.crt
+            --kubelet-preferred-address-types=InternalIP --endpoint-reconciler-type=lease
+            --service-account-issuer=https://kubernetes.default.svc
+            --service-account-key-file={pki}/accounts.pub
+            --service-account-signing-key-file={pki}/accounts.key""",
         )
-        slowly_awaited(
-            lambda: self._answers(*self._kubectl, "get", "--raw=/readyz"), 120, "the API server"
-        )
-        for name, config in (
-            ("kube-controller-manager", "controllers"),
-            ("kube-scheduler", "scheduler"),
+        ready = (*self._kubectl, "get", "--raw=/readyz")
+        slowly_awaited(lambda: self._answers(*ready), 120, "the API server")
+        both = "--bind-address=127.0.0.1 --port=0 --leader-elect=false --secure-port={} {}"
+        for name, own in (
+            (
+                "kube-controller-manager",
+                f"""--root-ca-file={pki}/ca.crt --use-service-account-credentials
+                --service-account-private-key-file={pki}/accounts.key""",
+            ),
+            ("kube-scheduler", ""),
         ):
-            path = f"{pki}/{config}.conf"
-            own = (
-                f"--root-ca-file={pki}/ca.crt",
-                f"--service-account-private-key-file={pki}/accounts.key",
-                "--use-service-account-credentials",
-            )
+            config = f"{pki}/{name}.conf"
             self._start(
-                *(
-                    name,
-                    self._components.path(name),
-                    f"--kubeconfig={path}",
-                    "--bind-address=127.0.0.1",
-                    "--port=0",
-                ),
-                *(
-                    f"--authentication-kubeconfig={path}",
-                    f"--authorization-kubeconfig={path}",
-                    "--leader-elect=false",
-                ),
-                f"--secure-port={_free_port()}",
-                *(own if config == "controllers" else ()),
+                name,
+                (),
+                f"""{self._components.path(name)} --kubeconfig={config}
+                --authentication-kubeconfig={config} --authorization-kubeconfig={config}
+                {both.format(_free_port(), own)}""",
             )
 
     def _start_kubelet(self, node: Node) -> None:
@@ -546,35 +500,20 @@ class KubernetesCluster:
         }
         path = node.root / "kubelet.yaml"
         path.write_text(yaml.safe_dump(settings))
+        docker = self._started[f"docker-{node.name}"]
         self._start(
             f"kubelet-{node.name}",
-            *(
-                self._components.path("kubelet"),
-                f"--config={path}",
-                f"--kubeconfig={pki}/{node.name}.conf",
-            ),
-            *(
-                f"--hostname-override={node.name}",
-                f"--node-ip={node.address}",
-                f"--root-dir={node.root}/kubelet",
-            ),
-            *(
-                f"--cert-dir={node.root}/certificates",
-                "--container-runtime=docker",
-                f"--docker-endpoint={node.docker}",
-            ),
-            *(
-                "--network-plugin=",
-                f"--pod-infra-container-image={PAUSE}",
-                "--cni-bin-dir=/nonexistent",
-            ),
+            ("nsenter", f"--target={docker.pid}", "--mount"),
+            f"""{self._components.path("kubelet")} --config={path}
+            --kubeconfig={pki}/{node.name}.conf --hostname-override={node.name}
+            --node-ip={node.address} --root-dir={node.root}/kubelet
+            --cert-dir={node.root}/certificates --container-runtime=docker
+            --docker-endpoint={node.docker} --network-plugin= --cni-bin-dir=/nonexistent
+            --pod-infra-container-image={PAUSE}""",
         )
         ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
-        slowly_awaited(
-            lambda: self._answers(*self._kubectl, "get", "node", node.name, "-o", ready) == "True",
-            120,
-            f"{node.name} that is ready",
-        )
+        look = (*self._kubectl, "get", "node", node.name, "-o", ready)
+        slowly_awaited(lambda: self._answers(*look) == "True", 120, f"{node.name} that is ready")
 
     def _make_volumes(self) -> None:
         """Make volumes of folders that both nodes see, so that a drained pod keeps its data."""
@@ -612,10 +551,12 @@ class KubernetesCluster:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    def _start(self, name: str, *command: str | Path) -> None:
+    def _start(self, name: str, within: Sequence[str], command: str) -> None:
+        """Start a process; `within`: the command that sets up its surroundings. Its arguments
+        contain no spaces."""
         with (self.root / f"{name}.log").open("ab") as log:
             self._started[name] = subprocess.Popen(
-                [str(word) for word in command],
+                [*within, *command.split()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -692,6 +633,14 @@ def _names_of(endpoints: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
                 if host := address.get("hostname"):
                     names.setdefault(f"{host}.{service}", []).append(address["ip"])
     return names
+
+
+def _tree() -> str:
+    """A digest of all files that enter the images."""
+    files = ["proto", "client", "worker", "server", "deploy", "pyproject.toml", "hatch_build.py"]
+    listed = _run("git", "ls-files", "--stage", "--", *files, cwd=ROOT)
+    changed = _run("git", "diff", "--", *files, cwd=ROOT)
+    return hashlib.sha256((listed + changed).encode()).hexdigest()[:16]
 
 
 def _free_port() -> int:
