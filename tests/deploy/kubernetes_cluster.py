@@ -399,7 +399,8 @@ class KubernetesCluster:
             ("unshare", "--mount", "--propagation=private", "sh", "-c", own, "sh"),
             f"""dockerd --host={node.docker} --bridge={node.bridge} --iptables=false --ip-masq=false
             --data-root={node.root}/docker --exec-root={node.root}/run
-            --pidfile={node.root}/docker.pid --exec-opt=native.cgroupdriver=cgroupfs --storage-driver=overlay2""",
+            --pidfile={node.root}/docker.pid --exec-opt=native.cgroupdriver=cgroupfs
+            --storage-driver=overlay2""",
         )
         slowly_awaited(
             lambda: self._answers("docker", "-H", node.docker, "info"),
