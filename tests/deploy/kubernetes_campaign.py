@@ -539,7 +539,12 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [case for case in CASES if case.__name__ in wanted]
     try:
         if kubeconfig := os.environ.get("KUBECONFIG"):
-            rows = _rows(Cluster(kubeconfig, options.images, options.tag), chosen)
+            cluster = Cluster(kubeconfig, options.images, options.tag)
+            try:
+                rows = _rows(cluster, chosen)
+            finally:
+                for namespace in (NAMESPACE, HELM_NAMESPACE):
+                    cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found")
         else:
             with KubernetesCluster(options.cache) as own:
                 rows = _rows(Cluster(str(own.kubeconfig)), chosen)
@@ -561,13 +566,9 @@ def _rows(
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         case = Case(cluster, Path(folder))
-        try:
-            for run in cases:
-                rows.append(_row(case, run))
-                print("  ".join(map(str, rows[-1])), flush=True)
-        finally:
-            for namespace in (NAMESPACE, HELM_NAMESPACE):
-                cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found")
+        for run in cases:
+            rows.append(_row(case, run))
+            print("  ".join(map(str, rows[-1])), flush=True)
     return rows
 
 
