@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test engine-test ssh-test clean
+.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test kubernetes-test engine-test ssh-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -164,6 +164,10 @@ slurm-test: $(VENV)/.installed ## run the batch script under a real Slurm of thr
 	command -v slurmctld munged ip > /dev/null && command -v slurmd > /dev/null || { apt-get update && \
 		RUNLEVEL=1 apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; }
 	PYTHONPATH=tests $(BIN)/python -m deploy.slurm_campaign $(SLURM)
+
+KUBERNETES ?=
+kubernetes-test: $(VENV)/.installed ## the manifests and the chart on a real Kubernetes: $KUBECONFIG's, else one built from Debian's sources (needs root; KUBERNETES="--only up")
+	PYTHONPATH=tests $(BIN)/python -m deploy.kubernetes_campaign $(KUBERNETES)
 
 # The packages would start an sshd: the test has its own, in network namespaces.
 SSH ?=

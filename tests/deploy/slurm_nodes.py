@@ -65,12 +65,14 @@ class NotPossible(Exception):
     """The reason why this machine cannot have such a cluster."""
 
 
-def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Found:
+def awaited(
+    look: Callable[[], Found | None], within_s: float, what: str, every_s: float = 0.1
+) -> Found:
     """Return the first true result of `look`. Raises AssertionError if there is none in time."""
     deadline_s = time.monotonic() + within_s
     while not (found := look()):
         assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s"
-        time.sleep(0.1)
+        time.sleep(every_s)
     return found
 
 

@@ -25,10 +25,11 @@ def helm(*arguments: str) -> str:
 
 
 def template(values: dict[str, Any] | None = None, namespace: str = "shoal") -> list[Resource]:
-    """Resources that Helm would apply."""
+    """Resources that Helm would apply, without the pods of `helm test`."""
     given = [] if values is None else [f"--set-json={k}={json.dumps(v)}" for k, v in values.items()]
     text = helm("template", "any-name", str(CHART), f"--namespace={namespace}", *given)
-    found = [document for document in yaml.safe_load_all(text) if document]
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    found = [d for d in documents if "helm.sh/hook" not in d["metadata"].get("annotations", {})]
     for resource in found:
         # Helm applies into the namespace; a resource need not name it.
         if resource["kind"] != "Namespace":
@@ -53,13 +54,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "coordinator.replicas": 1,
         "parameterServer.replicas": 1,
         "worker.replicas": 2,
+        "etcd.resources.requests.cpu": "100m",
+        "coordinator.resources.requests.cpu": "100m",
+        "parameterServer.resources.requests.cpu": "250m",
+        "worker.resources.requests.cpu": "250m",
     },
     "overlays/gpu": {
         "namespace.create": True,
         "worker.image": "worker-cuda",
         "worker.resources": {
             "requests": {"cpu": "1", "memory": "1Gi"},
-            "limits": {"memory": "32Gi", "nvidia.com/gpu": 1},
+            "limits": {"memory": "32Gi", "nvidia.com/gpu": "1"},
         },
         "worker.sharedMemory": "8Gi",
         "worker.tolerations": [

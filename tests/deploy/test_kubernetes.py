@@ -278,7 +278,9 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
     worker = find(resources, kinds={"Deployment"}, name="worker")
     [container] = worker["spec"]["template"]["spec"]["containers"]
     known = variables(resources, container, first_pod(container))
-    words = shlex.split(container["readinessProbe"]["exec"]["command"][-1])
+    is_finished, asks = container["readinessProbe"]["exec"]["command"][-1].split(" || ")
+    assert f"--finished-file={is_finished.removeprefix('test -e ')}" in container["command"]
+    words = shlex.split(asks)
     words = [re.sub(r"\$([A-Z_]+)", lambda match: known[match[1]], word) for word in words]
     program, kind, urls, option, path = words
     assert (program, kind, option) == ("shoal-probe", "http", "--path")

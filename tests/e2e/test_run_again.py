@@ -77,3 +77,27 @@ def test_a_jobs_name_can_be_used_again(shoal_command: Shoal, tmp_path: Path) -> 
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
     assert code == 0, output
+
+
+def test_workers_of_a_finished_job_wait_for_sigterm(shoal_command: Shoal, tmp_path: Path) -> None:
+    """With --finished-file the launcher does not end with its job, and not either if it is started
+    again afterwards, as a Deployment does it: it writes the file and waits for SIGTERM."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    up = shoal_command.start("up", "--ps", "1")
+    welcome = read_until(up, "Ctrl-C stops the cluster")
+    coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
+    file = tmp_path / "finished"
+    for is_started_again in (False, True):
+        options = ("--job", "train", "--finished-file", str(file), "train.py")
+        run = shoal_command.start(
+            "run", *options, environment={"SHOAL_COORDINATOR": coordinator, "OMP_NUM_THREADS": "1"}
+        )
+        output = read_until(run, "waiting for SIGTERM")
+        assert any("job train is finished (" in line for line in output) == is_started_again
+        assert file.exists()
+        run.send_signal(signal.SIGTERM)
+        code, rest = finish(run)
+        assert code == 128 + signal.SIGTERM, rest
+    up.send_signal(signal.SIGINT)
+    code, rest = finish(up)
+    assert code == 0, rest

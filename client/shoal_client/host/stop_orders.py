@@ -19,6 +19,11 @@ class StopOrders:
         self._first_s = float("-inf")
 
     @property
+    def were_given(self) -> bool:
+        """True if a signal has come."""
+        return self._first != 0
+
+    @property
     def is_fresh(self) -> bool:
         """True while a SIGTERM would repeat the newest order."""
         return time.monotonic() < self._first_s + SAME_ORDER_S

@@ -27,7 +27,7 @@ from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import Unavailable
+from shoal_proto.errors import JobFinished, Unavailable
 from shoal_proto.secrets import job_secret
 from shoal_proto.terminal import printable
 from shoal_proto.tls import identity
@@ -69,6 +69,26 @@ def run(config: RunConfig) -> int:
     with ExitStack() as stack:
         # For signals before and after the time in which the launcher has its own handler.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
+        if (file := config.restart.finished_file) is None:
+            return _run_workers(config, orders)
+        file.unlink(missing_ok=True)
+        try:
+            code = _run_workers(config, orders)
+        except JobFinished as error:
+            _say(str(error))
+            code = 0
+        if code == 0 and not orders.were_given:
+            file.touch()
+            _say(f"wrote {file}; waiting for SIGTERM")
+            while True:
+                signal.pause()
+        return code
+
+
+def _run_workers(config: RunConfig, orders: StopOrders) -> int:
+    """Run the workers on these hosts, with a cluster of their own if they need one. Return the exit
+    code."""
+    with ExitStack() as stack:
         hosts = None
         if config.over_ssh.hosts:
             hosts = stack.enter_context(HostLaunchers(config, orders, say=_say))

@@ -51,6 +51,10 @@ class RestartOptions:
     """Seconds that workers have to finish their step and hand over after SIGTERM or Ctrl-C, before
     they are killed. The other members need up to a quarter of the coordinator's --join-s to agree
     to continue without them."""
+    finished_file: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Once the workers have ended without error, or if the job was finished before, create this
+    file and wait for SIGTERM. For a Deployment of Kubernetes, which would start ended workers again
+    and again; its readiness probe can look for the file."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
