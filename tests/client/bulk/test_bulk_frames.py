@@ -265,6 +265,16 @@ def test_a_closed_connection_is_an_error_and_no_end_of_the_call(ends: Ends) -> N
         list(ends[0].pull(PULL, [], 60.0))
 
 
+def test_the_reason_of_a_server_that_hung_up_is_raised(ends: Ends) -> None:
+    """The server refuses the call while the client still sends it."""
+    refusal = InvalidSpec("too many shards", seen="9", expected="at most 8")
+    ends[1].sendall(bulk.header(FrameKind.BEAT))
+    ends[1].sendall(bulk.message(FrameKind.ERROR, to_detail(refusal).SerializeToString()))
+    ends[1].close()
+    with pytest.raises(InvalidSpec, match="too many shards"):
+        list(ends[0].pull(PULL, [], 60.0))
+
+
 @pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.ERROR])
 def test_an_answer_that_does_not_parse_is_an_error(ends: Ends, kind: FrameKind) -> None:
     ends[1].sendall(bulk.message(kind, b"\xff"))
