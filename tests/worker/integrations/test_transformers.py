@@ -316,6 +316,7 @@ class Followed(TrainerCallback):
         self.epochs.append(state.epoch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(4, 22), (16, 6)])
 def test_a_checkpoint_of_another_batch_size_is_trained_to_the_end_of_the_samples(
     tmp_path: Path, batch_size: int, num_steps: int
@@ -343,6 +344,7 @@ def test_a_checkpoint_of_another_batch_size_is_trained_to_the_end_of_the_samples
     assert all(now < before for before, now in pairwise(followed.rates))
 
 
+@pytest.mark.long
 def test_max_steps_beyond_the_samples_of_its_epochs_is_refused(tmp_path: Path) -> None:
     """Batches are smaller than before the change: the planned epochs have too few steps."""
     options = {"gradient_accumulation_steps": 1, "eval_strategy": "no"}
