@@ -204,7 +204,7 @@ def test_a_location_that_mlflow_refuses_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_tracking_server_of_databricks_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no lock file. Without the user's profile, the call fails without a connection."""
+    """Opening a run makes no lock file. Without a profile, the call fails without a connection."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(Exception, match=r"(?i)databricks"):
