@@ -66,8 +66,9 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.own = False
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
-        """0 if this rank's own gradients on a device were finite in each pass, else NaN. It stays
-        on the device, as reading it waits for all work queued there. None: there were none."""
+        """Zero if this rank's own gradients on a device were finite in each pass, else NaN. It
+        stays on the device, as reading it waits for all work queued there. None: there were
+        none."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
         stay on the device, as reading them waits for all work queued there."""
