@@ -110,8 +110,8 @@ class LossAcceptance:
         finally:
             # Also if etcd fails after some were given up: to a repeated request they are not lost.
             if given_up:
-                anew = choice is SamplesAfterLoss.ANEW
-                self._losses.record_acceptance(job, given_up, by, _samples_in_words(counts, anew=anew))
+                text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
+                self._losses.record_acceptance(job, given_up, by, text)
         by_this_call = plan.lost if request.dry_run else given_up
         return _reply(plan, by_this_call, plan.samples if request.dry_run else choice, counts)
 
