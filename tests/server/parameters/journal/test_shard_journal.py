@@ -177,9 +177,9 @@ async def test_any_failure_of_an_image_interrupts_journaling(
 
     async with journaling(Journal(JournalConfig(directory=tmp_path)), take) as (kept, reports):
         kept.start_journaling(replica)
+        kept.append_update(replica, push(replica))
         why = await reports.next()
         assert isinstance(why, RetryError) and repr(error) in str(why)
-        kept.append_update(replica, push(replica))
         assert await reports.next() == 2
 
 
