@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, repeat
 
 import pytest
 from support.clusters.coordinator_world import Served, served
@@ -88,7 +88,7 @@ async def test_each_request_goes_to_the_coordinator_that_leads_then(
     """The command knows the status page only, which first names a coordinator that has ended."""
     async with world() as at:
         a, _ = await at.members.training("a", "b")
-        leaders = iter(["127.0.0.1:1", at.members.address])
+        leaders = chain(["127.0.0.1:1"], repeat(at.members.address))
         monkeypatch.setattr(StatusClient, "leader", lambda client: next(leaders))
         monkeypatch.setattr(command, "ANSWER_WITHIN_S", 0.3)
         run = parse(["drain", "b", "--job", "j", "--http", at.url])
