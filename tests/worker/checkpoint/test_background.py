@@ -88,13 +88,13 @@ def test_a_checkpoint_that_cannot_be_read_back_replaces_no_other(tmp_path, place
 def test_the_log_names_the_checkpoint_that_failed(tmp_path):
     """The failure is noticed when the next checkpoint is due."""
     checkpoints = GenerationCheckpoints(ScriptPosition())
-    checkpoints.keep(Checkpoints(tmp_path, every_steps=1))
+    checkpoints.set_store(Checkpoints(tmp_path, every_steps=1))
     with capture_logs() as logs:
         for state_shard in (at(1), unreadable(2), at(3)):
             checkpoints.write(state_shard.step, lambda given=state_shard: given, lambda _: True)
         checkpoints.close()
     (failed,) = [line for line in logs if line["event"] == "checkpoint_failed"]
-    assert failed["path"] == str(tmp_path / "step-00000002")
+    assert ".step-00000002." in failed["path"]
     assert "step" not in failed
 
 

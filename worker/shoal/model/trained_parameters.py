@@ -1,4 +1,5 @@
-"""Check that the trained parameters of a model stay as they were when it was distributed.
+"""Check that a model has tensors only, and that its trained parameters stay as they were when it was
+distributed.
 
 Gradients are reduced for the parameters that required a gradient at that time. A parameter that is
 trained only from a later step on would get each member's own gradient, and a member that joins
@@ -204,3 +205,20 @@ def _kind_of(tensor: Tensor) -> Kind:
 def are_same(these: Sequence[object], those: Sequence[object]) -> bool:
     """True if the sequences have the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise InvalidSpec for modules with extra state. Members hand over only tensors: a joiner, and
+    a new generation, would have the extra state with which the script made the module."""
+    names = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if names:
+        raise InvalidSpec(
+            "modules have a state that is neither parameter nor buffer",
+            seen=f"get_extra_state of {', '.join(names[:5])}",
+            expected="tensors, which members can hand over",
+            fix="Keep it in a persistent buffer: register_buffer(name, tensor).",
+        )

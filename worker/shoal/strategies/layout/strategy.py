@@ -23,12 +23,12 @@ from shoal.membership.generation import Generation, receivers_of
 from shoal.model.devices import device_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
-from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import is_on_host, refuse_layers, refuse_parameter_hooks
 from shoal.model.losses import check_loss
 from shoal.model.module_proxy import copy_modes, retarget
 from shoal.model.script_attributes import ScriptAttributes
 from shoal.model.several import SeveralModels, models_of, proxies_of
+from shoal.model.trained_parameters import refuse_extra_state
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import of_shard, with_registered
 from shoal.state.resharding import reshard

@@ -25,10 +25,10 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.membership.generation import Generation, receivers_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
-from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.not_finite import gradient_not_finite
 from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal.model.trained_parameters import refuse_extra_state
 from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.state.shards import whole_chunk
 from shoal.state.transfer import receive, send

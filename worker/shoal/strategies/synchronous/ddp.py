@@ -22,7 +22,6 @@ from shoal.layouts.gradients import not_reduced
 from shoal.membership.generation import Generation, receivers_of
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
-from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import (
     StepGradients,
     refuse_layers,
@@ -31,6 +30,7 @@ from shoal.model.gradients import (
 )
 from shoal.model.several import models_of, proxies_of, refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal.model.trained_parameters import refuse_extra_state
 from shoal.state.host_copies import state_dict_on_host
 from shoal.state.registered.objects import into_state, of_shard, of_state, with_registered
 from shoal.state.replicated import ReplicatedState, State
