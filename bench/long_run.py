@@ -22,6 +22,7 @@ Model, pause of each step in `steps`, and systems are as in bench/trace.py.
 """
 
 import argparse
+import math
 import random
 import tempfile
 import time
@@ -51,7 +52,7 @@ from training.machines import (
 )
 from training.usage import Usage, growth_per_kill, shared_memory, usage_of
 
-PAUSE_S, KILLS_PAUSE_S = 0.03, 0.1
+PAUSE_S, KILLS_PAUSE_S = 0.03, 0.25
 NUM_STEPS, CHECKPOINT_EVERY = 3000, 100
 BETWEEN_KILLS = (330, 555)
 NUM_KILLS, NUM_SAMPLES = 2000, 20
@@ -207,27 +208,30 @@ def family(machines: Machines, name: str) -> list[int]:
 
 
 def run_kills(
-    system: str, plan: Plan, num_kills: int, seed: int
+    system: str, plan: Plan, asked: argparse.Namespace
 ) -> tuple[dict[str, Any], int, Any]:
-    """Return the figures of a run with `num_kills` kills, and its last step and weights. Raises
-    NotTraining or Stuck."""
+    """Return the figures of a run with `asked.kills` kills, or as many as `asked.minutes` allow,
+    and its last step and weights. Raises NotTraining or Stuck."""
     plan.directory.mkdir()
-    every = max(1, num_kills // NUM_SAMPLES)
+    every = max(1, asked.kills // NUM_SAMPLES)
     with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
         for number in range(NUM_WORKERS):
             machines.join(f"machine-{number}")
         machines.await_training(NUM_WORKERS, STEPS_BEFORE, START_S)
-        run = KilledRun(machines, running, random.Random(seed))
+        run = KilledRun(machines, running, random.Random(asked.seed))
         began_s = time.monotonic()
         run.sample()
-        for number in range(1, num_kills + 1):
-            run.kill_one()
-            if number % every == 0:
-                print(f"{system}: {number} kills, step {reached(machines)}", flush=True)
-                run.sample()
+        num_kills = 0
+        while num_kills < asked.kills and time.monotonic() - began_s < 60 * asked.minutes:
+            for _ in range(every):
+                run.kill_one()
+            num_kills += every
+            print(f"{system}: {num_kills} kills, step {reached(machines)}", flush=True)
+            run.sample()
         seconds = time.monotonic() - began_s
         end = result(machines.steps, plan.directory)
     figures = {
+        "kills": num_kills,
         "seconds": seconds,
         "kills_per_minute": 60 * num_kills / seconds,
         "samples": [{name: asdict(each) for name, each in own.items()} for own in run.samples],
@@ -244,11 +248,11 @@ def measure_kills(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
         for system in systems:
             plan = plan_of(Path(name) / system, KILLS_PAUSE_S)
             try:
-                figures, *end = run_kills(system, plan, asked.kills, asked.seed)
+                figures, *end = run_kills(system, plan, asked)
             except (NotTraining, Stuck) as error:
                 print(f"{system} is left out: {error}", flush=True)
                 continue
-            entry = {"system": system, "seed": asked.seed, "kills": asked.kills, "steps": end[0]}
+            entry = {"system": system, "seed": asked.seed, "steps": end[0]}
             found.append(({**entry, **figures}, *end))
     return with_distances(found)
 
@@ -274,6 +278,7 @@ def main() -> None:
     parser.add_argument("--systems")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--kills", type=int, default=NUM_KILLS)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
