@@ -1,5 +1,4 @@
-"""Check that a model has tensors only, and that its trained parameters stay as they were when it was
-distributed.
+"""Checks of a model: its state is in tensors, and its trained parameters stay as they were.
 
 Gradients are reduced for the parameters that required a gradient at that time. A parameter that is
 trained only from a later step on would get each member's own gradient, and a member that joins
