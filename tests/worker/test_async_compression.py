@@ -258,7 +258,7 @@ BAD: dict[str, tuple[tuple[GradientCodec, bytes], type[ShoalError], str]] = {
     ),
     "no kind": ((GradientCodec(num_bytes=64), bytes(64)), InvalidSpec, "no codec ''"),
     "another length": (int8(2048), ShapeMismatch, "another length"),
-    "more bytes than without": (sparse(range(4096)), ShapeMismatch, "fewer than the 16384"),
+    "more bytes than without": (sparse(range(4096)), ShapeMismatch, "fewer than 16384"),
     "a block of none": (
         (GradientCodec(kind="one-bit", num_bytes=64), bytes(64)),
         InvalidSpec,

@@ -45,7 +45,7 @@ def test_existing_certificates_are_not_overwritten(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InvalidSpec, match="an authority already"):
         certs(folder, "init")
-    with pytest.raises(InvalidSpec, match="of that name already"):
+    with pytest.raises(InvalidSpec, match="of this name already"):
         certs(folder, "issue", "worker")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 

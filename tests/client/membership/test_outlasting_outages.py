@@ -125,6 +125,7 @@ class AwaySamples:
     """The coordinator's samples, available once `back` is set."""
 
     num_samples = 1000
+    has_unreported = False
 
     def __init__(self) -> None:
         self.coordinators = Coordinators(["127.0.0.1:1"])

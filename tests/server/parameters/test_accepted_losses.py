@@ -162,7 +162,7 @@ def test_a_shard_whose_loss_is_accepted_starts_over_and_others_stay(
     assert [(each.shard_id, each.servers) for each in shown.lost] == [
         (victim.shard_id, (victim.server_id,))
     ]
-    with pytest.raises(InvalidSpec, match=r"1 of 2 shards are given up.*`--samples keep`"):
+    with pytest.raises(InvalidSpec, match=r"1 of 2 shards would be given up.*`--samples keep`"):
         accept(servers)
     assert read_view(servers).lost
     (given_up,) = accept(servers, samples=SAMPLES_AFTER_LOSS_KEEP).shards

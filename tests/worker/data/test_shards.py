@@ -171,7 +171,7 @@ def test_a_shard_of_another_length_is_refused_by_name(count: int, seen: str) -> 
     """A longer shard is refused too: its other samples would never be trained on."""
     shards = shoal.Shards([range(6), range(2)], lengths=[count, 2])
     loader = loading(shards, global_batch_size=count + 2)
-    with pytest.raises(SampleFailed, match=rf"shard 0 holds another number.*{seen}.*ected {count}"):
+    with pytest.raises(SampleFailed, match=rf"shard 0 has another number.*{seen}.*ected {count}"):
         loader.synchronous(0, 0, 1)
     assert shoal.Shards.count([range(6), range(2)]) == [6, 2]
 

@@ -218,6 +218,7 @@ def test_fit_continues_a_checkpoint_of_another_batch_size_to_the_jobs_end(
     and Keras counts each step once and gets the weights back."""
     fitted: list[tuple[bodies.Counted, Any]] = []
     for size, every_steps in ((10, 7), (batch_size, 100)):
+        keras.utils.clear_session()  # The names of layers begin anew, as in a restarted process.
         with shoal.join() as session:
             model = bodies.new_model()
             model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Tensors, str]] = {
     ),
     "rows": (
         lambda rank: torch.ones(1 + rank, 2),
-        "not one row for each sample.*m1: 2 rows for 1 samples",
+        "more or fewer rows than.*m1: 2 rows for 1 samples",
     ),
 }
 

@@ -324,7 +324,7 @@ async def test_a_series_that_another_process_wrote_ends_with_advice(
         await world.store.put(head.key, head.value)
         with pytest.raises(InternalError, match="changed by another process") as raised:
             await client.contribute(world.put(part(2)))
-        assert raised.value.expected == "the one that this coordinator has written"
+        assert raised.value.expected == "the head that this coordinator has written"
         assert raised.value.fix == "Try again: the record is then read again."
 
 
