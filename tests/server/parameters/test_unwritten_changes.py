@@ -150,7 +150,9 @@ async def test_records_are_corrected_once_etcd_permits_it_again(
     async with running(config("ps-0"), store) as server, asyncio.timeout(LIMIT_S):
         store.is_locked = True
         shard = ShardAssignment(shard_id=0, epoch=1, primary=Holder("ps-1", "one"), on_disk="ps-0")
-        await assignments.place(store, JobAssignments(job="job", copies=1, shards=(shard,), run="run"))
+        await assignments.place(
+            store, JobAssignments(job="job", copies=1, shards=(shard,), run="run")
+        )
         await store.refused.wait()
         store.is_locked = False
 
