@@ -69,4 +69,4 @@ def test_a_call_after_the_last_batch_gives_no_earlier_model(
         raised = survivor.expect("raised")
     assert raised["error"] == "StateLost"
     assert "hold step 7" in raised["text"]
-    assert "expected step 10" in raised["text"]
+    assert "state of step 10" in raised["text"]
