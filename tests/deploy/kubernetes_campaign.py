@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ import yaml
 from deploy.kubernetes_cluster import KubernetesCluster, slowly_awaited
 from deploy.kustomization import Resource, find
 from deploy.slurm_nodes import NotPossible
-from deploy.stack import IMAGES, ROOT
+from deploy.stack import IMAGES, ROOT, run
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 CHART = ROOT / "deploy" / "helm" / "shoal"
@@ -99,17 +98,8 @@ class Cluster:
         return self._run(str(HELM), *arguments, within_s=600.0)
 
     def _run(self, *command: str, given: str = "", within_s: float) -> str:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "KUBECONFIG": self.kubeconfig},
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
-        return done.stdout
+        environment = {**os.environ, "KUBECONFIG": self.kubeconfig}
+        return run(*command, environment=environment, given=given, timeout_s=within_s)
 
     def get(self, *arguments: str) -> Any:
         return json.loads(self.kubectl("get", "-o", "json", *arguments))
@@ -569,17 +559,17 @@ def _rows(
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         case = Case(cluster, Path(folder))
-        for run in cases:
-            rows.append(_row(case, run))
+        for each in cases:
+            rows.append(_row(case, each))
             print("  ".join(map(str, rows[-1])), flush=True)
     return rows
 
 
-def _row(case: Case, run: Callable[[Case], None]) -> tuple[str, str, float, str]:
+def _row(case: Case, check: Callable[[Case], None]) -> tuple[str, str, float, str]:
     began_s = time.monotonic()
     case.facts = {}
     try:
-        run(case)
+        check(case)
         result = "passed"
     except NotPossible as reason:
         result, case.facts["left out"] = "left out", reason
@@ -588,7 +578,7 @@ def _row(case: Case, run: Callable[[Case], None]) -> tuple[str, str, float, str]
         print(case.cluster.kubectl("get", "pods", "--all-namespaces", "-o", "wide"), flush=True)
         result = "FAILED"
     facts = ", ".join(f"{name}: {value}" for name, value in case.facts.items())
-    return run.__name__, result, time.monotonic() - began_s, facts
+    return check.__name__, result, time.monotonic() - began_s, facts
 
 
 if __name__ == "__main__":

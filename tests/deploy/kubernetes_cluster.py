@@ -32,7 +32,7 @@ from typing import Any, Self
 import httpx
 import yaml
 from deploy.slurm_nodes import NotPossible, awaited
-from deploy.stack import IMAGES, ROOT
+from deploy.stack import IMAGES, ROOT, run
 
 from shoal_client.local.etcd import find_etcd
 
@@ -62,6 +62,8 @@ SERVICES = "10.231.0.0/24"
 API = "10.231.0.1"
 """The first address of SERVICES, which is that of the Service `kubernetes`."""
 NUM_VOLUMES = 6
+BUILD_S = 3600.0
+"""Limit of a command: to build Kubernetes takes ten minutes on two idle cores."""
 BASE = "shoal-kubernetes-base"
 PAUSE = "shoal-kubernetes-pause"
 SYSCTLS = ("net.ipv4.ip_forward", "vm.overcommit_memory", "kernel.panic", "kernel.panic_on_oops")
@@ -88,20 +90,10 @@ slowly_awaited = functools.partial(awaited, every_s=1.0)
 """`awaited` for looks that start kubectl, which takes a good part of a second of a core."""
 
 
-def _run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-    """Run a command; return its standard output. A failure shows all of its output."""
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
-    return done.stdout
+def _run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
+    """Standard output of a command, with further variables in its environment."""
+    environment = {**os.environ, **variables}
+    return run(*map(str, command), cwd=cwd, environment=environment, timeout_s=BUILD_S)
 
 
 @dataclass(frozen=True, kw_only=True)

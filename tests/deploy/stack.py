@@ -36,12 +36,20 @@ def free_port() -> int:
         return port
 
 
-def run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 300) -> str:
-    """Standard output of a command. A failure shows all of its output."""
+def run(
+    *command: str,
+    environment: dict[str, str] | None = None,
+    timeout_s: float = 300,
+    cwd: Path = ROOT,
+    given: str = "",
+) -> str:
+    """Standard output of a command; `given`: its standard input. A failure shows all of its
+    output."""
     result = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment,
+        input=given,
         capture_output=True,
         text=True,
         timeout=timeout_s,
