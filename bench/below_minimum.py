@@ -81,7 +81,7 @@ class FewJob:
         resume_s = time.monotonic() - started_s
         if self.survivor not in self.job.steps.training(2, 1):
             raise Stuck(f"the survivor of {self.strategy} is gone:\n{logs_in(self.directory)}")
-        _, difference = end(self.job, self.directory)
+        _, difference = end(self.job.steps, self.directory)
         figures = (
             ("wait", waited_s, "s"),
             ("resume", resume_s, "s"),

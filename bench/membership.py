@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,13 +61,13 @@ class Drivers:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._processes: list[subprocess.Popen[str]] = []
-        num_each = num_members // NUM_DRIVERS
-        for index in range(NUM_DRIVERS):
+        bounds = [num_members * index // NUM_DRIVERS for index in range(NUM_DRIVERS + 1)]
+        for first, end in pairwise(bounds):
             share = {
                 "coordinator": coordinator,
                 "job": job,
-                "first": index * num_each,
-                "num_members": num_each,
+                "first": first,
+                "num_members": end - first,
                 "desired": num_members,
                 "heartbeat_s": heartbeat_s,
             }

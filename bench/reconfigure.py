@@ -46,7 +46,8 @@ def measure(cluster: LocalCluster, place: Path, way: str, num_kills: int) -> dic
 
 def main() -> None:
     check_reconfigures("gloo")
-    num_rounds, num_kills = [*map(int, sys.argv[1:]), NUM_ROUNDS, NUM_KILLS][:2]
+    asked = [int(word) for word in sys.argv[1:3]]
+    num_rounds, num_kills = [*asked, *(NUM_ROUNDS, NUM_KILLS)[len(asked) :]]
     seen: dict[str, dict[str, list[float]]] = {"0": {}, "1": {}}
     with tempfile.TemporaryDirectory() as name:
         config = LocalClusterConfig(directory=Path(name) / "cluster", num_parameter_servers=0)
