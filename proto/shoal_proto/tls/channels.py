@@ -47,7 +47,13 @@ def _channel(
     kind: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> Any:
     """Open a channel of `kind`, which is the module grpc or grpc.aio."""
-    options = [*options, ("grpc.enable_http_proxy", 0)]
+    options = [
+        *options,
+        ("grpc.enable_http_proxy", 0),
+        # By default gRPC looks a name up every 30 s at most. A pod that is replaced keeps its name
+        # and gets another address: until its clients look the name up, they find nobody.
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    ]
     if credentials is None:
         return kind.insecure_channel(address, options=options)
     return kind.secure_channel(address, credentials, options=options)
