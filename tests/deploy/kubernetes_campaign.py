@@ -394,7 +394,7 @@ def drain(case: Case, node: str) -> None:
 
 
 def finished(case: Case) -> None:
-    """After the job's end its workers wait, ready, without a restart, and a drain still works."""
+    """Workers of a finished job wait, ready, without a restart, and a drain still works."""
     restarts = _restarts(case)
     case.finish()
     for name in case.names():

@@ -81,7 +81,7 @@ def test_a_jobs_name_can_be_used_again(shoal_command: Shoal, tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_workers_of_a_finished_job_wait_for_sigterm(shoal_command: Shoal, tmp_path: Path) -> None:
-    """With --finished-file the launcher does not end with its job, and not either if it is started
+    """A launcher with --finished-file does not end with its job, and not either if it is started
     again afterwards, as a Deployment does it: it writes the file and waits for SIGTERM."""
     (tmp_path / "train.py").write_text(SCRIPT)
     up = shoal_command.start("up", "--ps", "1")

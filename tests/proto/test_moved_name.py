@@ -17,7 +17,7 @@ WITHIN_S = 15.0
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
 )
 def test_the_new_address_of_a_name_is_found_within_seconds(tmp_path: Path) -> None:
-    """By default gRPC would use the old one for half a minute."""
+    """The default of gRPC would use the old one for half a minute."""
     hosts = tmp_path / "hosts"
     hosts.touch()
     own = f'mount --bind {hosts} /etc/hosts && exec "$@"'

@@ -1,4 +1,4 @@
-"""One training of the demo: `shoal run`, with a SIGKILL of one worker, and its outcome."""
+"""Training of the demo: `shoal run`, with a SIGKILL of one worker, and its outcome."""
 
 import json
 import os

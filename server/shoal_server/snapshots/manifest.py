@@ -50,7 +50,7 @@ class Manifest:
     """The job's ShardMap as it was written when the job was placed, serialized. The shards may have
     had other primaries at the cut."""
     parts: Sequence[ManifestEntry]
-    """One entry for each shard of the layout, in order of shard ids."""
+    """Entries, one for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
     """Sequence number of each session's newest push in the snapshot."""
     partial_steps: Sequence[str]

@@ -51,7 +51,7 @@ def test_existing_certificates_are_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_an_init_that_is_refused_can_be_repeated(tmp_path: Path) -> None:
-    """It leaves no authority without certificates."""
+    """A refused init leaves no authority without certificates."""
     folder = tmp_path / "certs"
     with pytest.raises(InvalidSpec, match=r"saw 'schräg\.example'.*xn--"):
         certs(folder, "init", "--host", "schräg.example")

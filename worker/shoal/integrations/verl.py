@@ -33,7 +33,7 @@ WAIT_S = 600.0
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """One process' access to a series: rank 0 of the actors publishes, rollouts read.
+    """Access of a process to a series: rank 0 of the actors publishes, rollouts read.
 
     `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec if there is
     neither. `keep` and `copies` as in `shoal.publish`."""

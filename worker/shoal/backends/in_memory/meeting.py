@@ -101,7 +101,7 @@ class _Call:
 
 
 class Meeting:
-    """One group of a job's ranks. Arguments such as `rank` are positions in the group."""
+    """Group of a job's ranks. Arguments such as `rank` are positions in the group."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub
