@@ -89,7 +89,7 @@ MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 87, 14_150
 
 
 def test_the_reading_radius_of_ddp_does_not_grow() -> None:
-    found = radius("shoal.strategies.synchronous.ddp")
+    found = radius("shoal.strategies.layout.ddp")
     assert len(found.modules) <= MAX_RADIUS_MODULES
     assert found.num_lines <= MAX_RADIUS_LINES
 

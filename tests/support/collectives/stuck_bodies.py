@@ -16,9 +16,9 @@ from shoal.backends.network.gloo import GlooBackend
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.peers import GroupPeers
 from shoal.layouts.base import LayOut, World
-from shoal.layouts.replicated import Zero1Layout
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout
+from shoal.layouts.zero1 import Zero1Layout
 from shoal.state.replicated import State
 from shoal.state.resharding import reshard
 from shoal.state.shards import StateShard, TensorShard

@@ -29,7 +29,7 @@ from shoal.session.session import Session
 from shoal.state.replicated import State
 from shoal.state.transfer import receive, send
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.ddp import DDP
+from shoal.strategies.layout.ddp import DDP
 from shoal_client.membership.member import Member
 from shoal_proto.errors import GenerationBroken
 
