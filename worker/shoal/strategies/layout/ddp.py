@@ -21,8 +21,8 @@ from shoal.model.gradients import StepGradients, watch_parameters
 from shoal.model.several import models_of, refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.state.host_copies import state_dict_on_host
-from shoal.state.registered.objects import into_state, of_shard, of_state, with_registered
-from shoal.state.replicated import ReplicatedState, State
+from shoal.state.registered.objects import of_shard, with_registered
+from shoal.state.replicated import ReplicatedState
 from shoal.state.shards import StateShard, whole_chunk
 from shoal.state.transfer import receive, send
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -110,9 +110,7 @@ class DDP(LayoutStrategy):
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)
-            self._state.adopt(state_shard)
-            self._registered.adopt(of_shard(state_shard))
-            self._transaction.step = state_shard.step
+            self.restore(state_shard)
         self._rank = generation.rank
         if not self._watching:
             # The same parameters in all generations, unlike those of other layouts.
@@ -137,14 +135,12 @@ class DDP(LayoutStrategy):
         """Send the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
-            state = into_state(self._state.collect(self.step), self._registered.current())
-            send(self._checkpoints.samples.add_position(state), receivers, group)
+            own = with_registered(self._state.collect(self.step), self._registered.current())
+            send(self._checkpoints.samples.add_position(own), receivers, group)
         elif generation.rank in receivers:
-            state = receive(source, receivers, group)
-            held, self._has_state = self._has_state, False
-            # `_has_state` is False meanwhile: a failure would leave the state partly written.
-            self.restore(state)
-            self._has_state = held
+            given = receive(source, receivers, group)
+            self.restore(given)
+            self._checkpoints.samples.adopt(given)
         if receivers or not self.position.is_shared:
             check_same_step(generation.number, self.step, group)
 
@@ -195,12 +191,14 @@ class DDP(LayoutStrategy):
             tied=tied(self._model),
         )
 
-    def restore(self, state: State) -> None:
-        own, registered = of_state(state)
-        self._state.restore(own)
-        self._registered.adopt(registered)
-        self._checkpoints.samples.adopt(state)
-        self._transaction.step = state.step
+    def restore(self, state_shard: StateShard) -> None:
+        """Load the state of another member, or of a checkpoint."""
+        held, self._has_state = self._has_state, False
+        # `_has_state` is False meanwhile: a failure would leave the state partly written.
+        self._state.restore(state_shard)
+        self._registered.adopt(of_shard(state_shard))
+        self._transaction.step = state_shard.step
+        self._has_state = held
 
     def close(self) -> None:
         with ExitStack() as releases:
