@@ -289,7 +289,7 @@ class ShardedLayout(Layout):
         self._losses.begin()
         for reduction in self._reductions.values():
             reduction.forget()
-        self._settle()
+        self._free_gathered()
 
     def note_loss(self, loss: Tensor) -> None:
         self._losses.note(loss)
@@ -345,6 +345,9 @@ class ShardedLayout(Layout):
         self._buffers.broadcast_buffers(self.world.group)
 
     def stepped(self) -> None:
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
         """Free parameters left gathered by a forward pass without backward, as in evaluation.
 
         Otherwise the next pass would compute with them although the optimizer has stepped since.
