@@ -86,8 +86,8 @@ def test_modules_have_no_import_cycle() -> None:
 
 MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 93, 14_830
 """Reading radius of the strategy "ddp": lower it when the radius shrinks. It may rise only if two
-mechanisms become one, as when ddp's own step became that of all layouts, and never above 110 modules
-or 15,000 lines."""
+mechanisms become one, as when ddp's own step became the step of all layouts, and never above 110
+modules or 15,000 lines."""
 
 
 def test_the_reading_radius_of_ddp_does_not_grow() -> None:
