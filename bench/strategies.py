@@ -4,6 +4,7 @@
     .venv/bin/python bench/strategies.py ddp fsdp       # these only
     .venv/bin/python bench/strategies.py fds ddp fsdp   # of these, descriptors only
     .venv/bin/python bench/strategies.py overhead session ddp fsdp   # of these, step_overhead only
+    .venv/bin/python bench/strategies.py copies 1 2 5      # of these intervals, step_copies only
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
   ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. Both systems
@@ -14,6 +15,8 @@
   real model.
 - `step_overhead_session`: the same ratio for one rank and "ddp". It is the cost of `session.step()`
 itself.
+- `step_copies_N`: median step of "fsdp" with a copy of the state at a peer every N steps, over the
+  median step with the default of every 10 steps; both run under a session and take turns.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
 - `bytes_per_step_STRATEGY`: bytes that one of four ranks passes to collectives in a step, counted
@@ -32,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -77,15 +81,49 @@ def overhead(cluster: LocalCluster, name: str, plan: BlockPlan, *, num_ranks: in
     return whole.rows(f"step_overhead_{name}", f"step_time_{name}", f"step_cpu_{name}", "torch")
 
 
+def copies(intervals: Sequence[int], place: Path) -> list[Row]:
+    rows: list[Row] = []
+    plan = BlockPlan(pairs=PAIRS, skipped=SKIPPED, timed=TIMED)
+    config = LocalClusterConfig(directory=place / "copies-cluster", num_parameter_servers=0)
+    with LocalCluster(config) as cluster:
+        for every in intervals:
+            found = [between_intervals(cluster, every, plan, start) for start in range(STARTS)]
+            pairs = [pair for each in found for pair in each.pairs]
+            whole = Comparison(pairs=pairs, figure=median)
+            rows += whole.rows(
+                f"step_copies_{every}",
+                f"step_time_copies_{every}",
+                f"step_cpu_copies_{every}",
+                "10",
+            )
+    return rows
+
+
+def between_intervals(cluster: LocalCluster, every: int, plan: BlockPlan, start: int) -> Comparison:
+    """Compare fsdp with a copy every `every` steps, and every 10."""
+
+    def ranks(interval: int) -> Ranks:
+        session = session_of(cluster, f"copies-{every}-{interval}-{start}", NUM_RANKS)
+        arguments = ["shoal", f"fsdp/{interval}", str(PAUSE_MS)]
+        return Ranks(f"every {interval}", SCRIPT, arguments, plan, [session] * NUM_RANKS)
+
+    with ranks(every) as ours, ranks(10) as theirs:
+        return compare(ours, theirs, plan.pairs, median)
+
+
+def session_of(cluster: LocalCluster, job: str, num_ranks: int) -> dict[str, str]:
+    return {
+        "SHOAL_COORDINATOR": cluster.coordinator,
+        "SHOAL_JOB": job,
+        "SHOAL_DESIRED_MEMBERS": str(num_ranks),
+    }
+
+
 def compared(
     cluster: LocalCluster, name: str, plan: BlockPlan, num_ranks: int, start: int
 ) -> Comparison:
     strategy = "ddp" if name == SESSION else name
-    session = {
-        "SHOAL_COORDINATOR": cluster.coordinator,
-        "SHOAL_JOB": f"overhead-{name}-{start}",
-        "SHOAL_DESIRED_MEMBERS": str(num_ranks),
-    }
+    session = session_of(cluster, f"overhead-{name}-{start}", num_ranks)
     fixed = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -185,7 +223,7 @@ def all_descriptors(place: Path, strategies: list[str]) -> list[Row]:
 
 
 def main() -> None:
-    part = sys.argv[1] if sys.argv[1:2] in (["fds"], ["overhead"]) else ""
+    part = sys.argv[1] if sys.argv[1:2] in (["fds"], ["overhead"], ["copies"]) else ""
     chosen = sys.argv[2:] if part else sys.argv[1:]
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -193,6 +231,8 @@ def main() -> None:
             publish("descriptors", all_descriptors(place, chosen or list(COUNTED_FDS)))
         elif part == "overhead":
             publish("step_overhead", overheads(chosen or [SESSION, *STRATEGIES], place))
+        elif part == "copies":
+            publish("step_copies", copies([int(each) for each in chosen or (1, 2, 5)], place))
         else:
             publish("strategies", everything(chosen or [*STRATEGIES, *ONLY_COUNTED], place))
 

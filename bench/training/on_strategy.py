@@ -2,7 +2,8 @@
 
     on_strategy.py shoal|plain STRATEGY PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
-`shoal`: a member of a session; `plain`: a rank of torch.distributed. See `Blocks`.
+`shoal`: a member of a session; `plain`: a rank of torch.distributed. See `Blocks`. The strategy
+"fsdp/2" is fsdp with a copy of the state at a peer every 2 steps.
 """
 
 import sys
@@ -17,14 +18,13 @@ from torch.nn.functional import mse_loss
 
 import shoal
 from shoal.data.order import range_of_rank
+from shoal.strategies.base import Strategy
 
 
 def on_shoal(strategy: str, pause_s: float, blocks: Blocks) -> None:
     with shoal.join() as session:
         model = new_model()
-        options = {"min_split_bytes": 0} if strategy == "tensor" else {}
-        chosen = shoal.TensorParallel(**options) if options else strategy
-        session.distribute(model, new_optimizer(model), chosen)
+        session.distribute(model, new_optimizer(model), strategy_of(strategy))
         epochs = -(-blocks.num_steps * GLOBAL_BATCH // NUM_SAMPLES)
         for batch in session.batches(samples(), global_batch_size=GLOBAL_BATCH, epochs=epochs):
             blocks.before_step()
@@ -35,6 +35,14 @@ def on_shoal(strategy: str, pause_s: float, blocks: Blocks) -> None:
             if batch.step + 1 == blocks.num_steps:
                 session.stop("all blocks are measured")
                 break
+
+
+def strategy_of(name: str) -> str | Strategy:
+    if name == "tensor":
+        return shoal.TensorParallel(min_split_bytes=0)
+    if name.startswith("fsdp/"):
+        return shoal.FSDP(copy_every_steps=int(name.removeprefix("fsdp/")))
+    return name
 
 
 def on_torch(strategy: str, pause_s: float, blocks: Blocks) -> None:

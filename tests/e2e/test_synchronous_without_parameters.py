@@ -51,7 +51,7 @@ def test_a_synchronous_job_loads_no_module_for_parameters(
     marks = {
         "launcher": "shoal.launcher.launcher",
         "coordinator": "shoal_server.coordinator.assembly",
-        "worker": "shoal.strategies.synchronous.ddp",
+        "worker": "shoal.strategies.layout.ddp",
     }
     counts = {kind: sum(mark in each["modules"] for each in found) for kind, mark in marks.items()}
     assert counts["launcher"] and counts["coordinator"] and counts["worker"] >= 2, counts

@@ -19,7 +19,8 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.model.module_proxy import proxy_of
 from shoal.state import transfer
-from shoal.state.replicated import ReplicatedState, State
+from shoal.state.replicated import ReplicatedState
+from shoal.state.shards import StateShard, TensorShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -59,7 +60,7 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
     # As over the wire: values that are no tensors go through JSON.
     values = json.loads(json.dumps(state.values))
     ReplicatedState(other, other_optimizer).restore(
-        State(step=3, tensors=state.tensors, values=values)
+        StateShard(step=3, shards=state.shards, values=values)
     )
     for _ in range(2):
         step(model, optimizer)
@@ -68,18 +69,25 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
         assert torch.equal(value, other.state_dict()[key]), key
 
 
-def test_a_learning_rate_in_a_tensor_stays_the_tensor_of_the_script() -> None:
+Form = Callable[[ReplicatedState, int], StateShard]
+FORMS: list[Form] = [ReplicatedState.collect, ReplicatedState.state_shard]
+"""The state as a member sends it, and as a checkpoint contains it."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_learning_rate_in_a_tensor_stays_the_tensor_of_the_script(form: Form) -> None:
     """The script changes the rate in place after it received another member's state."""
     rate, other_rate = torch.tensor(0.5), torch.tensor(0.25)
     model, optimizer = trained(lambda p: torch.optim.Adam(p, lr=rate), 1, seed=0)
     other, other_optimizer = trained(lambda p: torch.optim.Adam(p, lr=other_rate), 1, seed=1)
-    ReplicatedState(model, optimizer).adopt(ReplicatedState(other, other_optimizer).state_shard(1))
+    ReplicatedState(model, optimizer).restore(form(ReplicatedState(other, other_optimizer), 1))
     assert rate.item() == 0.25
     rate.fill_(0.125)
     assert optimizer.param_groups[0]["lr"].item() == 0.125
 
 
-def test_groups_that_share_a_tensor_of_their_rate_get_their_own_rates() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_that_share_a_tensor_of_their_rate_get_their_own_rates(form: Form) -> None:
     def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
         return torch.optim.Adam(groups, lr=torch.tensor(0.5))
@@ -87,7 +95,7 @@ def test_groups_that_share_a_tensor_of_their_rate_get_their_own_rates() -> None:
     model, optimizer = trained(two_groups, 1, seed=0)
     other, other_optimizer = trained(two_groups, 1, seed=1)
     other_optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
-    ReplicatedState(model, optimizer).adopt(ReplicatedState(other, other_optimizer).state_shard(1))
+    ReplicatedState(model, optimizer).restore(form(ReplicatedState(other, other_optimizer), 1))
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
 
 
@@ -136,9 +144,13 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         assert torch.equal(value, before[key]), key
 
 
-def _as_double(state: State) -> State:
-    tensors = {n: t.double() if t.is_floating_point() else t for n, t in state.tensors.items()}
-    return State(step=state.step, tensors=tensors, values=state.values)
+def _as_double(state: StateShard) -> StateShard:
+    tensors = {name: shard.tensor for name, shard in state.shards.items()}
+    shards = {
+        name: TensorShard.whole(tensor.double() if tensor.is_floating_point() else tensor)
+        for name, tensor in tensors.items()
+    }
+    return StateShard(step=state.step, shards=shards, values=state.values)
 
 
 def test_an_optimizer_with_foreign_parameters_is_refused() -> None:
@@ -167,13 +179,13 @@ def pass_on(source: int, receivers: list[int]) -> tuple[int, bool]:
     assert group is not None
     reset_counts()
     wanted = torch.arange(NUM_BYTES // 4, dtype=torch.int32)
-    given = State(step=3, tensors={"w": wanted}, values={"lr": 0.5})
+    given = StateShard(step=3, shards={"w": TensorShard.whole(wanted)}, values={"lr": 0.5})
     if rank == source:
         transfer.send(given, receivers, group)
     elif rank in receivers:
         given = transfer.receive(source, receivers, group)
     sent = counts().get("send")
-    same = given.step == 3 and torch.equal(given.tensors["w"], wanted)
+    same = given.step == 3 and torch.equal(given.shards["w"].tensor, wanted)
     return sent.bytes if sent else 0, same and given.values == {"lr": 0.5}
 
 
@@ -233,17 +245,17 @@ def test_a_state_is_captured_into_the_memory_of_the_last() -> None:
     model, optimizer = trained(OPTIMIZERS["adamw"], 3, seed=0)
     keeper = ReplicatedState(model, optimizer)
     first = keeper.capture(1)
-    places = {name: tensor.data_ptr() for name, tensor in first.tensors.items()}
+    places = {name: shard.tensor.data_ptr() for name, shard in first.shards.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
     second = keeper.capture(2, first)
-    assert {name: tensor.data_ptr() for name, tensor in second.tensors.items()} == places
-    now = keeper.collect(2).tensors
-    assert all(tensor.equal(now[name]) for name, tensor in second.tensors.items())
+    assert {name: shard.tensor.data_ptr() for name, shard in second.shards.items()} == places
+    now = keeper.collect(2).shards
+    assert all(shard.tensor.equal(now[name].tensor) for name, shard in second.shards.items())
     # New tensors get memory of their own, and tensors that are gone are left out.
     optimizer.state.clear()
-    assert keeper.capture(3, second).tensors.keys() == keeper.collect(3).tensors.keys()
+    assert keeper.capture(3, second).shards.keys() == keeper.collect(3).shards.keys()
 
 
 def refused(tensors: object) -> str:

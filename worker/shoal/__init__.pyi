@@ -32,6 +32,7 @@ from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo as AsyncDiLoC
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD as AsyncSGD
 from shoal.strategies.asynchronous.bounded_staleness import BSP as BSP
 from shoal.strategies.asynchronous.bounded_staleness import SSP as SSP
+from shoal.strategies.layout.ddp import DDP as DDP
 from shoal.strategies.layout.fsdp import FSDP as FSDP
 from shoal.strategies.layout.fsdp import HSDP as HSDP
 from shoal.strategies.layout.fsdp import Zero2 as Zero2
@@ -43,7 +44,6 @@ from shoal.strategies.layout.tensor import TensorParallel as TensorParallel
 from shoal.strategies.layout.zero1 import Zero1 as Zero1
 from shoal.strategies.local_sgd.strategy import DiLoCo as DiLoCo
 from shoal.strategies.local_sgd.strategy import LocalSGD as LocalSGD
-from shoal.strategies.synchronous.ddp import DDP as DDP
 from shoal.tracking.mlflow import MLflow as MLflow
 from shoal.tracking.tensorboard import TensorBoard as TensorBoard
 from shoal.tracking.weights_and_biases import WandB as WandB

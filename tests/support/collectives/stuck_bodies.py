@@ -16,10 +16,9 @@ from shoal.backends.network.gloo import GlooBackend
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.peers import GroupPeers
 from shoal.layouts.base import LayOut, World
-from shoal.layouts.replicated import Zero1Layout
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout
-from shoal.state.replicated import State
+from shoal.layouts.zero1 import Zero1Layout
 from shoal.state.resharding import reshard
 from shoal.state.shards import StateShard, TensorShard
 from shoal.state.transfer import receive, send
@@ -39,7 +38,7 @@ def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:
 
 
 def _transfer(group: dist.ProcessGroup) -> Callable[[], object]:
-    state = State(step=1, tensors={"w": torch.ones(1 << 24)}, values={})
+    state = StateShard(step=1, shards={"w": TensorShard.whole(torch.ones(1 << 24))})
     if group.rank() == 0:
         return lambda: send(state, [1], group)
     return lambda: receive(0, [1], group)

@@ -8,7 +8,7 @@ from support.models.left_out_layers import refused_after_a_step
 from support.models.seeding import seeded
 from torch import Tensor, nn, tanh
 
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_client.connection.transport import TRANSPORT_VARIABLE
 
 
@@ -33,7 +33,7 @@ class Twins(nn.Module):
 
 def refused_to(
     ranks: tuple[int, ...],
-    made: tuple[type[LayoutStrategy], dict[str, Any]],
+    made: tuple[type[ShardedStrategy], dict[str, Any]],
     differs: str,
     where: str,
     transport: str,

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from shoal.data.batches import Loader
 from shoal.data.order import Order
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_proto.errors import InvalidSpec
 
@@ -44,7 +44,7 @@ class Chain(nn.Module):
 
 def refused_to(
     ranks: tuple[int, ...],
-    made: tuple[type[LayoutStrategy], dict[str, Any]],
+    made: tuple[type[ShardedStrategy], dict[str, Any]],
     where: str,
     transport: str = "auto",
 ) -> str:
@@ -62,7 +62,7 @@ def refused_to(
 
 
 def refused_after_a_step(
-    model: nn.Module, strategy: LayoutStrategy, change: Callable[[Any], None], at: str
+    model: nn.Module, strategy: ShardedStrategy, change: Callable[[Any], None], at: str
 ) -> str:
     """Return a member's refusal after a sound step and a change to the model; empty if there is
     none. `at`: "a step", or anything else for an evaluation."""

@@ -13,7 +13,7 @@ forked.set_forkserver_preload(
         "shoal.session.session",
         "shoal.strategies.asynchronous.async_diloco",
         "shoal.strategies.asynchronous.async_sgd",
-        "shoal.strategies.synchronous.ddp",
+        "shoal.strategies.layout.ddp",
         "shoal.strategies.layout.fsdp",
         "shoal.strategies.layout.hybrid",
         "shoal.strategies.local_sgd.strategy",

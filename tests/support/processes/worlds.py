@@ -112,6 +112,7 @@ class LaidOutTraining:
         assert layout.synchronised()
         layout.check()
         self.binding.optimizer.step()
+        layout.share_buffers()
         layout.stepped()
 
     def run(self) -> StateShard:

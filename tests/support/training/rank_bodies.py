@@ -26,10 +26,10 @@ from shoal.layouts.pipeline.relay import Neighbours
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.session.session import Session
-from shoal.state.replicated import State
+from shoal.state.shards import StateShard, TensorShard
 from shoal.state.transfer import receive, send
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.ddp import DDP
+from shoal.strategies.layout.ddp import DDP
 from shoal_client.membership.member import Member
 from shoal_proto.errors import GenerationBroken
 
@@ -395,7 +395,7 @@ class ReportsBringUp(DDP):
 class DiesInBringUp(ReportsBringUp):
     """Kills the member while it loads the state of another."""
 
-    def restore(self, state: State) -> None:
+    def restore(self, state_shard: StateShard) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -482,15 +482,19 @@ def exchange_state(report: Report, path: str, rank: int, world_size: int) -> Non
         "transposed": torch.randn(4, 6, generator=generator).t(),
         "big": torch.randn(9_000_000, generator=generator),
     }
-    state = State(step=11, tensors=tensors, values={"lr": 0.1, "betas": [0.9, 0.999], "none": None})
+    state = StateShard(
+        step=11,
+        shards={name: TensorShard.whole(tensor) for name, tensor in tensors.items()},
+        values={"lr": 0.1, "betas": [0.9, 0.999], "none": None},
+    )
     if rank == 0:
         send(state, list(range(1, world_size)), process_group)
     else:
         got = receive(0, list(range(1, world_size)), process_group)
         assert (got.step, got.values) == (state.step, state.values)
         for name, tensor in tensors.items():
-            assert got.tensors[name].dtype == tensor.dtype
-            assert torch.equal(got.tensors[name], tensor), name
+            assert got.shards[name].tensor.dtype == tensor.dtype
+            assert torch.equal(got.shards[name].tensor, tensor), name
     report("same")
     dist.all_reduce(torch.zeros(1))
     group.retire()

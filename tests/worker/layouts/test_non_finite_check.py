@@ -22,13 +22,13 @@ from shoal.model.gradients import are_finite
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 STEP = 4
 PLACES = ("cuda", "cpu")
-ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
+ARRANGEMENTS: dict[str, tuple[int, ShardedStrategy]] = {
     "tensor": (2, TensorParallel(min_split_bytes=0)),
     "pipeline": (3, Pipeline(microbatches=2)),
     "stages and copies": (4, Hybrid(pipeline=2, data=2, tensor=1, microbatches=2)),
@@ -37,7 +37,7 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 }
 
 
-def after_backward(strategy: LayoutStrategy, model: Any = models.gpt) -> Layout:
+def after_backward(strategy: ShardedStrategy, model: Any = models.gpt) -> Layout:
     """Return the layout of this rank, which has its own gradients of a step."""
     world = this_world()
     training = Training(
@@ -70,7 +70,7 @@ def raised_by(layout: Layout) -> str:
     return ""
 
 
-def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
+def one_fault(strategy: ShardedStrategy, faulty: int, *, clips: bool) -> str:
     """Return the check's error if rank `faulty` has an infinity in the last of its gradients."""
     layout = after_backward(strategy)
     if dist.get_rank() == faulty:
@@ -133,7 +133,7 @@ def test_gradients_that_a_backward_pass_reduces_are_traced_to_their_ranks(
             assert error.startswith("GenerationBroken: the gradients of ranks 2, 3 are not finite")
 
 
-def messages(strategy: LayoutStrategy, *, clips: bool) -> tuple[str, int]:
+def messages(strategy: ShardedStrategy, *, clips: bool) -> tuple[str, int]:
     layout = after_backward(strategy)
     layout.reduce()
     reset_counts()
@@ -151,7 +151,7 @@ def test_the_check_takes_one_message_also_if_gradients_are_clipped(name: str, cl
     assert shoal.run_in_memory(body, world_size) == [("", 1)] * world_size
 
 
-def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
+def told_elsewhere(strategy: ShardedStrategy, faulty: int) -> tuple[str, int]:
     """Return the check's error, and the number of calls, if another message has carried the
     findings of each rank."""
     layout = after_backward(strategy)
@@ -188,7 +188,7 @@ def test_stages_with_a_common_parameter_check_its_summed_gradient() -> None:
     assert layouts == [False] * 3
 
 
-def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
+def too_large_together(strategy: ShardedStrategy, shared: str) -> str:
     """Return the check's error if the gradients of two ranks are finite and their sum is not."""
     layout = after_backward(strategy, models.tied_gpt)
     if shared in layout.parameters:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.base import Layout
+from shoal.strategies.layout.ddp import DDP
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
 from shoal.strategies.layout.hybrid import Hybrid
@@ -22,6 +23,7 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 STEP = 4
 ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
+    "ddp": (2, DDP()),
     "zero1": (2, Zero1()),
     "zero1 alone": (1, Zero1()),
     "zero2": (3, Zero2()),

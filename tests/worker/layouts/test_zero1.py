@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.clipping import clip
-from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, move_to_flat_storage, partition
+from shoal.layouts.replicated import ReplicatedLayout
+from shoal.layouts.zero1 import Zero1Layout, move_to_flat_storage, partition
 from shoal.state.shards import MODEL, OPTIM, StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 

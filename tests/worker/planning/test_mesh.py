@@ -16,7 +16,7 @@ from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.planning.figures import Plan
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import InvalidSpec
 
@@ -52,7 +52,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
+def measured(done: Training, strategy: ShardedStrategy) -> dict[str, Any]:
     """Return the bytes that a rank holds when the optimizer steps, and the bytes that this step
     moves."""
     world = this_world()
@@ -80,7 +80,7 @@ def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
     return held | {"moved": {kind: tuple(c) for kind, c in moved.items() if c.bytes}}
 
 
-def check(done: Training, strategy: LayoutStrategy, world_size: int) -> Plan:
+def check(done: Training, strategy: ShardedStrategy, world_size: int) -> Plan:
     whole, optimizer = done.build()
     plan = shoal.plan(
         whole, strategy, world_size=world_size, optimizer=optimizer, inputs=done.batch(1)[0]

@@ -32,9 +32,9 @@ from shoal.layouts.replicated import ReplicatedLayout
 from shoal.layouts.sharded.layout import ShardedLayout
 from shoal.planning.figures import GroupFigures, Plan, fold
 from shoal.strategies.base import Strategy
+from shoal.strategies.layout.ddp import DDP
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2, Zero3
 from shoal.strategies.layout.zero1 import Zero1
-from shoal.strategies.synchronous.ddp import DDP
 from shoal.torch_private.fsdp import groups_of, state_of
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 

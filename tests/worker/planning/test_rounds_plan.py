@@ -48,7 +48,9 @@ def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
         "parameters": memory(model.parameters()),
         "gradients": memory(p.grad for p in model.parameters() if p.grad is not None),
         "optimizer": memory(v for own in optimizer.state.values() for v in own.values()),
-        "kept": memory([*rounds.agreed.tensors.values(), *rounds._velocity.values()]),
+        "kept": memory(
+            [each.tensor for each in rounds.agreed.shards.values()] + [*rounds._velocity.values()]
+        ),
         "moved": moved[EVERY_STEPS:],
     }
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import UnsupportedOptimizer
 
-STRATEGIES: dict[str, type[LayoutStrategy]] = {
+STRATEGIES: dict[str, type[ShardedStrategy]] = {
     "zero1": shoal.Zero1,
     "pipeline": shoal.Pipeline,
     "hybrid": shoal.Hybrid,

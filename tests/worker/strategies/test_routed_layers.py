@@ -16,7 +16,7 @@ from worker.strategies import test_equality as equality
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2
 from shoal.strategies.layout.fsdp_tensor import FSDPTensor
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
@@ -83,7 +83,7 @@ def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: 
     ids=["fsdp", "zero2", "hsdp", "fsdp-tensor"],
 )
 def test_a_layer_that_one_member_leaves_out_is_refused_in_shared_memory(
-    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
+    made: tuple[type[ShardedStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
     """Members all refuse by name, in a step and in an evaluation. Regression: some ended with an
     InternalError; in an evaluation members waited forever, or computed with another layer's
@@ -107,7 +107,7 @@ def test_a_layer_that_one_member_leaves_out_is_refused_in_shared_memory(
     ids=["fsdp", "zero2", "fsdp-tensor"],
 )
 def test_a_layer_that_one_member_leaves_out_is_refused_over_gloo(
-    made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
+    made: tuple[type[ShardedStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
     """Regression: Gloo terminated the process that received more than it expected, and the others
     trained on without it."""

@@ -8,7 +8,7 @@ from support.collectives.strategy_runs import entered
 from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
 
 WORLD_SIZE = 2
@@ -17,7 +17,7 @@ WORLD_SIZE = 2
 def shown_to_script(name: str) -> None:
     """Check what a rank gives to a script that saves only on that rank."""
     strategy = equality.made(name, WORLD_SIZE)()
-    assert isinstance(strategy, LayoutStrategy)
+    assert isinstance(strategy, ShardedStrategy)
     entered(equality.run_of("sgd"), strategy)
     model = strategy._proxy
     if name == "zero1":

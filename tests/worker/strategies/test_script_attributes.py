@@ -10,7 +10,7 @@ from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.module_proxy import unwrap_proxy
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -68,7 +68,7 @@ def of(kind: type[nn.Module]) -> Run:
 
 def through_two_generations(strategy_name: str) -> None:
     strategy = equality.made(strategy_name, 2)()
-    assert isinstance(strategy, LayoutStrategy)
+    assert isinstance(strategy, ShardedStrategy)
     share = entered(of(Scaled), strategy)
     model, batch = strategy._proxy, equality.loader().synchronous(0, *share)
     before = model.get_submodule("drop")
@@ -102,7 +102,7 @@ def test_attributes_set_on_modules_stay_in_the_next_generation(strategy: str) ->
 
 def one_step(strategy_name: str) -> None:
     strategy = equality.made(strategy_name, 2)()
-    assert isinstance(strategy, LayoutStrategy)
+    assert isinstance(strategy, ShardedStrategy)
     share = entered(of(Counting), strategy)
     with pytest.raises(InvalidSpec, match="saw passes"):
         take_step(strategy, equality.loader().synchronous(0, *share), equality.loss)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.local_parts import local_part
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, StateLost
@@ -227,7 +227,7 @@ def seen_by_peers(name: str, given: Callable[[Any], None], to_optimizer: bool = 
         member.step(writes)
     member.strategy.begin_step()
     strategy = member.strategy
-    assert isinstance(strategy, LayoutStrategy) and strategy._binding is not None
+    assert isinstance(strategy, ShardedStrategy) and strategy._binding is not None
     committed = {
         name: shard.tensor.clone()
         for name, shard in strategy._collect(strategy._binding).shards.items()

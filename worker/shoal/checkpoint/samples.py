@@ -7,18 +7,16 @@ at the checkpoint's next sample, and records the position at which the size chan
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
 from shoal.data.order import CONTENT_FIELD, Order, SamplePosition
-from shoal.state.replicated import State
-from shoal.state.shards import StateShard
+from shoal.state.shards import Json, StateShard
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-Held = TypeVar("Held", State, StateShard)
 SAMPLES = "samples"
 """Key of the fields about the samples in a state's values."""
 ORIGIN = "origin"
@@ -53,15 +51,16 @@ class TrainedSamples:
             replace(state_shard, values={**state_shard.values, SAMPLES: dict(self._samples)})
         )
 
-    def add_position(self, held: Held) -> Held:
+    def add_position(self, state_shard: StateShard) -> StateShard:
         """Return the state; if the batch size has changed, with the position of the change."""
         if self.origin == SamplePosition():
-            return held
-        return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
+            return state_shard
+        origin: list[Json] = list(astuple(self.origin))
+        return replace(state_shard, values={**state_shard.values, ORIGIN: origin})
 
-    def adopt(self, held: State | StateShard) -> None:
+    def adopt(self, state_shard: StateShard) -> None:
         """Adopt the position of the last change of batch size from another member's state."""
-        self.origin = _origin_of(held.values)
+        self.origin = _origin_of(state_shard.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:
         """Continue from a checkpoint, at its next sample. Raises InvalidSpec if the checkpoint was

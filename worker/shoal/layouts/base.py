@@ -86,6 +86,13 @@ class Layout(ABC):
     shares_loss: bool = False
     """True if `forward_backward` returns the loss of the last stage on all ranks."""
 
+    is_replicated: bool = False
+    """True if every rank holds all parameters and steps them: norms and faults of the reduced
+    gradients are then the same on all ranks without another message."""
+
+    exchanges_updates: bool = False
+    """True if `stepped` sends updated parameters to other ranks."""
+
     looks_for_faults: bool = True
     """True if `reduce` or `check` raises for gradients that are not finite. Otherwise they are
     left, and `overflowed` reports them."""
@@ -266,8 +273,12 @@ class Layout(ABC):
         """True if this rank sees gradients that are not finite; called in place of `check`."""
         return bool(name_of_fault(self.parameters))
 
+    def share_buffers(self) -> None:  # noqa: B027 - nothing to do is a fine default
+        """Give all ranks that hold a persistent buffer, such as a running mean of a rank's own
+        samples, the first rank's value. Collective. Called before the optimizer steps."""
+
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Called right after `optimizer.step()`. May communicate."""
+        """Called right after `optimizer.step()`. Communicates only if `exchanges_updates`."""
 
     def finish_passes(self) -> None:
         """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if

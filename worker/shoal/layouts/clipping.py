@@ -16,20 +16,23 @@ from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
     """Scale gradients so that their common 2-norm is at most `max_norm`; returns the norm before.
 
-    Collective. Equals torch.nn.utils.clip_grad_norm_ on one process: each element of a parameter
-    counts once, however many ranks hold it. The same all-reduce carries the flags of the layout's
-    `non_finite_check`. `among`: names of the parameters to clip; None: all.
+    Collective, unless the layout `is_replicated`. Equals torch.nn.utils.clip_grad_norm_ on one
+    process: each element of a parameter counts once, however many ranks hold it. The same
+    all-reduce carries the flags of the layout's `non_finite_check`. `among`: names of the
+    parameters to clip; None: all.
     """
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
     )
-    counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
+    counts = layout.counts
+    counted = [g for name, g in gradients.items() if layout.is_replicated or counts(name)]
     message = sum_of_squares(foreach_norm(counted), layout.world.device)
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:
         message = torch.cat([message, non_finite_check.flags(layout.parameters)])
-    group = layout.world.group
-    wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
+    if not layout.is_replicated:
+        group = layout.world.group
+        wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
     if non_finite_check is not None:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()

@@ -26,6 +26,14 @@ class SeveralLayouts(Layout):
         """Names of the models that the next pass trains, or that the next update steps."""
 
     @property
+    def is_replicated(self) -> bool:  # type: ignore[override]
+        return all(each.is_replicated for each in self.layouts.values())
+
+    @property
+    def exchanges_updates(self) -> bool:  # type: ignore[override]
+        return any(each.exchanges_updates for each in self.layouts.values())
+
+    @property
     def _active(self) -> list[Layout]:
         return [each for name, each in self.layouts.items() if name in self.active]
 
@@ -143,6 +151,15 @@ class SeveralLayouts(Layout):
     def check(self) -> None:
         for each in self._active:
             each.check()
+
+    def overflowed(self) -> bool:
+        # Every layout looks, also after one that has overflowed.
+        found = [each.overflowed() for each in self._active]
+        return any(found)
+
+    def share_buffers(self) -> None:
+        for each in self.layouts.values():
+            each.share_buffers()
 
     def updated(self) -> None:
         """Call `stepped` of the active models' layouts, after an update within a step."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from shoal.layouts.replicated import ALIGNMENT_BYTES, MAX_MESSAGE_BYTES, partition
+from shoal.layouts.zero1 import ALIGNMENT_BYTES, MAX_MESSAGE_BYTES, partition
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.planning.figures import (
     BACKWARD,

@@ -1,7 +1,6 @@
 """State of a replicated model and its optimizer: collected by name, and restored."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -14,30 +13,26 @@ from shoal.state.optimizer_state import (
     SLOTS,
     Slots,
     merged,
-    put_settings,
     put_slots,
     refuse_other_owners,
+    set_settings,
+    settings_of,
     take_settings,
     take_slots,
 )
 from shoal.state.plain_values import fault_of
-from shoal.state.shards import DTYPES, MODEL, OPTIM, Json, StateShard, TensorShard
+from shoal.state.shards import (
+    DTYPES,
+    MODEL,
+    OPTIM,
+    SETTING,
+    TRANSIENT,
+    Json,
+    StateShard,
+    TensorShard,
+)
 from shoal.torch_private.tensors import foreach_copy_
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
-
-OPTIMIZER = "optimizer/"
-"""Prefix of the optimizer's tensors in a `State`, before the parameter's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything that training changes, by name: a member that joins continues from it."""
-
-    step: int
-    """Number of optimizer steps taken."""
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Json] = field(default_factory=dict)
-    """Values that are not tensors: hyperparameters, counters."""
 
 
 class ReplicatedState:
@@ -66,118 +61,109 @@ class ReplicatedState:
         """Return the parameter's name in the model."""
         return self._names[parameter]  # type: ignore[index]
 
-    def collect(self, step: int) -> State:
-        """Return the state, not copied, valid until the next step. Raises UnsupportedOptimizer."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            tensors[f"parameter/{name}"] = parameter.detach()
-        for name, buffer in self._model.named_buffers():
-            tensors[f"buffer/{name}"] = buffer.detach()
-        scalars: dict[str, Json] = {}
+    def collect(self, step: int) -> StateShard:
+        """Return everything that training changes, not copied, valid until the next step: what a
+        member that joins needs to continue. No number of a tensor is read, as that would wait for a
+        GPU. Raises UnsupportedOptimizer."""
+        tensors = self._tensors()
+        slots: dict[str, Json] = {}
         refuse_other_owners(self._optimizer, self._names)
         for owner, state in self._optimizer.state.items():
             name = self.name_of(owner)
-            slots = take_slots(state, name, self._optimizer)
-            tensors |= {f"{OPTIMIZER}{name}/{key}": t.detach() for key, t in slots.tensors.items()}
-            scalars[name] = dict(slots.values)
+            own = take_slots(state, name, self._optimizer)
+            tensors |= {f"{OPTIM}{name}/{key}": t.detach() for key, t in own.tensors.items()}
+            if own.values:
+                slots[name] = dict(own.values)
         groups: list[Json] = []
-        for index, settings in enumerate(take_settings(self._optimizer, with_tensors=False)):
-            group = self._optimizer.param_groups[index]
-            own = {key: value for key, value in group.items() if isinstance(value, Tensor)}
-            tensors |= {f"group/{index}/{key}": tensor.detach() for key, tensor in own.items()}
-            groups.append(settings)
-        return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
+        settings = take_settings(self._optimizer, with_tensors=False)
+        for index, group in enumerate(self._optimizer.param_groups):
+            names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
+            groups.append({"params": names, **settings[index]})
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{SETTING}{index}/{key}"] = value.detach()
+        kinds, further = kinds_of(self._optimizer), dict(tied(self._model))
+        values: dict[str, Json] = {"groups": groups, KINDS: [*kinds], "tied": {**further}}
+        shards = {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
+        return StateShard(
+            step=step, shards=shards, values={**values, SLOTS: slots} if slots else values
+        )
+
+    def state_shard(self, step: int) -> StateShard:
+        """Return the part of `collect` that a checkpoint contains, for any strategy to read:
+        without transient buffers, and with all settings as values."""
+        now = self.collect(step)
+        shards = {
+            name: shard
+            for name, shard in now.shards.items()
+            if not name.startswith((TRANSIENT, SETTING))
+        }
+        held: Any = now.values["groups"]
+        settings = take_settings(self._optimizer)
+        groups: list[Json] = [
+            {"params": group["params"], **own} for group, own in zip(held, settings, strict=True)
+        ]
+        return StateShard(step=step, shards=shards, values={**now.values, "groups": groups})
 
     @torch.no_grad()
-    def capture(self, step: int, into: State | None = None) -> State:
+    def capture(self, step: int, into: StateShard | None = None) -> StateShard:
         """Return a copy of the current state, in the memory of `into` if it fits: `into` is
         overwritten."""
         now = self.collect(step)
-        before = into.tensors if into is not None else {}
-        copies = {
-            name: kept if fits(kept := before.get(name), tensor) else torch.empty_like(tensor)
-            for name, tensor in now.tensors.items()
-        }
-        foreach_copy_(list(copies.values()), list(now.tensors.values()))
-        return State(step=step, tensors=copies, values=now.values)
+        before = into.shards if into is not None else {}
+        copies: dict[str, TensorShard] = {}
+        for name, shard in now.shards.items():
+            kept = before.get(name)
+            reuses = kept is not None and fits(kept.tensor, shard.tensor)
+            copies[name] = (
+                kept if kept and reuses else TensorShard.whole(torch.empty_like(shard.tensor))
+            )
+        foreach_copy_(
+            [shard.tensor for shard in copies.values()],
+            [shard.tensor for shard in now.shards.values()],
+        )
+        return StateShard(step=step, shards=copies, values=now.values)
 
     @torch.no_grad()
-    def restore(self, state: State) -> None:
-        """Load `state` into the model and the optimizer. Raises ShapeMismatch or DtypeMismatch, and
-        then changes nothing."""
-        own = dict(self._own())
-        for name in own.keys() | {n for n in state.tensors if not n.startswith(OPTIMIZER)}:
-            _check(name, own.get(name), state.tensors.get(name))
+    def restore(self, state_shard: StateShard) -> None:
+        """Load a whole state: `collect` of another member, `capture`, or a checkpoint's. Raises
+        ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if to another
+        optimizer; then nothing is changed."""
+        own, given = self._tensors(), state_shard.shards
+        check_no_more(names_in(self._model), given)
+        not_own = {name for name in given if name.startswith(TRANSIENT)} - own.keys()
+        for name in sorted(not_own):
+            _check(name, None, given[name].tensor)
+        # A checkpoint has no transient buffers.
+        own = {name: t for name, t in own.items() if name in given or name.startswith(MODEL)}
         for name, tensor in own.items():
-            tensor.copy_(state.tensors[name])
-        self._restore_optimizer(state)
-
-    # --- under the names that every strategy uses ---
-
-    def state_shard(self, step: int) -> StateShard:
-        """Return the current state, not copied, as the state shard of a member that holds all."""
-        now = self.collect(step)
-        scalars: Any = now.values["scalars"]
-        shards: dict[str, TensorShard] = {}
-        for name, tensor in self._persistent().items():
-            shards[MODEL + name] = TensorShard.whole(tensor.detach())
-        for path, tensor in now.tensors.items():
-            if path.startswith(OPTIMIZER):
-                shards[OPTIM + path.removeprefix(OPTIMIZER)] = TensorShard.whole(tensor)
-        groups: list[Json] = []
-        settings = take_settings(self._optimizer)
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
-            groups.append({"params": names, **own})
-        kinds = kinds_of(self._optimizer)
-        common: dict[str, Json] = {
-            "groups": groups,
-            KINDS: [*kinds],
-            "tied": dict(tied(self._model)),
-        }
-        if slots := {name: values for name, values in scalars.items() if values}:
-            common[SLOTS] = slots
-        return StateShard(step=step, shards=shards, values=common)
-
-    @torch.no_grad()
-    def adopt(self, state_shard: StateShard) -> None:
-        """Load a state shard that holds the whole state. Raises ShapeMismatch or DtypeMismatch if
-        it belongs to another model, and InvalidSpec if to another optimizer; then nothing is
-        changed."""
-        own = self._persistent()
+            _check(name, tensor, given[name].tensor if name in given else None)
         groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
-        check_no_more(names_in(self._model), state_shard.shards)
+        settings = _settings_of(state_shard)
+        check_same_optimizer(self._optimizer, groups, {**state_shard.values, "groups": settings})
         for name, tensor in own.items():
-            given = state_shard.shards.get(MODEL + name)
-            _check(name, tensor, given.tensor if given is not None else None)
-        check_same_optimizer(self._optimizer, groups, state_shard.values)
-        for name, tensor in own.items():
-            tensor.copy_(state_shard.shards[MODEL + name].tensor)
+            tensor.copy_(given[name].tensor)
         tensors = {
             path.removeprefix(OPTIM): shard.tensor
-            for path, shard in state_shard.shards.items()
+            for path, shard in given.items()
             if path.startswith(OPTIM)
         }
         self._put_slots(tensors, merged([state_shard.values]))
-        put_settings(self._optimizer, state_shard.values)
+        set_settings(self._optimizer, settings)
 
-    def _persistent(self) -> Mapping[str, Tensor]:
-        return {**self.parameters, **persistent_buffers(self._model)}
+    def buffers(self) -> dict[str, Tensor]:
+        """Return all buffers by their names in a state."""
+        persistent = persistent_buffers(self._model)
+        named = {MODEL + name: buffer.detach() for name, buffer in persistent.items()}
+        for name, buffer in self._model.named_buffers():
+            if name not in persistent:
+                named[TRANSIENT + name] = buffer.detach()
+        return named
 
-    def _own(self) -> Mapping[str, Tensor]:
-        """Return the tensors that exist before training: parameters, buffers, tensor settings."""
-        named = self.collect(0).tensors
-        return {name: t for name, t in named.items() if not name.startswith(OPTIMIZER)}
-
-    def _restore_optimizer(self, state: State) -> None:
-        scalars: Any = state.values["scalars"]
-        tensors = {
-            n.removeprefix(OPTIMIZER): t
-            for n, t in state.tensors.items()
-            if n.startswith(OPTIMIZER)
-        }
-        self._put_slots(tensors, scalars)
-        put_settings(self._optimizer, state.values)
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by their names in a state."""
+        parameters = {MODEL + name: each.detach() for name, each in self.parameters.items()}
+        return {**parameters, **self.buffers()}
 
     def _put_slots(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Set the optimizer's state: tensors by "<parameter>/<key>", values by parameter."""
@@ -191,6 +177,16 @@ class ReplicatedState:
         for name, own_tensors in by_parameter.items():
             slots = Slots(tensors=own_tensors, values=values.get(name, {}))
             self._optimizer.state[self.parameters[name]].update(put_slots(slots))
+
+
+def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
+    """Return the settings of the optimizer's groups in a state."""
+    settings = settings_of(state_shard.values)
+    for name, shard in state_shard.shards.items():
+        if name.startswith(SETTING):
+            index, _, key = name.removeprefix(SETTING).partition("/")
+            settings[int(index)][key] = shard.tensor
+    return settings
 
 
 def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:

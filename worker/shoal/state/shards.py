@@ -6,8 +6,11 @@ can read the state of another:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
     registered.<name>/<path>               registered state of the script; whole on every rank
+    transient.<buffer>                     buffer outside of the model's state_dict
+    setting.<group>/<key>                  setting of an optimizer's group that is a tensor
 
-where <parameter> is the fully qualified name in the user's model.
+The last two exist only where every rank holds the whole model, and never in a checkpoint.
+<parameter> is the fully qualified name in the user's model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +28,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 MODEL = "model."
 OPTIM = "optim."
 REGISTERED = "registered."
+TRANSIENT = "transient."
+SETTING = "setting."
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.state.host_copies import MESSAGE_ALIGNMENT_BYTES, aligned, as_bytes, copy_to_host
-from shoal.state.replicated import State
-from shoal.state.shards import DTYPES, name_of
+from shoal.state.shards import DTYPES, StateShard, TensorShard, name_of
 from shoal_proto.errors import MalformedMessage
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -31,17 +30,19 @@ FAN_OUT = 2
 """Number of members to which each member sends; with 1 the tree would be a chain of all members."""
 
 
-def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Send `state` to the members of these ranks, which call `receive` at the same time."""
-    entries = [
-        [name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()
-    ]
-    manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
+def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Send a state, of which this rank holds every tensor whole, to the members of these ranks,
+    which call `receive` at the same time."""
+    held = {name: shard.tensor for name, shard in state_shard.shards.items()}
+    entries = [[name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()]
+    manifest = json.dumps(
+        {"step": state_shard.step, "values": state_shard.values, "tensors": entries}
+    )
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
     branch = _Branch(group.rank(), receivers, group)
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
-    tensors = list(state.tensors.values())
+    tensors = list(held.values())
     # torch caches page-locked memory, so buckets reuse it.
     pinned = any(tensor.is_cuda for tensor in tensors)
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
@@ -55,7 +56,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
         branch.pass_on(packed)
 
 
-def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
+def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> StateShard:
     """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
     MalformedMessage for a manifest of impossible size or content."""
     length = torch.zeros(1, dtype=torch.int64)
@@ -79,15 +80,15 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
         raise MalformedMessage(
             f"rank {source} sent a manifest that cannot be read", seen=repr(error)[:200]
         ) from error
-    tensors: dict[str, Tensor] = {}
+    shards: dict[str, TensorShard] = {}
     for bucket in _buckets(sizes_bytes):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
         branch.pass_on(packed)
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
-            tensors[name] = packed[start:stop].view(dtype).reshape(shape)
-    return State(step=step, tensors=tensors, values=values)
+            shards[name] = TensorShard.whole(packed[start:stop].view(dtype).reshape(shape))
+    return StateShard(step=step, shards=shards, values=values)
 
 
 class _Branch:

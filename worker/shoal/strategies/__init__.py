@@ -11,7 +11,7 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
     "async-diloco": ("shoal.strategies.asynchronous.async_diloco", "AsyncDiLoCo"),
     "async-sgd": ("shoal.strategies.asynchronous.async_sgd", "AsyncSGD"),
     "bsp": ("shoal.strategies.asynchronous.bounded_staleness", "BSP"),
-    "ddp": ("shoal.strategies.synchronous.ddp", "DDP"),
+    "ddp": ("shoal.strategies.layout.ddp", "DDP"),
     "diloco": ("shoal.strategies.local_sgd.strategy", "DiLoCo"),
     "fsdp": ("shoal.strategies.layout.fsdp", "FSDP"),
     "fsdp-tensor": ("shoal.strategies.layout.fsdp_tensor", "FSDPTensor"),

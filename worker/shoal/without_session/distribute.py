@@ -16,11 +16,8 @@ from shoal.backends.process_group.transports import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.clipping import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
-from shoal.layouts.replicated import ReplicatedLayout
 from shoal.model.devices import device_of
-from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.model.frameworks import adapter_of, as_torch, is_trained_by_fit
-from shoal.model.gradients import refuse_layers
 from shoal.model.module_proxy import copy_modes, proxy_of, retarget
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
@@ -28,7 +25,6 @@ from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal.strategies.synchronous.ddp import DDP
 from shoal.without_session.ending import free_at_exit
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
@@ -84,6 +80,7 @@ class FixedRanksTraining:
         self._reduce()
 
     def _after_step(self, *_: Any) -> None:
+        self.layout.share_buffers()
         self.layout.stepped()
         self._begun = False
 
@@ -113,17 +110,9 @@ def make_layout(
     Raises InvalidSpec for a strategy that needs a session, or the error with which the strategy
     refuses the model or the optimizer."""
     if isinstance(strategy, LayoutStrategy):
-        return strategy.lay_out_static(meta_model, optimizer, world)
-    if isinstance(strategy, DDP):
-        refuse_lbfgs(strategy.name, optimizer)
-        refuse_layers(strategy.name, meta_model.model)
-        return ReplicatedLayout(
-            meta_model.copy(),
-            world,
-            bucket_mb=strategy.bucket_mb,
-            find_unused_parameters=strategy.find_unused_parameters,
-            compressor=strategy.compressor,
-        )
+        strategy.check_layers(meta_model.model, optimizer)
+        strategy.check(meta_model.model, optimizer)
+        return strategy.lay_out(meta_model.copy(), world)
     raise InvalidSpec(
         f"strategy {strategy.name} needs a session",
         seen="shoal.distribute() without one",

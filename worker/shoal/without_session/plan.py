@@ -12,7 +12,7 @@ from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.ddp import DDP
+from shoal.strategies.layout.ddp import DDP
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 

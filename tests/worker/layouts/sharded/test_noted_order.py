@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.layer_exchanges import ExchangeRecord, difference
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 
 MADE = {
     "zero2": partial(shoal.Zero2, min_group_bytes=0, copies=0),
@@ -55,7 +55,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
         loss=cross_entropy,
     )
     strategy = made()
-    assert isinstance(strategy, LayoutStrategy)
+    assert isinstance(strategy, ShardedStrategy)
     share = entered(run, strategy)
     module: Any = strategy.module
     module.left_out = "drop" if get_rank() == 1 else ""

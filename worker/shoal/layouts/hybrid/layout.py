@@ -142,8 +142,7 @@ class HybridLayout(Layout):
             align(list(self.parameters.values()), self._ranks)
 
     @torch.no_grad()
-    def stepped(self) -> None:
-        """Broadcast the first copy's buffers, such as running means of its samples."""
+    def share_buffers(self) -> None:
         buffers = list(persistent_buffers(self.plain).values())
         if buffers and self.plan.mesh.data > 1:
             broadcast_packed(buffers, self._groups["data"])

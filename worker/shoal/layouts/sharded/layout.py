@@ -289,7 +289,7 @@ class ShardedLayout(Layout):
         self._losses.begin()
         for reduction in self._reductions.values():
             reduction.forget()
-        self._settle()
+        self._free_gathered()
 
     def note_loss(self, loss: Tensor) -> None:
         self._losses.note(loss)
@@ -341,13 +341,13 @@ class ShardedLayout(Layout):
         # An overflow of the sum leaves infinities instead, and seldom in all elements.
         return gradient is None or bool(gradient.to_local().isnan().all())
 
-    def stepped(self) -> None:
-        """Broadcast the first rank's buffers, such as running means: each rank has computed its own
-        from its own samples. Collective."""
-        self._settle()
+    def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)
 
-    def _settle(self) -> None:
+    def stepped(self) -> None:
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
         """Free parameters left gathered by a forward pass without backward, as in evaluation.
 
         Otherwise the next pass would compute with them although the optimizer has stepped since.

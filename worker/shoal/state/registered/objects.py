@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from shoal.state.optimizer_state import set_settings
 from shoal.state.plain_values import join_state, split_state
-from shoal.state.replicated import State
 from shoal.state.shards import REGISTERED, Json, StateShard, TensorShard, outline_of
 from shoal.torch_private.amp import scaler_state
 from shoal_proto.errors import InvalidSpec
@@ -345,30 +344,15 @@ def with_registered(state_shard: StateShard, captured: CapturedState) -> StateSh
 
 def of_shard(state_shard: StateShard) -> CapturedState:
     """Return the registered state that `with_registered` added."""
-    tensors = {name: shard.tensor for name, shard in state_shard.shards.items()}
-    return _added_state(tensors, state_shard.values)
-
-
-def into_state(state: State, captured: CapturedState) -> State:
-    """Return the whole state with the registered state added, as `with_registered` for a shard."""
-    if not captured.values:
-        return state
-    tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}
-    values = {**state.values, **_values_of(captured)}
-    return replace(state, tensors={**state.tensors, **tensors}, values=values)
-
-
-def of_state(state: State) -> tuple[State, CapturedState]:
-    """Split a state into the state before `into_state` and the registered state that it added."""
-    rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
-    return replace(state, tensors=rest), _added_state(state.tensors, state.values)
-
-
-def _added_state(tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> CapturedState:
-    added: Any = values.get("registered", {})
-    kinds: Any = values.get(KINDS, {})
-    own = {k.removeprefix(REGISTERED): t for k, t in tensors.items() if k.startswith(REGISTERED)}
-    return CapturedState(values=added, tensors=own, kinds=kinds)
+    values: Any = state_shard.values
+    own = {
+        name.removeprefix(REGISTERED): shard.tensor
+        for name, shard in state_shard.shards.items()
+        if name.startswith(REGISTERED)
+    }
+    return CapturedState(
+        values=values.get("registered", {}), tensors=own, kinds=values.get(KINDS, {})
+    )
 
 
 def _values_of(captured: CapturedState) -> dict[str, Json]:

@@ -14,7 +14,7 @@ from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.model.several import models_of
 from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.sharded import ShardedFigures
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -25,7 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class FSDP(LayoutStrategy):
+class FSDP(ShardedStrategy):
     """Strategy "fsdp": a layer's parameters are gathered for its pass, then freed again.
 
     `min_group_bytes`: minimum size of the groups in which layers are gathered; 0: each module is
@@ -36,7 +36,7 @@ class FSDP(LayoutStrategy):
     not torch's updates each element from that element's gradient and state alone.
     `cpu_offload=True`: parameters, gradients and optimizer state are in host memory, and layers are
     copied to the GPU for their passes; no effect on models on a CPU.
-    `copies` and `copy_every_steps`: see `LayoutStrategy`.
+    `copies` and `copy_every_steps`: see `ShardedStrategy`.
 
     All members run the same modules in the same order in each step.
     """

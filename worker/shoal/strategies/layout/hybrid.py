@@ -19,7 +19,7 @@ from shoal.model.elementwise_optimizers import (
 from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.pipeline import StageSplit, schedule_spec
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -29,7 +29,7 @@ STATE_FACTOR = 4
 """Bytes of parameters, gradients and two moments (AdamW), as a multiple of parameter bytes."""
 
 
-class Hybrid(LayoutStrategy):
+class Hybrid(ShardedStrategy):
     """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
 
     `pipeline`, `data`, `tensor`: sizes of the mesh. Sizes that are not given are chosen by the

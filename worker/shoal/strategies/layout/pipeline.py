@@ -19,7 +19,7 @@ from shoal.layouts.tensor.derivation import derive
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
 from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.mesh import MeshFigures
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -85,7 +85,7 @@ def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
     return ScheduleSpec(schedule=schedule, microbatches=microbatches)
 
 
-class Pipeline(LayoutStrategy):
+class Pipeline(ShardedStrategy):
     """Strategy "pipeline": one stage per member, on torch.distributed.pipelining.
 
     A step calls `session.forward_backward(batch, loss_function)`. To evaluate, all members call the
@@ -96,7 +96,7 @@ class Pipeline(LayoutStrategy):
     that does. `balance`: stages have nearly the same "bytes" of parameters, or the same "time",
     measured by the first member on `example`, inputs as large as a micro-batch. `split_at`: names
     of the only layers before which the model may be cut. `per_parameter_optimizer`: see `Zero1`.
-    `copies` and `copy_every_steps`: see `LayoutStrategy`.
+    `copies` and `copy_every_steps`: see `ShardedStrategy`.
     """
 
     name = "pipeline"

@@ -15,14 +15,14 @@ from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.tensor import tensor_figures
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.numbers_given import as_index
 
 log = structlog.get_logger(__name__)
 
 
-class TensorParallel(LayoutStrategy):
+class TensorParallel(ShardedStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names

@@ -8,21 +8,21 @@ from torch.optim import Optimizer
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
-from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
+from shoal.layouts.zero1 import Zero1Layout
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
 from shoal.model.several import refuse_untrained
 from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
-from shoal.strategies.layout.strategy import LayoutStrategy
+from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.torch_private.replicated_module import bucket_size
 
 
-class Zero1(LayoutStrategy):
+class Zero1(ShardedStrategy):
     """Strategy "zero1": as "ddp", with about 1/n of the optimizer's state on each of n members.
 
     Parameters stay whole, for optimizers that need a whole parameter at a time; see
-    `shoal.layouts.replicated.Zero1Layout`.
+    `shoal.layouts.zero1.Zero1Layout`.
 
     `bucket_mb`: size of the buckets in which gradients are sent while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
@@ -30,7 +30,7 @@ class Zero1(LayoutStrategy):
     `per_parameter_optimizer=True` states that an optimizer that is not torch's own updates each
     parameter by that parameter's gradient and state alone.
     `copies`, `copy_every_steps`: copies of a member's optimizer state on other members, see
-    `LayoutStrategy`.
+    `ShardedStrategy`.
     """
 
     name = "zero1"
@@ -68,7 +68,7 @@ class Zero1(LayoutStrategy):
         return {"compression": str(self._compression or "none")}
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
-        return replicated.Zero1Layout(
+        return Zero1Layout(
             model,
             world,
             bucket_mb=self._bucket_mb,

@@ -18,15 +18,15 @@ from shoal.compression.base import Compressor, PackedTensors
 from shoal.compression.wire import Traffic, Wire
 from shoal.model.gradients import are_finite, is_finite
 from shoal.state.host_copies import as_bytes
-from shoal.state.replicated import OPTIMIZER, ReplicatedState, State
-from shoal.state.shards import OPTIM, StateShard, TensorShard
+from shoal.state.optimizer_state import SLOTS
+from shoal.state.replicated import ReplicatedState
+from shoal.state.shards import MODEL, OPTIM, TRANSIENT, StateShard, TensorShard
 from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
 BUCKET_BYTES = 32 * 1024 * 1024
-_OUTER = "outer/"
 _VELOCITY = "/outer_velocity"
-"""Suffix of the velocity's name in a checkpoint, among the parameter's optimizer state."""
+"""Suffix of the velocity's name in a state, among the parameter's optimizer state."""
 
 
 class OuterLoop:
@@ -48,9 +48,9 @@ class OuterLoop:
         self.traffic = Traffic()
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._compressor = compressor
-        self._agreed: State | None = None
+        self._agreed: StateShard | None = None
         self._velocity: dict[str, Tensor] = {}
-        self._set_aside: State | None = None
+        self._set_aside: StateShard | None = None
 
     # --- the state agreed on ---
 
@@ -59,7 +59,7 @@ class OuterLoop:
         return self._agreed is not None
 
     @property
-    def agreed(self) -> State:
+    def agreed(self) -> StateShard:
         """The last state agreed on; InternalError if there is none. Its model is the same on all
         members, its optimizer state each member's own."""
         if self._agreed is None:
@@ -81,12 +81,8 @@ class OuterLoop:
         that member's weights. It is valid until the next `regroup`.
         """
         now = self.state.collect(step)
-        tensors = {
-            name: tensor.to("cpu", copy=True)
-            for name, tensor in now.tensors.items()
-            if name.startswith(OPTIMIZER)
-        }
-        self._set_aside = State(step=step, tensors=tensors, values=now.values)
+        own = {name: shard for name, shard in now.shards.items() if name.startswith(OPTIM)}
+        self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
         """Note that the group of members has changed."""
@@ -94,47 +90,43 @@ class OuterLoop:
         if self._compressor is not None:
             self._compressor.regroup()
 
-    def outgoing(self) -> State:
+    def outgoing(self) -> StateShard:
         """Return the state for members that lack it, not copied; valid until a round ends."""
-        agreed = self.agreed
-        velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
-        tensors = {**agreed.tensors, **velocity}
         # The present parameter groups: a schedule may have changed them since the round ended.
-        groups = self.state.collect(agreed.step).values["groups"]
-        return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
+        groups = self.state.collect(self.agreed.step).values["groups"]
+        values = {**self.agreed.values, "groups": groups}
+        return self._with_velocity(replace(self.agreed, values=values))
 
-    def take(self, given: State) -> None:
+    def take(self, given: StateShard) -> None:
         """Restore another member's `outgoing` state, with this member's own optimizer state if that
         was set aside at the same step. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
-        own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
-        values, kept = given.values, self._set_aside
+        kept = self._set_aside
         if kept is not None and kept.step == given.step:
-            own = {name: t for name, t in own.items() if not name.startswith(OPTIMIZER)}
-            own |= kept.tensors
-            values = {**values, "scalars": kept.values["scalars"]}
-        self.state.restore(State(step=given.step, tensors=own, values=values))
-        self.agree(given.step)
-        self._velocity = {
-            # Copied to the device of its parameter.
-            name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
-            for name, tensor in given.tensors.items()
-            if name.startswith(_OUTER)
-        }
+            others = {
+                name: shard
+                for name, shard in given.shards.items()
+                if not name.startswith(OPTIM) or name.endswith(_VELOCITY)
+            }
+            values = {**given.values, SLOTS: kept.values.get(SLOTS)}
+            given = replace(given, shards={**others, **kept.shards}, values=values)
+        self.adopt(given)
 
     def state_shard(self) -> StateShard:
         """Return the state just agreed on, for a checkpoint; not copied."""
-        held = self.state.state_shard(self.agreed.step)
+        return self._with_velocity(self.state.state_shard(self.agreed.step))
+
+    def _with_velocity(self, state_shard: StateShard) -> StateShard:
         velocity = {}
         for path, tensor in self._velocity.items():
-            shaped = tensor.view_as(_real(self.agreed.tensors[path]))
+            shaped = tensor.view_as(_real(self.agreed.shards[path].tensor))
             velocity[_velocity_path(path)] = TensorShard.whole(shaped)
-        return replace(held, shards={**held.shards, **velocity})
+        return replace(state_shard, shards={**state_shard.shards, **velocity})
 
     def adopt(self, state_shard: StateShard) -> None:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
         Raises ShapeMismatch or DtypeMismatch if it does not fit."""
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
-        self.state.adopt(replace(state_shard, shards=own))
+        self.state.restore(replace(state_shard, shards=own))
         self.agree(state_shard.step)
         self._velocity = {
             path: state_shard.shards[_velocity_path(path)]
@@ -143,9 +135,6 @@ class OuterLoop:
             for path, parameter in self._parameters().items()
             if _velocity_path(path) in state_shard.shards
         }
-
-    def _device_of(self, outer: str) -> torch.device:
-        return self.agreed.tensors[outer.removeprefix(_OUTER)].device
 
     # --- the end of a round ---
 
@@ -189,12 +178,12 @@ class OuterLoop:
         """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
         named = self._model.named_parameters()
-        return {f"parameter/{name}": p.detach() for name, p in named if p in stepped}
+        return {MODEL + name: p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers with a mean, such as running statistics: the mean covers all samples."""
-        named = self._model.named_buffers()
-        return {f"buffer/{name}": b.detach() for name, b in named if has_mean(b)}
+        named = self.state.buffers()
+        return {name: buffer for name, buffer in named.items() if has_mean(buffer)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
@@ -202,14 +191,13 @@ class OuterLoop:
         """Return parameters that are not in the optimizer but were written to by the script, on any
         member: a teacher's moving average, for example. Collective if there are parameters that are
         not in the optimizer."""
-        named = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
+        named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}
         if not others:
             return {}
-        before = self.agreed.tensors
         # Most are frozen, and not sent. Bytes are compared, because a NaN differs from itself.
         flags = torch.tensor(
-            [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
+            [not as_bytes(p).equal(as_bytes(self._before(name))) for name, p in others.items()]
         )
         written = flags.to(torch.uint8)
         self.waiter.wait(dist.all_reduce(written, op=dist.ReduceOp.MAX, group=group, async_op=True))
@@ -230,9 +218,8 @@ class OuterLoop:
         self, tensors: Mapping[str, Tensor], step: int, weight: float
     ) -> Iterator[PackedTensors]:
         """Yield this member's weighted changes, one bucket at a time."""
-        before = self.agreed.tensors
         for names in buckets(tensors):
-            changes = [_change(tensors[name], before[name]) * weight for name in names]
+            changes = [_change(tensors[name], self._before(name)) * weight for name in names]
             _check_finite(dict(zip(names, changes, strict=True)), step, "this member's own change")
             flat = torch.cat([change.reshape(-1) for change in changes])
             yield PackedTensors(flat, names, [change.shape for change in changes])
@@ -264,18 +251,21 @@ class OuterLoop:
         others: Mapping[str, Tensor],
         means: Mapping[str, Tensor],
     ) -> None:
-        before = self.agreed.tensors
         for name, parameter in parameters.items():
             change, velocity = self._outer.change(means[name], self._velocity.get(name))
             if velocity is not None:
                 self._velocity[name] = velocity
-            _move(parameter, before[name], change)
+            _move(parameter, self._before(name), change)
         for name, other in others.items():
-            _move(other, before[name], means[name])
+            _move(other, self._before(name), means[name])
+
+    def _before(self, name: str) -> Tensor:
+        """Return a tensor's value at the end of the last round."""
+        return self.agreed.shards[name].tensor
 
 
 def _velocity_path(path: str) -> str:
-    return f"{OPTIM}{path.removeprefix('parameter/')}{_VELOCITY}"
+    return f"{OPTIM}{path.removeprefix(MODEL)}{_VELOCITY}"
 
 
 def has_mean(tensor: Tensor) -> bool:
@@ -332,9 +322,9 @@ def _check_finite(changes: Mapping[str, Tensor], step: int, what: str) -> None:
 
 
 def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
-    kind, _, own = name.partition("/")
+    own = name.removeprefix(MODEL).removeprefix(TRANSIENT)
     return NonFiniteGradient(
-        f"{kind} {own} is not finite at the end of the round, at step {step}",
+        f"{own} is not finite at the end of the round, at step {step}",
         seen=f"NaN or Inf in {what}",
         expected="finite numbers",
         fix="Lower the learning rate, clip gradients, or look at the samples.",

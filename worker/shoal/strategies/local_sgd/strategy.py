@@ -8,7 +8,7 @@ the end of the last round and train on the same samples again; each sample count
 steps.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 
 import structlog
@@ -30,7 +30,7 @@ from shoal.model.not_finite import gradient_not_finite
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.model.trained_parameters import refuse_extra_state
 from shoal.planning.figures import Plan, PlanInput, uncompressed
-from shoal.state.shards import whole_chunk
+from shoal.state.shards import MODEL, StateShard, whole_chunk
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
@@ -297,23 +297,21 @@ class LocalSGD(SynchronousStrategy):
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the model of the last round's end, on the host: within rounds replicas differ."""
-        agreed = self._outer_loop.agreed.tensors
-        names: dict[Tensor, str] = {}
-        for kind, tensors in (
-            ("parameter", self._model.named_parameters()),
-            ("buffer", self._model.named_buffers()),
-        ):
-            names |= {tensor: f"{kind}/{name}" for name, tensor in tensors}
-        held = self._model.state_dict(keep_vars=True)
-        copies = {name: agreed[name].to("cpu", copy=True) for name in names.values()}
-        return {name: copies[names[tensor]] for name, tensor in held.items()}
+        further = tied(self._model)
+        agreed = self._outer_loop.agreed.shards
+        names = list(self._model.state_dict(keep_vars=True))
+        first = {name: further.get(name, name) for name in names}
+        copies = {
+            name: agreed[MODEL + name].tensor.to("cpu", copy=True) for name in {*first.values()}
+        }
+        return {name: copies[first[name]] for name in names}
 
     def weights(self) -> HeldWeights:
         """Return the weights as of the end of the last round."""
         world_size, agreed = self.group.size(), self._outer_loop.agreed
         return replicated_weights(
-            _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
-            _of_kind(agreed.tensors, "buffer/", persistent_buffers(self._model)),
+            _tensors_of(agreed, dict(self._model.named_parameters())),
+            _tensors_of(agreed, persistent_buffers(self._model)),
             step=agreed.step,
             rank=self._rank,
             world_size=world_size,
@@ -325,10 +323,8 @@ class LocalSGD(SynchronousStrategy):
         return self._outer_loop.traffic.metrics()
 
 
-def _of_kind(
-    tensors: Mapping[str, Tensor], kind: str, names: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    return {name: tensors[kind + name] for name in names}
+def _tensors_of(state_shard: StateShard, names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: state_shard.shards[MODEL + name].tensor for name in names}
 
 
 class DiLoCo(LocalSGD):

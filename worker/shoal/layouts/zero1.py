@@ -1,0 +1,147 @@
+"""ZeRO-1: whole parameters on every rank, the optimizer's state split among owners."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.backends.abortable.waiter import wait_abortable
+from shoal.layouts.replicated import ReplicatedLayout
+from shoal.state.shards import OPTIM
+
+# A multiple of this is an aligned offset for parameters of any dtype in their owner's memory.
+ALIGNMENT_BYTES = 16
+MAX_MESSAGE_BYTES = 1 << 28
+"""Limit of a broadcast: Gloo copies a message before it sends it to another host."""
+
+
+class Zero1Layout(ReplicatedLayout):
+    """Replicated layout in which each parameter is stepped by one rank only, its owner.
+
+    So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
+    that treats each parameter separately gives the same result as in one process.
+
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+
+    An owner sends its updated parameters as one message. They lie in one piece of memory, so they
+    are neither packed nor copied. Concurrent broadcasts, one for each owner, move each byte to each
+    rank once. An all-gather does so only for equal parts: Gloo needs parts padded to the largest,
+    so a model that is mostly one embedding would be sent several times. On loopback, broadcasts of
+    40 MB in equal parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms
+    (3 ranks), 34 and 80 ms (4 ranks); below 1 MB both take the same time.
+    """
+
+    strategy = "Zero1"
+    is_replicated = False
+    exchanges_updates = True
+
+    def _allocate(self) -> None:
+        n, rank = self.world.world_size, self.world.rank
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        owners = partition([parameter.nbytes for parameter in trained.values()], n)
+        self._owner = dict(zip(trained, owners, strict=True))
+        self._memory = [
+            move_to_flat_storage([p for name, p in trained.items() if self._owner[name] == owner])
+            for owner in range(n)
+        ]
+        self._originals = [(parameter, parameter.detach()) for parameter in trained.values()]
+        self._owned = {name: p for name, p in trained.items() if self._owner[name] == rank}
+        self._others = {name: p for name, p in trained.items() if self._owner[name] != rank}
+        self._stepped_by_others: set[str] = set()
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._owned
+
+    def counts(self, name: str) -> bool:
+        # The first rank counts tensors that no rank steps: frozen parameters and buffers.
+        return self._owner.get(name, 0) == self.world.rank
+
+    def is_lost_with_rank(self, name: str) -> bool:
+        return name.startswith(OPTIM)
+
+    def open(self) -> nn.Module:
+        self._take_back()
+        return super().open()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Copy values that a script has assigned to a parameter's `.data` back into the memory that
+        owners send, and other ranks receive into."""
+        for parameter, original in self._originals:
+            if parameter.data_ptr() != original.data_ptr():
+                original.copy_(parameter)
+                parameter.data = original
+
+    def begin(self) -> None:
+        super().begin()
+        # The optimizer does not hold these parameters, so its `zero_grad` leaves their gradients.
+        self._forget_gradients_of_others()
+
+    def reduce(self) -> None:
+        super().reduce()
+        self._stepped_by_others |= {n for n, p in self._others.items() if p.grad is not None}
+        self._forget_gradients_of_others()
+
+    @property
+    def names_stepped_elsewhere(self) -> Collection[str]:
+        return self._stepped_by_others
+
+    def idle(self) -> Sequence[str]:
+        # An owner keeps the gradients of its own parameters only.
+        return ()
+
+    def stepped(self) -> None:
+        self._take_back()
+        works = [
+            dist.broadcast(message, group=self.world.group, group_src=owner, async_op=True)
+            for owner, memory in enumerate(self._memory)
+            for message in torch.split(memory, MAX_MESSAGE_BYTES)
+            if message.numel()
+        ]
+        for work in works:
+            wait_abortable(work, self.world.group)
+
+    def _forget_gradients_of_others(self) -> None:
+        for parameter in self._others.values():
+            parameter.grad = None
+
+
+def partition(sizes: Sequence[int], n: int) -> list[int]:
+    """Assign each item to one of `n` ranks, such that all own about the same size.
+
+    Items go, largest first, to the rank that owns least (the lowest among equals). The fullest rank
+    then owns at most 4/3 of the fullest in the best partition (Graham 1969). The same sizes always
+    give the same owners.
+    """
+    owned = [0] * n
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = min(range(n), key=owned.__getitem__)
+        owners[index] = owner
+        owned[owner] += sizes[index]
+    return owners
+
+
+@torch.no_grad()
+def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Move the parameters into one contiguous piece of memory; returns it, as bytes.
+
+    Their contents are not kept, but their strides (such as channels last) are.
+    """
+    sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
+    device = parameters[0].device if parameters else None
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    for parameter, part in zip(parameters, torch.split(memory, sizes), strict=True):
+        values = part[: parameter.nbytes].view(parameter.dtype)
+        parameter.data = values.as_strided(parameter.shape, _strides(parameter))
+    return memory
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the tensor's own strides if its elements lie without gaps; else contiguous ones."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel():
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
