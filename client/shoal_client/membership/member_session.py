@@ -316,7 +316,7 @@ class MemberSession:
 
     @property
     def leaves_unreplaced(self) -> bool:
-        """True if this member is to leave and no generation follows without it. Cheap to call; any
+        """True if this member is to leave and no further generation follows. Cheap to call; any
         thread."""
         return self._core.leaving.unreplaced
 
