@@ -221,10 +221,6 @@ TABLE = {
         "tests/docs/test_weights_page.py::test_the_scripts_of_the_page_publish_and_read"
     ),
     (
-        "docs/status.md",
-        "shoal weights list",
-    ): "tests/server/coordinator/publications/test_service.py",
-    (
         "docs/weights.md",
         "shoal weights list",
     ): "tests/server/coordinator/publications/test_service.py",

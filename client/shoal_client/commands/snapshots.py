@@ -133,7 +133,7 @@ def take(config: TakeConfig) -> int:
         f" new pushes waited {1000 * taken.pause_s:.0f} ms"
     )
     for step in taken.partial_steps:
-        print(f"not whole: {printable(step)}")
+        print(f"incomplete: {printable(step)}")
     return 0
 
 
@@ -215,7 +215,7 @@ def printed(options: CallOptions, reply: Message) -> bool:
 
 def _table(reply: ListSnapshotsReply) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
-    for name in ("number", "taken", "shards", "size", "new", "not whole"):
+    for name in ("number", "taken", "shards", "size", "new", "incomplete"):
         table.add_column(name, justify="right")
     for each in reply.snapshots:
         table.add_row(

@@ -25,14 +25,15 @@ class LeaveState:
         self.is_noticed = False
         """True if the leave has been logged."""
         self.unreplaced = False
-        """True if no generation follows without this member."""
+        """True if no further generation follows once this member has left."""
         self.is_unanswered = False
         """True if no coordinator answered during the whole drain."""
         self.has_begun = False
         self.is_acknowledged = False
         """True if the coordinator accepted the leave."""
         self.stays_as: pb.LeaveRequest | None = None
-        """Request of a member that stays with its work done, or that closed the job."""
+        """Request in which this member announced that its work is done and it stays, or that it
+        closes the job; None: neither."""
         self._drained = False
 
     def request_leave(self, reason: str) -> None:
@@ -66,8 +67,8 @@ class LeaveState:
     # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Request of a member that stays although its own work is done, or that closes the job. New
-        leaders get it again."""
+        """Return the request in which a member announces that its work is done and it stays, or
+        that it closes the job. New leaders get the same request."""
         before = self.stays_as or pb.LeaveRequest()
         self.stays_as = pb.LeaveRequest(
             token=token,

@@ -406,7 +406,7 @@ class MemberCore:
 
     def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
         """Handle a notice to leave. `now`: no other member needs this one any more. `unreplaced`:
-        no generation follows without this member."""
+        no further generation follows once this member has left."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
         # on.
@@ -475,7 +475,7 @@ class MemberCore:
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
-        `steps_before_leaving`: a member without which no generation follows takes further steps,
+        `steps_before_leaving`: if `leaving.unreplaced` is set, the member takes further steps,
         until the members write a checkpoint.
         """
         stays = steps_before_leaving and self.leaving.unreplaced

@@ -191,7 +191,7 @@ class MemberSession:
         MemberDrained. Raises DeadlineExceeded if the members do not agree in time, and any other
         error that ended the membership.
 
-        `steps_before_leaving`: if this member is to leave and no generation follows without it, the
+        `steps_before_leaving`: if this member is to leave and no further generation follows, the
         step begins all the same, so that the members can write a checkpoint.
         """
         core = self._core
@@ -316,7 +316,7 @@ class MemberSession:
 
     @property
     def leaves_unreplaced(self) -> bool:
-        """True if this member is to leave and no generation follows without it. Cheap to call; any
+        """True if this member is to leave and no further generation follows. Cheap to call; any
         thread."""
         return self._core.leaving.unreplaced
 

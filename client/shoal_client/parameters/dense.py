@@ -122,7 +122,7 @@ class ParameterClient:
         `tables` get shards too, which are not in the returned map: see
         `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
         parameters or tables that differ from the job's, NoServers, and InvalidSpec for a schema
-        that the coordinator does not take."""
+        that the coordinator refuses."""
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 

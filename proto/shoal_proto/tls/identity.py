@@ -80,7 +80,7 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
     raise InvalidSpec(
         f"no certificate for the role {wanted}",
         seen=f"no {roles[0].value}.crt with {roles[0].value}.key in {folder}",
-        expected="a folder as `shoal certs init` makes it",
+        expected="a folder made by `shoal certs init`",
         fix=f"Run: shoal certs issue {roles[0].value} --dir {folder}",
     )
 

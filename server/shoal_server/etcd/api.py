@@ -78,8 +78,8 @@ class Compare:
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """True for a condition on every key under a prefix: its mod_revision is at most `expected`. For
-    no other field."""
+    """True for a condition on every key under a prefix: its mod_revision is at most `expected`.
+    Other fields have no such condition."""
 
 
 def value_is(key: str, value: bytes) -> Compare:

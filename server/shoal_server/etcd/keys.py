@@ -31,7 +31,7 @@ def server(server_id: str) -> str:
 
 
 def ended_server(server_id: str, incarnation: str) -> str:
-    """Key that exists for some minutes after a parameter server's process is known to have
+    """Key that exists for half an hour after a parameter server's process is known to have
     ended."""
     return f"{ENDED_SERVERS}{server_id}/{incarnation}"
 

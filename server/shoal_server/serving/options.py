@@ -31,7 +31,9 @@ BindAddress = Annotated[
 ListenAddress = Annotated[
     str,
     Parameter(
-        name="--listen", metavar="[HOST:]PORT", help="Where to serve gRPC. A port alone: at --bind."
+        name="--listen",
+        metavar="[HOST:]PORT",
+        help="Where to serve gRPC. A port alone is at --bind.",
     ),
 ]
 HttpClients = Literal["certificate", "token", "user"]
@@ -41,8 +43,8 @@ AdvertisedAddress = Annotated[
     Parameter(
         name="--advertise",
         metavar="HOST[:PORT]",
-        help="Address that others connect to. By default the address listened on, or this machine's"
-        " name if that is every address.",
+        help="Address that others connect to. By default the address of --listen, or this machine's"
+        " name if the process listens on all addresses.",
     ),
 ]
 MetricsAddress = Annotated[
@@ -88,7 +90,7 @@ class ServingOptions(TlsOptions):
             raise InvalidSpec(
                 "an address that others reach is served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
-                expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
+                expected="loopback, or a certificate: --tls DIRECTORY, made by `shoal certs init`",
                 fix="Or give --insecure, if every process that reaches it may read parameters"
                 " and end jobs.",
             )

@@ -39,7 +39,8 @@ class BF16(Compression):
 
 
 class HalfCompressor(Compressor):
-    """An all-reduce in 16 bits, 2 S x 2 (n-1) / n bytes for S values on n ranks."""
+    """Averages by an all-reduce in 16 bits. A rank sends 2 S x 2 (n-1) / n bytes for S values on n
+    ranks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -57,7 +57,8 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """One or two all-reduces, 2 (n-1) / n times 4 (sum of (M + N) R + values sent whole) bytes."""
+    """Averages by one or two all-reduces. A rank sends 2 (n-1) / n times 4 V bytes, where V is the
+    sum of (M + N) R over the matrices, plus the number of values sent whole."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -47,7 +47,8 @@ class TopK(Compression):
 
 
 class TopKCompressor(Compressor):
-    """An all-gather of values and indices: 8 (n-1) ceil(ratio S) bytes for S values on n ranks."""
+    """Averages by an all-gather of values and indices. A rank sends 8 (n-1) ceil(ratio S) bytes for
+    S values on n ranks."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

@@ -64,7 +64,7 @@ class HotRows:
         """Store rows that were looked up at this step; of several rows with one slot, one row."""
         slots = self._slots(ids)
         self._ids[slots] = ids
-        # Of several rows with one slot, only the one whose id was written last is stored.
+        # If several rows have one slot, only the row whose id was written last is stored.
         stored = np.flatnonzero(self._ids[slots] == ids)
         slots = slots[stored]
         self._steps[slots] = step

@@ -83,7 +83,7 @@ class NonFiniteCheck:
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
         """Set the flags that ranks sent in another message, for layouts with
-        `Layout.faults_are_own`. `are_own`: by rank, True if the rank's own gradients were not
+        `Layout.faults_are_own`. `are_own`: for each rank, True if its own gradients were not
         finite."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 

@@ -29,7 +29,7 @@ class Context:
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Any thread."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
-    """Returns True if this member is to leave and no generation without it follows. Any thread."""
+    """Returns True if this member is to leave and no further generation follows. Any thread."""
     ended: Callable[[], ShoalError | None] = lambda: None
     """Returns the error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)

@@ -62,7 +62,7 @@ def give_buffers(model: nn.Module) -> None:
     for path, part in list(model.named_modules()):
         empty = [name for name, buffer in buffer_table(part).items() if _is_empty(buffer)]
         if empty:
-            # Of the copy, only this module itself gets memory; its children stay on meta.
+            # In the copy, only this module itself gets memory; its children stay on meta.
             alone = copy.deepcopy(part)
             marked = _with_memory(alone, {})
             with torch.random.fork_rng(devices=[]):

@@ -110,8 +110,8 @@ def _can_be_copied(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _NotedObject:
-    """An object at one moment. Equal to a later one if it is the same object and, if it is a
-    tensor, nothing was written to it."""
+    """Record of an object at one moment. It equals a later record if both are of the same object,
+    and nothing was written to it if it is a tensor."""
 
     kept: object = field(compare=False)
     """Keeps the object alive, so that no other one gets its id."""

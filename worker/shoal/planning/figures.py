@@ -157,7 +157,7 @@ class PlanInput:
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
-    """Return a note that bytes are counted without compression; no note without compression."""
+    """Return the note of a strategy with `compression`; nothing for one without."""
     if compression is None:
         return ()
     return (f"bytes are counted as without compression; {compression} sends fewer",)

@@ -164,8 +164,8 @@ class Strategy(ABC):
         return False
 
     def leaves_with_checkpoint(self) -> bool:
-        """True if this member has to leave after the last step, as no generation can follow without
-        it. Returns once the checkpoint of that step is written, or has failed."""
+        """True if this member has to leave after the last step, and no further generation follows.
+        Returns once the checkpoint of that step is written, or has failed."""
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state

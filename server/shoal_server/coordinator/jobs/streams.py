@@ -49,7 +49,8 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the notice's roster is large, or was sent on this stream before."""
+        """True if the notice's roster is large, or if the newest Prepare on this stream named
+        it."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False
@@ -83,7 +84,7 @@ class Encoder:
         """`rosters`: keeps the rosters that notices leave out."""
         self._job = job
         self._rosters = rosters
-        # The core sends the very same object to all members, one after the other.
+        # The core passes the same object for all members, one after the other.
         self._newest: dict[bool, tuple[Notice, bytes]] = {}
 
     def encoded(self, notice: Notice, *, with_roster: bool) -> bytes:

@@ -119,8 +119,8 @@ def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
-    """Return the roster in a message. `incarnations`: by member id, since a message does not
-    contain them. Raises KeyError if one is missing, or for an unknown StateAction."""
+    """Return the roster in a message. `incarnations`: incarnations by member id, which a
+    message does not contain. Raises KeyError if one is missing, or for an unknown StateAction."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,

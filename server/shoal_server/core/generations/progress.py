@@ -34,8 +34,8 @@ class LifetimeFigures:
     """Running generations that broke because a member was gone or a collective failed. Breaks while
     the job is being stopped, or at the boundary of a planned change, are not counted."""
     idle_s: float = 0.0
-    """Seconds without a running generation: until the first one ran, and from each break until the
-    next one did."""
+    """Seconds without a running generation: until the first generation ran, and from each break
+    until the next generation ran."""
     result: JobResult | None = None
     """Result of a job that is over; None until it is kept."""
     is_cleared: bool = False

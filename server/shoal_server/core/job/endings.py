@@ -314,7 +314,7 @@ class Drains:
         )
 
     def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
-        """True if a member that is to leave now is not replaced: no generation without it follows.
+        """True if no further generation follows once the member has left. It is to leave now.
         False once its drain is overdue: the other members did not agree on a boundary in time, and
         might keep it from taking a step."""
         running = self._state.running

@@ -256,7 +256,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """True, with `now`, if no generation without the member follows."""
+    """True, with `now`, if no further generation follows once the member has left."""
 
 
 class RefusalKind:

@@ -111,8 +111,9 @@ class ShardReplica:
         self.why_no_disk: ShoalError | None = None
         """The error while the journal does not keep the shard, else None."""
         self.is_forming = False
-        """True until the core opens the shard to calls: a new one once its first backup, if it is
-        to have one, has a copy. Until then, `Catalog.look_up` returns ShardNotReady for it."""
+        """True until the core opens the shard to calls. If a new shard is to have a backup, it is
+        opened once its first backup has a copy. Until then, `Catalog.look_up` returns ShardNotReady
+        for it."""
         self.is_handing_over = False
         self.pushed_bytes = 0
         """Bytes of pushes applied by this replica as primary."""

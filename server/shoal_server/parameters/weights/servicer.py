@@ -121,7 +121,7 @@ class WeightsServicer(WeightStoreServicer):
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Receive a segment, and forward it along the chain.
+        """Receive a segment, and forward it along the request's chain of servers.
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
         the chain failed. If a server refuses the segment, or is overloaded, its error is raised.
@@ -198,7 +198,7 @@ class WeightsServicer(WeightStoreServicer):
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Raise StaleEpoch or Overloaded if the segment may not be held. Before Overloaded is
         raised, the newest records are read: this server may not know yet that a version was
-        committed. Raises what the store raises for that."""
+        committed. Raises what reading them raises."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:

@@ -51,7 +51,7 @@ class HeldSegment:
     needed_s: float
     """Time at which the segment was last put, or named by the records, in seconds."""
     was_named: bool = False
-    """True once a version of its origin's publication, or of a later one, has named it."""
+    """True once the version of its origin's publication, or a later version, has named it."""
 
 
 @dataclass(slots=True)
@@ -205,6 +205,6 @@ class SegmentStore:
 
 
 def _is_named(held: HeldSegment, named: Mapping[bytes, Position]) -> bool:
-    """True if a version of its origin's publication, or of a later one, names the segment."""
+    """True if the version of its origin's publication, or a later version, names the segment."""
     position = named.get(held.segment.digest)
     return position is not None and (held.origin is None or held.origin.position <= position)

@@ -1,4 +1,4 @@
-"""Sessions of the page: after a login with a token, a cookie replaces the token for some hours."""
+"""Sessions of the page: after a login with a token, a cookie replaces it for twelve hours."""
 
 import hashlib
 import secrets

@@ -104,7 +104,7 @@ class AbortableP2P:
 
     def _await(self, work: P2PMessage) -> None:
         if self._end_thread is None:
-            # Of its own: the thread before may still wait for a message that Gloo does not end.
+            # A new queue: the earlier thread may still wait for a message that Gloo does not end.
             self._orders = queue.SimpleQueue()
             # The thread ends even if the owner does not call `close`.
             self._end_thread = weakref.finalize(self, self._orders.put, None)

@@ -251,8 +251,8 @@ def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each message, in order: of one dtype, and at most `BUCKET_BYTES`
-    unless the message has only one."""
+    """Yield the parameters of each message, in order. They have one dtype, and at most
+    `BUCKET_BYTES` unless the message has a single parameter."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -79,7 +79,7 @@ class StageSplitter:
     def stage_of(
         self, outline: Outline, num_stages: int, costs: Sequence[int] | None = None
     ) -> list[int]:
-        """Return the stage of each segment. `costs`: by segment; None: their bytes."""
+        """Return the stage of each segment. `costs`: cost of each segment; None: its bytes."""
         costs = [segment.num_bytes for segment in outline.segments] if costs is None else costs
         starts = self._starts(outline)
         runs = [0] * len(starts)

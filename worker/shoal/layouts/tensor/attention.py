@@ -24,7 +24,7 @@ class SplitAttention(nn.MultiheadAttention):
     """Cut of the rows of the packed projection: rows of query, then of key, then of value."""
     heads: Cut
     columns: Cut
-    """Cut of the columns of the output projection, one for each of its inputs."""
+    """Cut of the columns of the output projection, which are its inputs."""
 
     @eager
     def forward(  # noqa: PLR0917 - torch's own signature
@@ -39,7 +39,8 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            # As attention that is not split does: `is_causal` only describes `attn_mask`.
+            # Attention that is not split raises this error too: `is_causal` only describes
+            # `attn_mask`.
             raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))

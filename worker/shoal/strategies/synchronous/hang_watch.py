@@ -71,8 +71,8 @@ class HangWatchConfig:
     """Takes the present time; returns the time since which the device has been stuck in the
     trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Receives, at each look at a trainer that takes steps, two times in seconds for which it has
-    waited for other members: without pauses, and with them. 0: it does not wait."""
+    """Receives, at each look at a trainer that takes steps, for how many seconds it has waited for
+    other members: without pauses, and with pauses. 0: it does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

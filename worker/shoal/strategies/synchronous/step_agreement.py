@@ -109,7 +109,7 @@ class StepWeights:
 
     def factor(self, weights: Sequence[float]) -> float:
         """Return the factor that turns the averaged gradients, which are weighted sums, into
-        weighted means; set `unit` for the next step. `weights`: by member; members that share
+        weighted means; set `unit` for the next step. `weights`: of each member; members that share
         samples all give the weight of these samples."""
         mean = math.fsum(weights) / len(weights)
         unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
@@ -296,8 +296,8 @@ class StepAgreement:
         return 1.0 if weights is None else self.weights.factor(weights)
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
-        `Hyperparameters.conflict`.
+        """Vote on the hyperparameters of a round's local steps. `applied`: the hyperparameters of
+        each step, by step. `conflict`: see `Hyperparameters.conflict`.
 
         Raises HyperparametersDiffer on all members if the values differ, or if a member has a
         conflict.
