@@ -9,12 +9,7 @@ COORDINATOR = SERVER / "coordinator"
 # Modules that make the one store that the others use, or that hold the election.
 MAKERS = {"assembly.py", "process.py", "leadership/leader_failover.py"}
 # Modules that only read; the store that they are given may be any.
-READERS = {
-    "repair/inspection.py",
-    "persistence/stored_jobs.py",
-    "shards/current_maps.py",
-    "shards/torch_versions.py",
-}
+READERS = {"repair/inspection.py", "persistence/stored_jobs.py"}
 WRITES = {"Put", "Delete"}
 
 

@@ -9,7 +9,7 @@ EDGES = "shoal_server.parameters.replication."
 WIRING = {f"{EDGES}core_driver", f"{EDGES}shard_replicas"}
 """The driver, which steps the core, and the module that makes the edges and answers questions of
 operators and of recovery about the core's state."""
-OTHER_DECISIONS = {f"{EDGES}journal_recovery": f"{CORE}backing.disk_removal"}
+OTHER_DECISIONS = {f"{EDGES}journal_recovery": f"{CORE}backing.missing_shards"}
 """An edge with a decision of its own, which the core does not make."""
 
 

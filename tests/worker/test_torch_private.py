@@ -23,9 +23,8 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.gradients import local_gradients
 from shoal.layouts.tensor.parts import local
-from shoal.torch_private import c10d
+from shoal.torch_private import c10d, check_version
 from shoal.torch_private.dtensor import local_of
-from shoal.torch_private.floor import check_version
 from shoal_proto.errors import InvalidSpec
 
 ROOT = Path(shoal.__file__).parent

@@ -13,14 +13,13 @@ from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
-from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.seen_versions import SeenVersions
 from shoal_client.parameters.servers import Attempt, most_severe
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
 from shoal_client.shards.parts import EncodedPush, GradientPart, Pieces
 from shoal_proto import pieces
-from shoal_proto.errors import ShoalError, StalePush, StateLost
+from shoal_proto.errors import MalformedMessage, ShoalError, StalePush, StateLost
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
 from shoal_proto.v1.codec_pb2 import GradientCodec
@@ -33,6 +32,9 @@ from shoal_proto.v1.parameters_pb2 import (
     PullRequest,
     PushHeader,
     PushItem,
+    PushReply,
+    ShardData,
+    ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import (
     ParameterSpec,
@@ -373,6 +375,43 @@ class ParameterClient:
     def close(self) -> None:
         """Close every connection; a call in progress on another thread fails."""
         self._job.close()
+
+
+class Receiver:
+    """Writes the values of shards into the caller's buffers as they arrive. A shard is done when
+    its last byte is written."""
+
+    def __init__(
+        self,
+        blocks: Mapping[int, ShardBlocks],
+        into: Buffers,
+        versions: dict[int, int],
+        todo: set[int],
+    ) -> None:
+        self._blocks = blocks
+        self._into = into
+        self._versions = versions
+        self._todo = todo
+        self._version = ShardVersion()
+        self._left_bytes = 0
+
+    def take(self, reply: ShardData | PushReply | pieces.OnlyPiece) -> None:
+        if not isinstance(reply, pieces.OnlyPiece) and reply.HasField("version"):
+            self._version.CopyFrom(reply.version)
+            self._left_bytes = reply.version.num_bytes
+            return
+        piece = reply.piece
+        if piece.shard_id != self._version.shard_id or piece.shard_id not in self._blocks:
+            raise MalformedMessage(
+                "a piece of another shard than the one announced",
+                seen=f"shard {piece.shard_id}",
+                expected=f"shard {self._version.shard_id}",
+            )
+        self._blocks[piece.shard_id].scatter(piece, self._into)
+        self._left_bytes -= len(piece.data)
+        if self._left_bytes == 0:
+            self._versions[piece.shard_id] = self._version.version
+            self._todo.discard(piece.shard_id)
 
 
 @dataclass(frozen=True, kw_only=True)

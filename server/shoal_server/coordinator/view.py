@@ -11,8 +11,7 @@ from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.serving.access.caller_proof import CallerProof
-from shoal_server.status.from_core import job_view, member_view, quarantined_view
-from shoal_server.status.from_weights import series_view
+from shoal_server.status.from_core import job_view, member_view, quarantined_view, series_view
 from shoal_server.status.views import (
     JobView,
     MemberView,

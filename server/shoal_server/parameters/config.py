@@ -1,6 +1,7 @@
 """Configuration of a parameter server."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,6 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.journal.config import JournalConfig
-from shoal_server.parameters.memory_limit import default_limit_bytes
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.config import CallLimits
@@ -26,6 +26,53 @@ from shoal_server.serving.options import (
     ParameterServerServing,
     ReadyFile,
 )
+
+MEMORY_SHARE = 0.8
+"""Fraction of the memory that is the limit. The rest is for the interpreter, and for messages and
+chunks of images in transit."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def default_limit_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return 80 % of the lowest memory limit that applies to this process: the machine's memory, or
+    a limit of the process's cgroup (version 1 or 2) or of one of its ancestors.
+
+    `cgroups`: the folder where cgroups are mounted. `own`: a file with the content of
+    /proc/self/cgroup.
+    """
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(MEMORY_SHARE * min([machine_bytes, *_cgroup_limits(cgroups, own)]))
+
+
+def _cgroup_limits(cgroups: Path, own: Path) -> Iterator[int]:
+    for folder, file in _limit_files(cgroups, own):
+        try:
+            text = (folder / file).read_text().strip()
+        except OSError:
+            # The root cgroup has no such file; in a container, the path may be the host's.
+            continue
+        if text.isdigit():
+            yield int(text)
+
+
+def _limit_files(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folder and the file name of each limit that may be set for this process."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        inner = Path(path.lstrip("/"))
+        if not controllers:
+            root, file = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in (inner, *inner.parents):
+            yield root / folder, file
 
 
 @dataclass(frozen=True, kw_only=True)

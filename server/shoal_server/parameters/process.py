@@ -1,6 +1,7 @@
 """The parameter server as a process: store, fence, registration and gRPC, wired together."""
 
 import asyncio
+import ctypes
 import gc
 import re
 import signal
@@ -29,7 +30,6 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened
-from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
@@ -86,6 +86,12 @@ WEIGHT_THREADS = 4
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
 """Maximum number of shards that one log line names."""
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_KEPT_HEAP_BYTES = 256 * 1024 * 1024
+"""Freed memory at the end of the heap that is kept for the next push."""
+_MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
+"""Larger blocks are returned to the kernel when freed. This is the most that glibc allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     # Shards are worked on in parallel: threads within one kernel would compete with that.
     torch.set_num_threads(1)
     descriptors.raise_limit()
-    keep_freed_memory()
+    _keep_freed_memory()
     # Gradients are read where they arrived, in immutable bytes; the kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:
@@ -372,6 +378,24 @@ async def _journal(
                 claiming = tasks.run_restarting(recovery.claim_later, "claiming-journal")
                 async with tasks.running(claiming):
                     yield
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed memory. Gradients arrive in pieces of a MiB: if their pages were
+    returned to the kernel each time, faulting them in again would cost more than filling them. With
+    another C library this does nothing."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        log.info("allocator_unchanged", reason="no mallopt in this C library")
+        return
+    for option, value in (
+        (_M_MMAP_THRESHOLD, _MAX_HEAP_CHUNK_BYTES),
+        (_M_TRIM_THRESHOLD, _KEPT_HEAP_BYTES),
+        (_M_TOP_PAD, _MAX_HEAP_CHUNK_BYTES),
+    ):
+        if mallopt(option, value) != 1:
+            log.warning("allocator_option_refused", option=option, value=value)
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:

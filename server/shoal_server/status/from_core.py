@@ -10,6 +10,9 @@ from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import OVER as PHASES_OVER
 from shoal_server.core.membership.phases import Phase
+from shoal_server.core.publications.readers import Reader
+from shoal_server.core.publications.records import PublishedVersion
+from shoal_server.core.publications.series import PublishedSeries
 from shoal_server.status.views import (
     OVER,
     ConflictView,
@@ -18,7 +21,10 @@ from shoal_server.status.views import (
     LifeView,
     MemberView,
     ProcessView,
+    PublishedSeriesView,
+    PublishedVersionView,
     RosterEntryView,
+    WeightReaderView,
 )
 
 MAX_GENERATIONS = 100
@@ -26,6 +32,8 @@ QUARANTINED = "quarantined"
 OWN_CODE_SHOWN_AFTER_S = 5.0
 """Minimum time in the script's own code (a validation, a save) that the page mentions."""
 MAX_AWAY = 3
+MAX_READERS = 200
+"""Maximum number of readers shown of one series; readers whose bytes differ come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,3 +251,47 @@ def _state_outside(member: MemberState) -> str:
     if not member.settled:
         return "settling"
     return "standby" if member.is_standby else "waiting"
+
+
+def series_view(series: PublishedSeries) -> PublishedSeriesView:
+    """View of a series of published weights."""
+    readers = [_reader_view(series, name, each) for name, each in series.readers.known.items()]
+    readers.sort(key=lambda each: (not each.differs, each.reader_id))
+    return PublishedSeriesView(
+        series=series.name,
+        version=series.head.number,
+        publisher=str(series.head.publisher),
+        versions=tuple(_version_view(series.versions[number]) for number in series.head.kept),
+        readers=tuple(readers[:MAX_READERS]),
+        num_readers=len(readers),
+        num_differing=sum(each.differs for each in readers),
+        lost=series.head.lost,
+    )
+
+
+def _version_view(version: PublishedVersion) -> PublishedVersionView:
+    return PublishedVersionView(
+        version=version.number,
+        step=version.step,
+        created_unix_s=version.created_unix_s,
+        num_bytes=version.num_bytes,
+        num_copies=min((len(each.holders) for each in version.segments), default=0),
+        digest=version.digest.hex(),
+        pinned=version.is_pinned,
+        durable=version.is_durable,
+        rolled_back_to=version.rolled_back_to,
+    )
+
+
+def _reader_view(series: PublishedSeries, name: str, reader: Reader) -> WeightReaderView:
+    report = reader.report
+    return WeightReaderView(
+        reader_id=name,
+        version=report.installed,
+        digest=report.installed_digest.hex(),
+        differs=series.differs(reader),
+        lag_versions=max(series.head.number - report.installed, 0) if report.installed else 0,
+        seen_unix_s=reader.seen_s,
+        fetch_s=report.fetch_s,
+        fetch_bytes=report.fetch_bytes,
+    )

@@ -10,7 +10,7 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import arena as client_arena
-from shoal_client.bulk import bulk_transport, opening
+from shoal_client.bulk import bulk_transport
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
@@ -190,9 +190,10 @@ def test_a_connection_made_while_the_client_is_closed_is_not_used(
     """The shards have no values: a pull over the connection would wait for them."""
     client = connect(servers, "auto")
     client.place(SCHEMA)
+    real = bulk_transport.connect
 
     def connect_amid_close(*arguments: Any) -> Any:
-        connection = opening.connect(*arguments)
+        connection = real(*arguments)
         client.close()
         return connection
 

@@ -9,8 +9,8 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import bulk_transport
+from shoal_client.bulk.bulk_transport import connect
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.bulk.opening import connect
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients, route
 from shoal_client.parameters.tables import TableClient

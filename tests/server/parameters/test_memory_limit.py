@@ -32,7 +32,7 @@ from shoal_proto.v1.optimizer_pb2 import (
 )
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Eviction, RowFate
-from shoal_server.parameters.memory_limit import SHARE, default_limit_bytes
+from shoal_server.parameters.config import MEMORY_SHARE, default_limit_bytes
 from shoal_server.parameters.shard.dense import bytes_to_make, new_dense_shard
 
 
@@ -178,23 +178,23 @@ def test_the_default_is_a_share_of_the_lowest_cgroup_limit(tmp_path: Path) -> No
     cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
     cgroup(tmp_path / "pod" / "server", "memory.max", "max")
     mine = own(tmp_path, "0::/pod/server\n")
-    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 64 * MIB)
+    assert default_limit_bytes(tmp_path, mine) == int(MEMORY_SHARE * 64 * MIB)
     cgroup(tmp_path / "pod" / "server", "memory.max", str(16 * MIB))
-    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 16 * MIB)
+    assert default_limit_bytes(tmp_path, mine) == int(MEMORY_SHARE * 16 * MIB)
 
 
 def test_in_a_container_the_limit_at_the_root_counts(tmp_path: Path) -> None:
     """The process' path may be that of the host, which is not mounted in the container."""
     cgroup(tmp_path, "memory.max", str(32 * MIB))
     mine = own(tmp_path, "0::/kubepods/pod-7/container\n")
-    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 32 * MIB)
+    assert default_limit_bytes(tmp_path, mine) == int(MEMORY_SHARE * 32 * MIB)
 
 
 def test_limits_of_version_1_of_cgroups_count(tmp_path: Path) -> None:
     """The path of the memory controller counts, and that of no other controller."""
     cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
     mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
-    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)
+    assert default_limit_bytes(tmp_path, mine) == int(MEMORY_SHARE * 8 * MIB)
 
 
 def test_without_a_cgroup_limit_the_default_is_a_share_of_the_machine(tmp_path: Path) -> None:

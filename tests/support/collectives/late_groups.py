@@ -34,7 +34,7 @@ from torch import Tensor
 from shoal.backends.in_memory import group as in_memory
 from shoal.backends.in_memory.group import InMemoryGroup
 from shoal.backends.in_memory.meeting import Complete, Meeting
-from shoal.backends.network.aborts import Aborts
+from shoal.backends.network.nccl import Aborts
 from shoal.backends.process_group.pending import Pending
 from shoal.torch_private.c10d import backends_on, batched
 from shoal.torch_private.tensors import pytree

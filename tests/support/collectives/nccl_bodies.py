@@ -13,8 +13,7 @@ from support.training.rank_bodies import AbortableFileStore
 from shoal.backends.abortable.communicators import connect
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
-from shoal.backends.network.aborts import Aborts
-from shoal.backends.network.nccl import NcclGroup
+from shoal.backends.network.nccl import Aborts, NcclGroup
 from shoal.backends.process_group.interface import Seat
 from shoal.backends.process_group.transports import can_be_cut, is_gloo
 from shoal.backends.shared_memory.messages import SharedMessages

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util.tensor_util import make_ndarray
 from wandb.proto.wandb_internal_pb2 import Record
 
-from shoal.tracking.wandb_files import records
+from shoal.tracking.weights_and_biases import records
 
 Logged = Mapping[str, list[tuple[int, float]]]
 """(step, value) by name, in order of steps, as often as each was written."""

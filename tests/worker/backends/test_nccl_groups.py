@@ -22,9 +22,8 @@ from support.processes.ranks import Ranks
 
 from shoal.backends.abortable.communicators import connect
 from shoal.backends.abortable.waiter import AbortableWaiter
-from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
-from shoal.backends.network.nccl import Cuda
+from shoal.backends.network.nccl import Aborts, Cuda
 from shoal.backends.network.nccl_environment import REQUIRED, require_survival
 from shoal.backends.network.own_gpu import LocalRank, check_unshared
 from shoal.model.gradients import are_finite, is_finite

@@ -1,4 +1,5 @@
-"""`shoal.distribute` without a session: an ordinary loop on ranks that never change."""
+"""`shoal.distribute` without a session: an ordinary loop on ranks that never change, and the end of
+its processes."""
 
 import os
 import socket
@@ -19,6 +20,9 @@ from shoal_proto.errors import InvalidSpec, ShoalError, UnknownStrategy
 TOLERANCE = 1e-5
 NUM_STEPS, BATCH = 12, 24
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_torchrun.py"
+ENDING = Path(__file__).parents[2] / "support" / "collectives" / "fixed_ranks_ending.py"
+CODES = {"line": 0, "destroy": 0, "error": 1, "exit": 3}
+"""The script's own exit code by the way in which it ends."""
 
 
 def new_model() -> nn.Module:
@@ -124,3 +128,51 @@ def test_the_example_runs_under_torchrun(strategy: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
+
+
+def ended(strategy: str, end: str, flag: Path) -> list[tuple[int, str]]:
+    """Return exit code and output of both ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ENDING), strategy, str(flag), end],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "end"),
+    [
+        *(("zero1", end) for end in CODES),
+        *((strategy, "destroy") for strategy in ("ddp", "fsdp", "tensor", "pipeline")),
+    ],
+)
+def test_no_thread_of_gloo_outlives_the_interpreter(
+    tmp_path: Path, strategy: str, end: str
+) -> None:
+    """A thread that frees a tensor meanwhile would end the process by SIGABRT."""
+    first, second = ended(strategy, end, tmp_path / "flag")
+    assert "freed by gloo" in first[1], first[1]
+    for code, output in (first, second):
+        assert code == CODES[end], output
+        assert output.splitlines()[-1] == "left 0", output

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
-from shoal.torch_private.optimizers import make_first_state
 from shoal_proto.errors import UnsupportedOptimizer
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -323,7 +322,7 @@ def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int
     # The optimizer's state, which may be large, is not copied: a first step creates it anew.
     replacements[id(optimizer.state)] = type(optimizer.state)(dict)
     trial = copy.deepcopy(optimizer, replacements)
-    make_first_state(trial)
+    _make_first_state(trial)
     try:
         trial.step()
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -339,3 +338,13 @@ def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
+
+
+def _make_first_state(optimizer: Optimizer) -> None:
+    """Create the state that the constructor would create, for replaced parameters.
+
+    Only the constructor of Adagrad creates state, in torch 2.9 and 2.11. In 2.13 Adagrad's first
+    step creates it.
+    """
+    if type(optimizer) is Adagrad:
+        optimizer.state.update(Adagrad(optimizer.param_groups, **optimizer.defaults).state)

@@ -7,8 +7,27 @@ lower the oldest one, with `make test TORCH=2.9.1`.
 name these kernels themselves.
 """
 
+import re
+
 import torch
 
-from shoal.torch_private.floor import check_version
+from shoal_proto.errors import InvalidSpec
+
+_OLDEST = (2, 9)
+"""The oldest version that the tests pass with. Older ones were not tried."""
+
+
+def check_version(version: str) -> None:
+    """Raise InvalidSpec for a torch that is too old. An unreadable version passes."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise InvalidSpec(
+            "this torch is too old for Shoal",
+            seen=f"torch {version}",
+            expected=f"torch {oldest} or newer",
+            fix=f"pip install 'torch>={oldest}'",
+        )
+
 
 check_version(torch.__version__)

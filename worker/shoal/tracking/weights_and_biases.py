@@ -1,6 +1,7 @@
 """Tracker for Weights & Biases, online or in files that are uploaded later."""
 
 import json
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,12 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
-from shoal.tracking.wandb_files import records
 
 SETTLED_S = 1.0
 """Time without growth after which a run's file is complete: wandb's own process still writes for a
 moment after the process that logged was killed."""
 STEP = "step"
+_BLOCK_BYTES = 32768
+_FILE_HEADER_BYTES = 7
+_FRAME = struct.Struct("<IHB")
+"""Checksum, number of bytes, kind."""
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -151,3 +156,27 @@ def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
         if STEP in items:
             names = frozenset(name for name in items if name != STEP and name[:1] != "_")
             yield int(float(items[STEP])), names
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Yield the complete records of a run's file, which may be incomplete or still being written.
+
+    wandb stores a run as protobuf records, framed as in LevelDB's log. Frames never cross the end
+    of a 32 KiB block; longer records are cut into several frames. See
+    https://github.com/google/leveldb/blob/main/doc/log_format.md. wandb's file begins with seven
+    more bytes, which count as part of the first block.
+    """
+    data, at, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""
+    while at + _FRAME.size <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _FRAME.size:
+            at += left
+            continue
+        _, num_bytes, kind = _FRAME.unpack_from(data, at)
+        start = at + _FRAME.size
+        at = start + num_bytes
+        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or at > len(data):
+            return
+        parts = data[start:at] if kind in (_FULL, _FIRST) else parts + data[start:at]
+        if kind in (_FULL, _LAST):
+            yield parts

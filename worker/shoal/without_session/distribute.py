@@ -3,6 +3,9 @@
 The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. The
 strategy does its work in the forward pass and in hooks on the optimizer's step."""
 
+import atexit
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import init_static_world
+from shoal.backends.network import retired
 from shoal.backends.process_group.transports import is_gloo
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.clipping import clip
@@ -25,7 +29,7 @@ from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal.without_session.ending import free_at_exit
+from shoal.torch_private.c10d import all_groups
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -58,7 +62,7 @@ class FixedRanksTraining:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         if is_gloo(group):
-            free_at_exit(self)
+            _free_at_exit(self)
 
     def _route(self) -> nn.Module:
         if not torch.is_grad_enabled():
@@ -85,6 +89,7 @@ class FixedRanksTraining:
         self._begun = False
 
     def release_groups(self) -> list[dist.ProcessGroup]:
+        """Drop all references to the groups, and return the groups."""
         groups = [self.layout.world.group, *self.layout.groups()]
         self.layout.release()
         del self.layout, self._binding
@@ -100,6 +105,34 @@ class FixedRanksTraining:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._binding.whole_model(0, self.layout.world.group)
+
+
+_trainings: weakref.WeakSet[FixedRanksTraining] = weakref.WeakSet()
+"""Trainings whose groups are freed when the process ends."""
+
+
+def _free_at_exit(training: FixedRanksTraining) -> None:
+    """Free the training's groups when the process ends, by its last line, an error or `sys.exit`.
+
+    After a collective, a Gloo thread frees its tensors under Python's lock. If the interpreter ends
+    meanwhile, the process aborts, even after successful training (torch 2.13: "terminate called
+    without an active exception", SIGABRT). Freeing a group waits for its threads, but
+    `destroy_process_group()` does not free a group that a model refers to.
+    """
+    # Registered again, to run before all functions registered so far, such as waits for groups.
+    atexit.unregister(_free_groups)
+    atexit.register(_free_groups)
+    _trainings.add(training)
+
+
+def _free_groups() -> None:
+    groups = [group for training in list(_trainings) for group in training.release_groups()]
+    if dist.is_initialized():
+        groups += all_groups()
+        dist.destroy_process_group()
+    # Modules and their layouts are in reference cycles.
+    gc.collect()
+    retired.retire(groups)
 
 
 def make_layout(

@@ -31,7 +31,6 @@ from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications import messages, stored_series
 from shoal_server.coordinator.publications.actor import Answer, SeriesActor
 from shoal_server.coordinator.publications.layouts import MergedLayouts
-from shoal_server.coordinator.publications.leading_check import LeadingCheck
 from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.publications.holders import further_servers, servers_for
@@ -445,6 +444,32 @@ class WeightSeriesService(WeightSeriesServicer):
         view = messages.view_of(actor.series, self._stores.addresses)
         view.readers.extend(messages.readers_of(actor.series, self._clock()))
         return view
+
+
+class LeadingCheck:
+    """Check that this coordinator leads. One read of etcd serves all callers that wait for it."""
+
+    def __init__(self, store: LeaderStore) -> None:
+        self._store = store
+        self._current: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    async def confirm(self) -> None:
+        """Return once a read that began after this call has shown that this coordinator leads.
+
+        Raises NotLeader, and RetryError if etcd does not answer.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._read_after(self._current), name="leading-check")
+            # Retrieves the error even if no caller waits any more.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._next)
+
+    async def _read_after(self, previous: "asyncio.Task[None] | None") -> None:
+        if previous is not None:
+            await asyncio.wait([previous])
+        self._current, self._next = self._next, None
+        await self._store.confirm()
 
 
 def _rollback(to: int, call: Call) -> Event:

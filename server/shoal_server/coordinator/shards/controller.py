@@ -19,7 +19,6 @@ from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
-from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
@@ -29,9 +28,9 @@ from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Revision, unchanged_since
+from shoal_server.etcd.api import Compare, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.mirror import PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import ended_servers, shard_map
 from shoal_server.etcd.records import servers as registered
@@ -94,20 +93,21 @@ class ShardController:
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
         """Run the controller during the block."""
-        # The mirror only shows changes: servers are read again for each job that is examined.
-        servers = PrefixMirror[Revision](
-            self._store,
-            keys.SERVERS,
-            lambda item: item.mod_revision,
-            on_change=self._look_at_all,
-            resync=True,
+        versions = TorchVersions()
+
+        def changed() -> None:
+            versions.note(servers.records.values())
+            self._look_at_all()
+
+        # Not used for placing shards: servers are read again for each job that is examined.
+        servers = PrefixMirror[registered.Server](
+            self._store, keys.SERVERS, _server, on_change=changed, resync=True
         )
-        versions = watching_torch_versions(self._store)
         work = (
             run_restarting(self._work, "shards"),
             run_restarting(self._look_for_ever, "measuring-shards"),
         )
-        async with servers, self._assignments, versions, running(*work):
+        async with servers, self._assignments, running(*work):
             try:
                 yield self
             finally:
@@ -292,6 +292,39 @@ class ShardController:
         # A shard without a measure would seem idle: all must have been measured.
         if before.keys() == pushed.keys() == num_bytes.keys():
             self._weights[job] = loads.weights(num_bytes, before, pushed)
+
+
+class TorchVersions:
+    """Logs a warning if servers run different versions of torch, once for each change of mixture.
+
+    Mixtures are allowed, since servers are upgraded one after the other and each version computes
+    correctly. But a kernel may round differently in another version, so that a copy may differ from
+    its primary in the last bits.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, list[str]] = {}
+
+    def note(self, servers: Iterable[registered.Server]) -> None:
+        """Note all live servers; log a warning if their torch versions differ."""
+        by_version: dict[str, list[str]] = defaultdict(list)
+        for server in servers:
+            if server.torch_version:
+                by_version[server.torch_version].append(server.holder.server_id)
+        versions = {version: sorted(by_version[version]) for version in sorted(by_version)}
+        if len(versions) > 1 and versions != self._logged:
+            log.warning(
+                "torch_versions_differ",
+                servers=versions,
+                reason="copies of a shard may differ in the last bits from its primary",
+                fix="Run the same version of torch on every parameter server.",
+            )
+        self._logged = versions
+
+
+def _server(item: MirroredKey) -> registered.Server | None:
+    """The server of a record; None, and a line in the log, if the record is unreadable."""
+    return next(iter(registered.parse_all({item.key: item.value})), None)
 
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:

@@ -1,16 +1,22 @@
 """Log of lost, restored and moved shards, with the newest known version of each shard."""
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
-from shoal_server.coordinator.shards.move_log import MoveLog
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards import losses, moves
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 log = structlog.get_logger(__name__)
+
+QUIET_S = 2.0
+"""Time without a further move after which moves are reported."""
+AT_MOST_S = 20.0
+"""Maximum time after the first move until moves are reported."""
 
 RecordEvent = Callable[[str, str, str], object]
 """Records an event of a job. Called with the job, the kind of event, and the reason."""
@@ -124,3 +130,40 @@ class LossLog:
     def _restored(self, job: str, reason: str) -> None:
         log.warning("shards_restored", job=job, reason=reason)
         self._on_event(job, "shards_restored", reason)
+
+
+class MoveLog:
+    """Moves not reported yet, on the event loop of the leading coordinator. They are logged once
+    moves pause: rebalancing moves a few shards at a time, and one line for each move would hide
+    other events."""
+
+    def __init__(self, log_line: Callable[[str, str], object]) -> None:
+        """`log_line` is called with a job and a line to log for it."""
+        self._log_line = log_line
+        self._pending: dict[str, moves.Moves] = {}
+        self._report_by_s: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def add(self, job: str, moved: moves.Moves) -> None:
+        if not moved:
+            return
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        self._pending.setdefault(job, Counter()).update(moved)
+        by_s = self._report_by_s.setdefault(job, now_s + AT_MOST_S)
+        if job in self._timers:
+            self._timers[job].cancel()
+        self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._report, job)
+
+    def forget(self, job: str) -> None:
+        """Drop the moves that have not been reported yet."""
+        self._pending.pop(job, None)
+        self._report_by_s.pop(job, None)
+        if (timer := self._timers.pop(job, None)) is not None:
+            timer.cancel()
+
+    def _report(self, job: str) -> None:
+        moved = self._pending[job]
+        self.forget(job)
+        for line in moves.moves_in_words(moved):
+            self._log_line(job, line)

@@ -4,8 +4,10 @@ import asyncio
 import secrets
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -38,7 +40,6 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator.servers.answering import Choose, answering, servers_for
 from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.controller import num_bytes_of
-from shoal_server.coordinator.shards.current_maps import CurrentMaps
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards import placement
@@ -58,6 +59,8 @@ ASKS_AGAIN_WITHIN_S = 5.0
 """A member that was refused for lack of servers counts as waiting for this long after its last
 call."""
 MAX_SHOWN_DIFFERENCES = 8
+MAX_JOBS_READ = 16
+"""Number of jobs whose newest reading of the shard map is kept."""
 
 Authorize = Callable[[Token], Awaitable[None]]
 
@@ -88,6 +91,52 @@ class _WithoutServers:
         return [(name, entry) for name, entry in entries if now_s - entry[2] < ASKS_AGAIN_WITHIN_S]
 
 
+@dataclass(slots=True)
+class _MapRead:
+    """The newest reading of one job."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: int = 0
+    done: int = 0
+    """Number of the newest reading that was completed."""
+    layout: ShardMap | None = None
+
+
+class _CurrentMaps:
+    """Reader of current shard maps, on the event loop. A call gets no map that was read before it.
+
+    A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
+    when they start and when servers fail. Calls that arrive during a reading share the next one.
+    """
+
+    def __init__(self, store: LeaderStore, layouts: shard_map.ShardMapReader) -> None:
+        self._store = store
+        self._layouts = layouts
+        self._reads: OrderedDict[str, _MapRead] = OrderedDict()
+
+    async def read(self, job: str) -> ShardMap | None:
+        """The layout with each shard's primary; None if there is none. It is shared: do not change
+        it. Raises what `ShardMapReader.read` and `shard_map.fill` raise."""
+        read = self._reads.setdefault(job, _MapRead())
+        self._reads.move_to_end(job)
+        begun_before = read.begun
+        async with read.lock:
+            if read.done <= begun_before:
+                read.begun += 1
+                layout = await self._layouts.read(job)
+                read.layout = layout and await shard_map.fill(self._store, layout)
+                read.done = read.begun
+            current = read.layout
+        self._forget_oldest()
+        return current
+
+    def _forget_oldest(self) -> None:
+        for job in [name for name, read in self._reads.items() if not read.lock.locked()]:
+            if len(self._reads) <= MAX_JOBS_READ:
+                return
+            del self._reads[job]
+
+
 class ShardsService(ShardsServicer):
     """Places shards and serves shard maps. `authorize` raises for a stale token."""
 
@@ -110,7 +159,7 @@ class ShardsService(ShardsServicer):
         self._choose = choose
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
-        self._current = CurrentMaps(store)
+        self._current = _CurrentMaps(store, self._layouts)
         self._authorize = authorize
         self._copies = copies
         self._without_servers = _WithoutServers()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 import numpy as np
 import structlog
@@ -14,11 +15,17 @@ from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.segments.descriptors import receive_into
 from shoal_server.parameters.bulk.encryption import PlainBytes, bytes_of
-from shoal_server.parameters.bulk.reading_pauses import ReadingPauses
 
 log = structlog.get_logger(__name__)
 
 SMALL_BYTES = 32 * 1024
+PAUSE_S = 0.003
+"""Length of a pause in reading. Without pauses, each push wakes this process, and the kernel often
+runs it in place of the process that has just written."""
+MANY_PUSHES = 8
+"""Maximum number of pushes in one pause: with more, the sender would soon wait for free slots."""
+AWAITED_S = 0.1
+"""Time without pauses after a push whose sender waits, or after more than MANY_PUSHES at once."""
 
 TakeFrame = Callable[[Frame], bool]
 """Handles a frame without waiting, if possible. Returns True if the frame was handled."""
@@ -293,6 +300,34 @@ class FrameConnection:
     def silent_s(self) -> float:
         """Seconds since the last send; 0 while a send is in progress."""
         return 0.0 if self._writing.locked() else self._loop.time() - self._sent_s
+
+
+class ReadingPauses:
+    """Decides on pauses in reading from one connection, for pushes whose sender does not wait for
+    an answer."""
+
+    def __init__(self) -> None:
+        self._num_read = 0
+        self._may_wait = False
+        self._awaited_s = -inf
+
+    def read(self, *, may_wait: bool, now_s: float) -> None:
+        """Note a push that was read. `may_wait`: its sender does not wait for the answer."""
+        self._num_read += 1
+        self._may_wait = may_wait
+        if not may_wait or self._num_read > MANY_PUSHES:
+            self._awaited_s = max(self._awaited_s, now_s)
+
+    def end(self) -> None:
+        """Make no further pauses: the connection ends once all data are read."""
+        self._awaited_s = inf
+
+    def take(self, now_s: float) -> float:
+        """Return the length of the next pause, and forget the pushes that were read. Call it after
+        all received data were read."""
+        may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
+        self._num_read, self._may_wait = 0, False
+        return PAUSE_S if may_pause else 0.0
 
 
 def _set_ready(ready: "asyncio.Future[None]") -> None:

@@ -38,7 +38,6 @@ from shoal_proto.errors import (
 from shoal_server.core.processes import Holder
 from shoal_server.parameters.images.image import Image, LoadedImage
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
-from shoal_server.parameters.journal.disk_failure import disk_failure
 from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import RecoveredShard, read_index, replay
@@ -55,6 +54,7 @@ ENTRY_BYTES = 256
 RETRY_EACH_S = 0.5
 """Interval between attempts to write to a disk that failed."""
 MAX_OWNER_BYTES = 1024
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Waiting(NamedTuple):
@@ -116,7 +116,7 @@ class Journal:
             self._lock_file.truncate(len(owner))
         except OSError as error:
             fix = "Free space there, or repair the disk, and start this server again."
-            raise disk_failure(self._config.directory, error, fix=fix) from error
+            raise _disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[LoadedImage], State]) -> Sequence[RecoveredShard[State]]:
         """Return every shard as of its last record on disk. Call this before `append`. `make` makes
@@ -143,7 +143,7 @@ class Journal:
         try:
             self._begin_segment(self._first_number)
         except OSError as error:
-            failure = disk_failure(self._config.directory, error)
+            failure = _disk_failure(self._config.directory, error)
             if not isinstance(failure, DiskFull):
                 self._lock_file.close()
                 raise failure from error
@@ -232,7 +232,7 @@ class Journal:
         try:
             kept = self._images.write(job, epoch, number, image, run)
         except Unavailable as error:
-            raise disk_failure(self._config.directory, error) from error
+            raise _disk_failure(self._config.directory, error) from error
         with self._wake:
             superfluous = self._index.put(kept)
         try:
@@ -373,7 +373,7 @@ class Journal:
 
     def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:
         """Fail all waiting futures, and set the error for later ones."""
-        failure = disk_failure(self._config.directory, error)
+        failure = _disk_failure(self._config.directory, error)
         with self._wake:
             is_new, self._failure = self._failure is None, failure
             waiting = [*batch, *self._queue]
@@ -399,6 +399,37 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 def _num_bytes(entry: JournalEntry) -> int:
     return ENTRY_BYTES + (0 if entry.record is None else entry.record.num_bytes)
+
+
+def _disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
+    """Return the error that durable pushes get: DiskFull if the disk is full, else Unavailable.
+    `fix`: the error's advice. The default advice says that durable pushes go on by themselves once
+    the disk works again."""
+    if _errno(error) in _DISK_FULL_ERRNOS:
+        return DiskFull(
+            "the disk of the journal is full",
+            seen=str(error),
+            expected=f"free space at {directory}",
+            fix=fix
+            or "Free space there: pushes are acknowledged as durable again within seconds, "
+            "and nothing has to be restarted. Other pushes go on meanwhile.",
+        )
+    return Unavailable(
+        "the journal cannot be written",
+        seen=str(error),
+        expected=f"a disk at {directory} that works",
+        fix=fix
+        or "Writing is tried again twice a second. Push with another level than durable meanwhile.",
+    )
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """Return the errno of this error, or of the OSError that caused it."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        error = error.__cause__
+    return None
 
 
 def _open_lock_file(path: Path) -> BinaryIO:

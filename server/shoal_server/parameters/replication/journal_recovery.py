@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import RetryError
-from shoal_server.core.replication.backing.disk_removal import DiskRemoval
+from shoal_server.core.replication.backing.missing_shards import DiskRemoval
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment

@@ -11,7 +11,9 @@ from shoal_proto.errors import (
     DtypeMismatch,
     ProposalConflict,
     ShapeMismatch,
+    ShardNotReady,
     ShoalError,
+    StateLost,
     UnknownShard,
     WrongEpoch,
 )
@@ -19,11 +21,11 @@ from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.processes import Holder
+from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
-from shoal_server.parameters.shard.absence import absence_error, not_ready
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
@@ -112,7 +114,7 @@ class Catalog:
             elif replica.epoch != epoch or replica.is_handing_over:
                 results.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(replica, epoch))
             elif replica.is_forming:
-                results.append(not_ready(job, shard_id, "a backup that has its values"))
+                results.append(_not_ready(job, shard_id, "a backup that has its values"))
             else:
                 results.append(replica)
         return results
@@ -228,12 +230,30 @@ class Catalog:
             )
         is_new = assignment.content is ShardContent.NONE
         if not is_new and self.find(job, shard.shard_id) is None:
-            raise self.absence_error(job, assignment)
+            raise self._absence_error(job, assignment)
 
-    def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard of which this server is the primary and has no copy."""
-        is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
-        return absence_error(job, assignment, is_kept=is_kept)
+    def _absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
+        """Return the error for a shard of which this server is the primary and has no copy:
+        StateLost if the shard had values and no backup or journal is known to have its newest
+        version, else ShardNotReady."""
+        shard_id = assignment.shard_id
+        if assignment.content is ShardContent.NONE:
+            return _not_ready(job, shard_id, "a worker that creates it")
+        if assignment.content is ShardContent.LOADING:
+            return _not_ready(job, shard_id, "a snapshot that is being restored")
+        if self.whereabouts.is_kept(job, shard_id) and not assignment.found_version:
+            expected = (
+                f"server {self._me.server_id}, which reads it from its journal once it is known"
+                " that no other process has a later version"
+            )
+            return _not_ready(job, shard_id, expected)
+        if assignment.backups:
+            backups = ", ".join(backup.server_id for backup in assignment.backups)
+            return _not_ready(job, shard_id, f"one of its backups, {backups}, as primary")
+        why = losses.explained(job, assignment)
+        return StateLost(
+            why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
+        )
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
@@ -288,14 +308,18 @@ class Catalog:
             return _unknown(job, shard_id, await self.layout(job))
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
-                return not_ready(job, shard_id, "this server, which is about to be its primary")
-            return self.absence_error(job, assignment)
+                return _not_ready(job, shard_id, "this server, which is about to be its primary")
+            return self._absence_error(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
             seen=f"server {self._me.server_id}",
             expected=f"server {assignment.primary.server_id}, epoch {assignment.epoch}",
             fix="Fetch the shard map and retry.",
         )
+
+
+def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
+    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
 
 
 def _wrong_epoch(replica: ShardReplica, epoch: int) -> WrongEpoch:

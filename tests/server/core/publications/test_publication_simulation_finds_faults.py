@@ -6,7 +6,7 @@ import pytest
 from support.sim.publications.schedule import simulate_publications
 
 from shoal_server.coordinator.publications import layouts
-from shoal_server.coordinator.publications.leading_check import LeadingCheck
+from shoal_server.coordinator.publications.service import LeadingCheck
 from shoal_server.coordinator.snapshots import taking
 from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed

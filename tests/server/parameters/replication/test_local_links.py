@@ -17,7 +17,7 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.parameters.bulk import reading_pauses
+from shoal_server.parameters.bulk import wire
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
@@ -165,7 +165,7 @@ async def test_a_backup_that_cannot_read_an_update_does_not_lead(
 async def test_a_backup_that_takes_over_reads_unread_updates_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_pauses, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(wire, "PAUSE_S", 3600.0)
     async with world.stream as stream:
         await world.follow(stream)
         for _ in range(2):

@@ -49,7 +49,7 @@ def test_pushes_and_pulls_work_over_each_transport(
         reached.append(secured(connected))
         return reached[-1]
 
-    monkeypatch.setattr("shoal_client.bulk.opening.secured", noted)
+    monkeypatch.setattr("shoal_client.bulk.bulk_transport.secured", noted)
     address = world.cluster.coordinator
     with identity.using(world.files(CertificateRole.WORKER)):
         script = Script(job=f"by-{transport}", member_id="a", desired=1)

@@ -12,7 +12,7 @@ from support.sim.replication.setting import Setting
 from support.sim.replication.shard import Copy, Disk, SimRecord, Update
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.backing.disk_removal import DiskRemoval
+from shoal_server.core.replication.backing.missing_shards import DiskRemoval
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.events import AckLevel

@@ -6,6 +6,9 @@ connections.
 """
 
 import os
+import threading
+import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import structlog
@@ -16,7 +19,6 @@ from shoal.backends.abortable.communicators import connect
 from shoal.backends.abortable.gather import barrier_after_collective
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
-from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
 from shoal.backends.network.gloo import GlooBackend, GlooGroup
 from shoal.backends.network.nccl_environment import require_survival
@@ -188,3 +190,52 @@ class NcclGroup:
                 f"generation {self._seat.generation} ended while it was brought up",
                 seen=self._reason,
             )
+
+
+class Aborts:
+    """Aborts of a generation's groups on a device, made concurrently. Any thread may call.
+
+    `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises.
+    The abort of one group may wait, in cudaFree, for a kernel of another group that waits for a
+    lost peer (pytorch issue 119797). So each abort has a thread, and the kernels of all groups end
+    together.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: list[tuple[Any, threading.Thread]] = []
+        """Aborted backends with their threads. Kept, so that no later backend has the same `id`."""
+
+    def begin(self, backends: Iterable[Any]) -> None:
+        """Begin to abort each backend for which no abort has begun. Does not wait."""
+        with self._lock:
+            known = {id(backend) for backend, _ in self._begun}
+            for backend in backends:
+                if id(backend) in known:
+                    continue
+                known.add(id(backend))
+                thread = threading.Thread(
+                    target=_abort, args=(backend,), name="shoal-abort", daemon=True
+                )
+                self._begun.append((backend, thread))
+                thread.start()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for all aborts, at most `limit_s`; return True if they have ended."""
+        deadline_s = time.monotonic() + limit_s
+        with self._lock:
+            threads = [thread for _, thread in self._begun]
+        for thread in threads:
+            thread.join(max(deadline_s - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning(
+            "abort_failed",
+            reason=str(error)[:300],
+            consequence="operations of this group may hold their GPU until the process ends",
+        )

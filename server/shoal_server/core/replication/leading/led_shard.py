@@ -1,14 +1,15 @@
 """A shard led by this server: its followers, its safe versions, and the changes that its record
 needs."""
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from math import inf
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
-from shoal_server.core.replication.leading.waiters import Waiters
 from shoal_server.core.replication.protocol.effects import (
     AcknowledgeVersion,
     AckRefusalReason,
@@ -71,6 +72,43 @@ class _Disk:
     """Version on disk that the record must state."""
 
 
+class _Waiters:
+    """Callers that wait until a version of the shard is safe at one level. Abandoned waiters are
+    skipped once their version is safe."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Token]] = []
+        self._waiting: set[Token] = set()
+        """Tokens in the heap whose callers have not abandoned their wait."""
+        self._order = count()
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def add(self, version: int, token: Token) -> None:
+        heapq.heappush(self._heap, (version, next(self._order), token))
+        self._waiting.add(token)
+
+    def abandon(self, token: Token) -> None:
+        """Mark a waiter as abandoned, if it is waiting here."""
+        self._waiting.discard(token)
+
+    def release(self, safe: int) -> Iterator[Token]:
+        """Remove and yield waiters whose version is safe, oldest version first."""
+        while self._heap and self._heap[0][0] <= safe:
+            yield from self._live(heapq.heappop(self._heap)[2])
+
+    def clear(self) -> Iterator[Token]:
+        """Remove and yield all waiters."""
+        while self._heap:
+            yield from self._live(heapq.heappop(self._heap)[2])
+
+    def _live(self, token: Token) -> Iterator[Token]:
+        if token in self._waiting:
+            self._waiting.remove(token)
+            yield token
+
+
 class LedShard:
     """A shard that this server leads, in one epoch. `origin`: epoch of the copy from which it was
     made, 0 for none; `born`: epoch of its first values; `keeps`: True if the journal must keep it.
@@ -106,7 +144,7 @@ class LedShard:
         self._followers = SetFollowers(key, False, ())
         """The latest report of the followers."""
         self._unreplicated_bytes = 0
-        self._waiters = {level: Waiters() for level in (AckLevel.REPLICATED, AckLevel.DURABLE)}
+        self._waiters = {level: _Waiters() for level in (AckLevel.REPLICATED, AckLevel.DURABLE)}
 
     @property
     def epoch(self) -> int:

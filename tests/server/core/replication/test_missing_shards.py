@@ -1,7 +1,7 @@
 """Shards that a server disowns: their records place them on its disk, which does not have them."""
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.backing.disk_removal import DiskRemoval
+from shoal_server.core.replication.backing.missing_shards import DiskRemoval
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.shards.assignments import ShardAssignment
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from shoal_server.coordinator.shards import move_log
-from shoal_server.coordinator.shards.move_log import MoveLog
+from shoal_server.coordinator.shards import loss_log
+from shoal_server.coordinator.shards.loss_log import MoveLog
 
 TO_1 = Counter({("ps-0", "ps-1"): 2})
 TO_0 = Counter({("ps-1", "ps-0"): 1})
@@ -30,8 +30,8 @@ async def lines() -> Lines:
 
 @pytest.fixture
 def moves(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MoveLog:
-    monkeypatch.setattr(move_log, "QUIET_S", 0.05)
-    monkeypatch.setattr(move_log, "AT_MOST_S", 0.2)
+    monkeypatch.setattr(loss_log, "QUIET_S", 0.05)
+    monkeypatch.setattr(loss_log, "AT_MOST_S", 0.2)
     return MoveLog(lines.tell)
 
 
