@@ -6,8 +6,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.compression import find_compression
-from shoal.compression.base import Compression
-from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
+from shoal.compression.base import (
+    Compression,
+    refuse_compressed_models,
+    refuse_compressed_weights,
+)
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter

@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression import find_compression
-from shoal.compression.base import Compression
+from shoal.compression.base import (
+    Compression,
+    refuse_compressed_models,
+    refuse_compressed_weights,
+)
 from shoal.compression.exchange import exchange_for
 from shoal.compression.gradient_exchange import GradientExchange
-from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
 from shoal.data.order import Order
 from shoal.layouts import local_step
