@@ -191,7 +191,7 @@ class LocalSGD(SynchronousStrategy):
             given = receive(source, receivers, group)
             self._outer_loop.take(given)
             self._transaction.step = given.step
-        self._checkpoints.join_writers(generation.world_size)
+        self._checkpoints.select_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)

@@ -136,7 +136,7 @@ class DDP(SynchronousStrategy):
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
-        self._checkpoints.join_writers(generation.world_size)
+        self._checkpoints.select_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)

@@ -403,7 +403,7 @@ class SynchronousStrategy(Strategy):
 
     def close(self) -> None:
         with ExitStack() as releases:
-            releases.callback(self._checkpoints.close)
+            releases.callback(self._checkpoints.finish_write)
             releases.callback(self._stores.close)
             if self._generation_group.is_connected:
                 releases.callback(self.abandon)
