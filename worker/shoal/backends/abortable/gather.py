@@ -1,16 +1,18 @@
-"""Small collectives: an all-gather of bytes, and a barrier before an error is raised."""
+"""Small collectives: all-gathers of bytes and of rows, and barriers."""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import structlog
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce, wait_abortable
 from shoal_proto.errors import MalformedMessage
 
 log = structlog.get_logger(__name__)
@@ -88,13 +90,22 @@ def gather_padded(
     return [each.numpy().tobytes() for each in received]
 
 
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, which have one shape, as rows by rank. Collective."""
+    rows = own.new_zeros(group.size(), *own.shape)
+    rows[group.rank()] = own
+    all_reduce(rows, group)
+    return rows
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks are here. Raises what `wait_abortable` raises."""
+    all_reduce(torch.zeros(1), group)
+
+
 def barrier_after_collective(group: dist.ProcessGroup) -> None:
     """Return once every rank has the result of the group's last collective."""
-
-    def meet() -> None:
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
-
-    final_barrier(meet, RuntimeError)
+    final_barrier(partial(barrier, group), RuntimeError)
 
 
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:

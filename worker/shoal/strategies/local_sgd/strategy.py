@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import barrier
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
@@ -174,9 +175,7 @@ class LocalSGD(SynchronousStrategy):
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
         steps[generation.rank] = self.step if keeps or generation.rank == source else -1
         self._outer_loop.waiter.attach(group)
-        wait_abortable(
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group
-        )
+        all_reduce(steps, group, dist.ReduceOp.MAX)
         newest = int(steps.max())
         if int(steps[source]) != newest:
             # The last round ended on some members only, which the coordinator does not know.
@@ -199,7 +198,7 @@ class LocalSGD(SynchronousStrategy):
             self._transaction.step = state_shard.step
         self._rank = generation.rank
         self._outer_loop.regroup()
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        barrier(group)
 
     def _release_training(self) -> None:
         self._gradients.forget()

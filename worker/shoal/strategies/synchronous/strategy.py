@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import structlog
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.gather import gather
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import barrier, gather
 from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
 from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.checkpoint.samples import TrainedSamples
@@ -376,7 +374,7 @@ class SynchronousStrategy(Strategy):
         # Before any member leaves, each writes its part of the checkpoint, and hands over copies.
         self._checkpoints.conclude()
         self.hand_over()
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        barrier(group)
 
     def has_leftovers(self) -> bool:
         try:
