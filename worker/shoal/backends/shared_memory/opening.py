@@ -170,8 +170,8 @@ def _serve(listener: socket.socket, name: bytes, world_size: int, region: Memory
                 by_rank[rank] = connection
         for connection in by_rank.values():
             connection.settimeout(_remaining_s(deadline_s))
-            if _read(connection, 1) != _DONE:
-                raise _Refused("a rank could not map the memory")
+            if connection.recv(1) != _DONE:
+                raise _Refused("a rank did not confirm that it has mapped the memory")
         for connection in by_rank.values():
             connection.sendall(_AGREED)
         connections = [connection.dup() for connection in by_rank.values()]
@@ -277,19 +277,9 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
                 os.close(descriptor)
         connection.sendall(_DONE)
         connection.settimeout(_remaining_s(deadline_s))
-        if _read(connection, 1) != _AGREED:
+        if connection.recv(1) != _AGREED:
             raise _Refused("rank 0 did not confirm that all ranks have the memory")
         return _Opened(head=head, region=region, connections=[connection.dup()])
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    read = b""
-    while len(read) < size:
-        piece = connection.recv(size - len(read))
-        if not piece:
-            raise _Refused("the other end closed the connection")
-        read += piece
-    return read
 
 
 def _remaining_s(deadline_s: float) -> float:
