@@ -50,7 +50,7 @@ class Compression(ABC):
         return f"{self.name}({options})"
 
 
-def refuse_compressed_weights(compression: Compression | None) -> None:
+def refuse_loss_weights(compression: Compression | None) -> None:
     """Raise InvalidSpec for losses with weights of their own if gradients are compressed."""
     if compression is not None:
         raise InvalidSpec(
@@ -61,7 +61,7 @@ def refuse_compressed_weights(compression: Compression | None) -> None:
         )
 
 
-def refuse_compressed_models(compression: Compression | None, model: nn.Module) -> None:
+def refuse_several_models(compression: Compression | None, model: nn.Module) -> None:
     """Raise InvalidSpec for several models if gradients are compressed."""
     if compression is not None and isinstance(model, SeveralModels):
         raise InvalidSpec(

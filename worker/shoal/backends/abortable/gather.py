@@ -83,10 +83,7 @@ def gather_padded(
     # The group's own method: torch's function looks up the group to report an error, and would not
     # find the group of a generation that has ended.
     work = group.allgather([received], [sent])
-    if wait is None:
-        wait_abortable(work, group)
-    else:
-        wait(work)
+    (wait or partial(wait_abortable, group=group))(work)
     return [each.numpy().tobytes() for each in received]
 
 

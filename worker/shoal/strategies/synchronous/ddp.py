@@ -10,11 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression import find_compression
-from shoal.compression.base import (
-    Compression,
-    refuse_compressed_models,
-    refuse_compressed_weights,
-)
+from shoal.compression.base import Compression, refuse_loss_weights, refuse_several_models
 from shoal.compression.exchange import exchange_for
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic
@@ -110,7 +106,7 @@ class DDP(SynchronousStrategy):
         refuse_extra_state(model)
         refuse_layers(self.name, model)
         refuse_untrained(self.name, model)
-        refuse_compressed_models(self.compression, model)
+        refuse_several_models(self.compression, model)
         refuse_parameter_hooks(model)
         self._state = ReplicatedState(model, optimizer)
         self._gradients = StepGradients(model.parameters(), optimizer)
@@ -264,7 +260,7 @@ class DDP(SynchronousStrategy):
             local_step.step(self._optimizer)
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
-        refuse_compressed_weights(self.compression)
+        refuse_loss_weights(self.compression)
         self.backward(loss, self._transaction.add_weight(weight))
 
     def _scale_gradients(self, factor: float) -> None:
