@@ -22,7 +22,7 @@ from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
 from shoal.backends.network.gloo import GlooBackend, GlooGroup
 from shoal.backends.network.nccl_environment import require_survival
 from shoal.backends.network.own_gpu import check_unshared
-from shoal.backends.process_group.interface import Seat
+from shoal.backends.process_group.interface import Seat, ended_in_bring_up
 from shoal.torch_private.c10d import Store, all_groups, backends_on, fault_on, forget_groups
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -185,7 +185,4 @@ class NcclGroup:
 
     def _raise_if_cut(self) -> None:
         if self._reason:
-            raise GenerationBroken(
-                f"generation {self._seat.generation} ended while it was brought up",
-                seen=self._reason,
-            )
+            raise ended_in_bring_up(self._seat.generation, self._reason)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.backends.abortable.gather import barrier, gather
-from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
+from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group, ended_in_bring_up
 from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.data.order import Order, SamplePosition
@@ -152,9 +152,7 @@ class SynchronousStrategy(Strategy):
             self._generation_group.check()
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
-                raise GenerationBroken(
-                    f"generation {generation.number} ended while it was brought up", seen=str(error)
-                ) from None
+                raise ended_in_bring_up(generation.number, str(error)) from None
             raise
         self._registered.keep()
         self._process_group = process_group
