@@ -28,6 +28,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.not_finite import gradient_not_finite
+from shoal.model.several import refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.model.trained_parameters import refuse_extra_state
 from shoal.planning.figures import Plan, PlanInput, uncompressed
@@ -136,10 +137,7 @@ class LocalSGD(SynchronousStrategy):
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
         refuse_sparse(self.name, model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise InvalidSpec(
-                "the model has nothing to train", expected="a parameter that requires a gradient"
-            )
+        refuse_untrained(self.name, model)
         compressor = self._compression.compressor() if self._compression else None
         self._outer_loop = OuterLoop(model, optimizer, self._outer, compressor)
         self._fields = {
