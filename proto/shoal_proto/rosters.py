@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from shoal_proto.deflated import inflate
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.membership_pb2 import Roster
 
@@ -39,13 +40,9 @@ def pack(message: Message) -> bytes:
 
 def unpack(kind: type[M], packed: bytes) -> M:
     """Return the message that was packed. Raises MalformedMessage."""
-    unpacking = zlib.decompressobj()
     try:
-        plain = unpacking.decompress(packed, MAX_UNPACKED_BYTES)
-        if not unpacking.eof:
-            raise zlib.error("longer than any roster, or cut off")
-        return kind.FromString(plain)
-    except (zlib.error, DecodeError) as error:
+        return kind.FromString(inflate(packed, MAX_UNPACKED_BYTES))
+    except (ValueError, DecodeError) as error:
         raise MalformedMessage(
             f"{len(packed)} bytes do not unpack as a {kind.DESCRIPTOR.name}",
             seen=str(error),

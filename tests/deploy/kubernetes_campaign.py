@@ -18,11 +18,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deploy.campaign import LeftOut, run_campaign, running
 from deploy.kubernetes_cluster import KubernetesCluster, slowly_awaited
 from deploy.kustomization import Resource, find
-from deploy.slurm_nodes import NotPossible
 from deploy.stack import IMAGES, ROOT, run
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -131,6 +129,9 @@ class Case:
     strategy: str = "ddp"
     num_steps: int = STEPS
     facts: dict[str, object] = field(default_factory=dict)
+
+    def clean_up(self) -> None:
+        print(self.cluster.kubectl("get", "pods", "--all-namespaces", "-o", "wide"), flush=True)
 
     # --- commands ---
 
@@ -382,7 +383,7 @@ def drained(case: Case) -> None:
 def drain(case: Case, node: str) -> None:
     """Drain a node as docs/deploy.md says, check that it is empty, and let it take pods again."""
     if len(case.cluster.get("nodes")["items"]) < 2:
-        raise NotPossible("a drain needs a second node")
+        raise LeftOut("a drain needs a second node")
     began_s = time.monotonic()
     try:
         case.cluster.kubectl("drain", node, *DRAIN)
@@ -447,7 +448,7 @@ def servers(case: Case) -> None:
 def indexed(case: Case) -> None:
     """The indexed Job trains, and is complete once the training is finished."""
     if case.cluster.version < (1, 27):
-        raise NotPossible("worker-job.yaml needs Kubernetes 1.27")
+        raise LeftOut("worker-job.yaml needs Kubernetes 1.27")
     case.kubectl("scale", "deployment/worker", "--replicas=0")
     job = yaml.safe_load((KUBERNETES / "worker-job.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
@@ -521,72 +522,43 @@ CASES = (
 )
 
 
+@contextmanager
+def begin(options: argparse.Namespace) -> Iterator[Callable[[str], Case]]:
+    with _cluster(options) as cluster, tempfile.TemporaryDirectory() as folder:
+        major, minor = cluster.version
+        nodes = len(cluster.get("nodes")["items"])
+        print(f"Kubernetes {major}.{minor}, {nodes} nodes", flush=True)
+        case = Case(cluster, Path(folder))
+
+        def next_case(name: str) -> Case:
+            case.facts = {}
+            return case
+
+        yield next_case
+
+
+@contextmanager
+def _cluster(options: argparse.Namespace) -> Iterator[Cluster]:
+    if kubeconfig := os.environ.get("KUBECONFIG"):
+        cluster = Cluster(kubeconfig, options.images, options.tag)
+        try:
+            yield cluster
+        finally:
+            for namespace in (NAMESPACE, HELM_NAMESPACE):
+                cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found")
+    else:
+        with running(KubernetesCluster(options.cache)) as own:
+            yield Cluster(str(own.kubeconfig))
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run the cases; return 1 if one has failed, 2 if this machine cannot have such a cluster."""
-    names = [case.__name__ for case in CASES]
     parser = argparse.ArgumentParser(prog="make kubernetes-test")
-    parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
     parser.add_argument("--images", default="shoal", help="registry of the images, with KUBECONFIG")
     parser.add_argument("--tag", default="dev", help="tag of the images")
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="folder that keeps what was built"
     )
-    options = parser.parse_args(arguments)
-    # SIGTERM removes the cluster, like Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(names):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; expected {', '.join(names)}")
-    chosen = [case for case in CASES if case.__name__ in wanted]
-    try:
-        if kubeconfig := os.environ.get("KUBECONFIG"):
-            cluster = Cluster(kubeconfig, options.images, options.tag)
-            try:
-                rows = _rows(cluster, chosen)
-            finally:
-                for namespace in (NAMESPACE, HELM_NAMESPACE):
-                    cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found")
-        else:
-            with KubernetesCluster(options.cache) as own:
-                rows = _rows(Cluster(str(own.kubeconfig)), chosen)
-    except NotPossible as error:
-        print(f"make kubernetes-test: {error}", file=sys.stderr)
-        return 2
-    print("\n| case | | seconds | |\n|---|---|---|---|")
-    for name, result, seconds, facts in rows:
-        print(f"| {name} | {result} | {seconds:.0f} | {facts} |")
-    return int(any(result == "FAILED" for _, result, *_ in rows))
-
-
-def _rows(
-    cluster: Cluster, cases: Sequence[Callable[[Case], None]]
-) -> list[tuple[str, str, float, str]]:
-    major, minor = cluster.version
-    nodes = len(cluster.get("nodes")["items"])
-    print(f"Kubernetes {major}.{minor}, {nodes} nodes", flush=True)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        case = Case(cluster, Path(folder))
-        for each in cases:
-            rows.append(_row(case, each))
-            print("  ".join(map(str, rows[-1])), flush=True)
-    return rows
-
-
-def _row(case: Case, check: Callable[[Case], None]) -> tuple[str, str, float, str]:
-    began_s = time.monotonic()
-    case.facts = {}
-    try:
-        check(case)
-        result = "passed"
-    except NotPossible as reason:
-        result, case.facts["left out"] = "left out", reason
-    except Exception:  # noqa: BLE001  # the other cases are run all the same
-        traceback.print_exc()
-        print(case.cluster.kubectl("get", "pods", "--all-namespaces", "-o", "wide"), flush=True)
-        result = "FAILED"
-    facts = ", ".join(f"{name}: {value}" for name, value in case.facts.items())
-    return check.__name__, result, time.monotonic() - began_s, facts
+    return run_campaign(parser, CASES, arguments, begin)
 
 
 if __name__ == "__main__":

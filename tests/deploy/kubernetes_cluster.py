@@ -6,9 +6,8 @@ two cores. A node is a kubelet with a Docker engine and a bridge of its own; pod
 reach each other through the host. There is no kube-proxy, as Shoal's Services are headless: the
 only virtual address is the API server's own. A DNS server answers with the Endpoints.
 
-The end of the `with` block ends all processes, by their ids, and removes bridges and files, but not
-`cache`. The cluster changes no file of the host; it sets sysctls and a forwarding rule, and sets
-them back.
+`close` ends all processes, by their ids, and removes bridges and files, but not `cache`. No file of
+the host is changed; sysctls and a forwarding rule are set, and set back.
 """
 
 import functools
@@ -26,18 +25,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import yaml
-from deploy.slurm_nodes import NotPossible, awaited
+from deploy.campaign import NotPossible, awaited, require_programs
 from deploy.stack import IMAGES, ROOT, run
 
 from shoal_client.local.etcd import find_etcd
 
 GO = Path("/usr/lib/go-1.19/bin")
 PROGRAMS = (
+    str(GO / "go"),
     "dockerd",
     "docker",
     "mmdebstrap",
@@ -215,15 +214,10 @@ class Components:
 
 
 class KubernetesCluster:
-    """The cluster; it is up, with Shoal's images on its nodes, inside the `with` block."""
+    """The cluster, with Shoal's images on its nodes, for `running`."""
 
     def __init__(self, cache: Path, num_nodes: int = 2) -> None:
-        if os.geteuid() != 0:
-            raise NotPossible("bridges, dockerd and kubelet need root")
-        missing = [each for each in PROGRAMS if shutil.which(each) is None]
-        if missing or not (GO / "go").exists():
-            what = ", ".join(missing) or str(GO / "go")
-            raise NotPossible(f"{what}: not there; Debian: apt-get install {PACKAGES}")
+        require_programs(PROGRAMS, "bridges, dockerd and kubelet", PACKAGES)
         if " " in str(cache):
             raise NotPossible(f"{cache}: the folder's name must not contain a space")
         self._cache = cache
@@ -245,31 +239,18 @@ class KubernetesCluster:
         """Settings by which kubectl reaches the cluster as its administrator."""
         return self._pki / "admin.conf"
 
-    def __enter__(self) -> Self:
-        try:
-            self._components.make()
-            self._make_network()
-            self._make_certificates()
-            for node in self.nodes:
-                self._start_docker(node)
-            self._make_images()
-            self._start_control_plane()
-            self._dns = Dns(self._pki)
-            for node in self.nodes:
-                self._start_kubelet(node)
-            self._make_volumes()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def start(self) -> None:
+        self._components.make()
+        self._make_network()
+        self._make_certificates()
+        for node in self.nodes:
+            self._start_docker(node)
+        self._make_images()
+        self._start_control_plane()
+        self._dns = Dns(self._pki)
+        for node in self.nodes:
+            self._start_kubelet(node)
+        self._make_volumes()
 
     def close(self) -> None:
         """End all processes of the cluster, and remove its bridges and files."""

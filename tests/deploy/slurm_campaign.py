@@ -10,17 +10,17 @@ trains, causes its event, and compares steps, exit code and remaining processes 
 """
 
 import argparse
-import shutil
-import signal
 import stat
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from deploy.slurm_nodes import NotPossible, SlurmNodes, awaited
+from deploy.campaign import awaited, run_campaign, running
+from deploy.slurm_nodes import SlurmNodes
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "shoal.sbatch"
 TRAINED_S = 120.0
@@ -84,6 +84,9 @@ class Case:
     def output(self) -> str:
         """Output of the batch script in all attempts."""
         return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
+
+    def clean_up(self) -> None:
+        self.nodes.end_jobs()
 
     def submit(self, num_nodes: int, *options: str, **variables: str) -> None:
         self.folder.mkdir()
@@ -299,50 +302,13 @@ def cancel(case: Case) -> None:
 CASES = (clean, counts, killed, lost, notice, requeue, cancel, time_limit, servers)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the cases; return 1 if one has failed, 2 if this machine cannot have such a cluster."""
-    names = [case.__name__ for case in CASES]
-    parser = argparse.ArgumentParser(prog="make slurm-test")
-    parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
-    parser.add_argument("--keep", type=Path, help="a folder for the logs of the jobs")
-    options = parser.parse_args(arguments)
-    # SIGTERM removes the cluster, like Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(names):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; expected {', '.join(names)}")
-    rows: list[tuple[str, str, float, str]] = []
-    try:
-        with SlurmNodes(3) as nodes:
-            print(f"{nodes.version}, {len(nodes.names)} nodes", flush=True)
-            for run in (case for case in CASES if case.__name__ in wanted):
-                rows.append(_row(nodes, run, options.keep))
-                print("  ".join(map(str, rows[-1])), flush=True)
-    except NotPossible as error:
-        print(f"make slurm-test: {error}", file=sys.stderr)
-        return 2
-    print("\n| case | | seconds | |\n|---|---|---|---|")
-    for name, result, seconds, facts in rows:
-        print(f"| {name} | {result} | {seconds:.0f} | {facts} |")
-    return int(any(result != "passed" for _, result, *_ in rows))
-
-
-def _row(
-    nodes: SlurmNodes, run: Callable[[Case], None], keep: Path | None
-) -> tuple[str, str, float, str]:
-    began_s, case = time.monotonic(), Case(nodes, run.__name__)
-    try:
-        run(case)
-        result = "passed"
-    except Exception:  # noqa: BLE001  # the other cases are run all the same
-        traceback.print_exc()
-        result = "FAILED"
-        nodes.end_jobs()
-    if keep is not None and case.folder.exists():
-        shutil.copytree(case.folder, keep / case.name, dirs_exist_ok=True)
-    facts = ", ".join(f"{name}: {value}" for name, value in case.facts.items())
-    return run.__name__, result, time.monotonic() - began_s, facts
+@contextmanager
+def begin(options: argparse.Namespace) -> Iterator[Callable[[str], Case]]:
+    with running(SlurmNodes(3)) as nodes:
+        print(f"{nodes.version}, {len(nodes.names)} nodes", flush=True)
+        yield partial(Case, nodes)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="make slurm-test")
+    sys.exit(run_campaign(parser, CASES, sys.argv[1:], begin))

@@ -5,8 +5,8 @@ Needs root, Debian's slurm-wlm and munge, and iproute2. Each node has its own ho
 to each other by a bridge in a namespace of its own, and to nothing else: the host's interfaces,
 /etc/hosts, Slurm and munge are not touched.
 
-All processes run in these namespaces. The end of the `with` block kills them, by their ids, and
-removes namespaces and files. The next run removes the leftovers of a killed run.
+All processes run in these namespaces. `close` kills them, by their ids, and removes namespaces and
+files. The next run removes the leftovers of a killed run.
 """
 
 import os
@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+
+from deploy.campaign import NotPossible, awaited, command_lines, kill_all, require_programs
 
 from shoal_client.local.etcd import find_etcd
 
@@ -58,64 +58,25 @@ ReturnToService=2
 NodeName=node[1-{num_nodes}] CPUs=8 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-Found = TypeVar("Found")
-
-
-class NotPossible(Exception):
-    """The reason why this machine cannot have such a cluster."""
-
-
-def awaited(
-    look: Callable[[], Found | None], within_s: float, what: str, every_s: float = 0.1
-) -> Found:
-    """Return the first true result of `look`. Raises AssertionError if there is none in time."""
-    deadline_s = time.monotonic() + within_s
-    while not (found := look()):
-        assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s"
-        time.sleep(every_s)
-    return found
 
 
 class SlurmNodes:
-    """The cluster; it is up inside its `with` block. Nodes are node1, node2, ..."""
+    """The cluster, for `running`. Nodes are node1, node2, ..."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._check()
+        needed = "slurm-wlm munge iproute2"
+        require_programs(PROGRAMS, "network namespaces and slurmd", needed)
         self._tag = f"{PREFIX}{os.getpid()}-"
         self.names = [f"node{number}" for number in range(1, num_nodes + 1)]
         self.root = Path(tempfile.mkdtemp(prefix=self._tag, dir=FOLDERS))
         self.shared = self.root / "shared"
         self._started: dict[str, subprocess.Popen[bytes]] = {}
 
-    @staticmethod
-    def _check() -> None:
-        if os.geteuid() != 0:
-            raise NotPossible("network namespaces and slurmd need root")
-        missing = [each for each in PROGRAMS if shutil.which(each) is None]
-        if missing:
-            raise NotPossible(
-                f"{', '.join(missing)}: not on PATH; Debian: apt-get install slurm-wlm munge"
-                " iproute2"
-            )
-
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         _remove_leftovers()
-        try:
-            self._make_network()
-            self._write_files()
-            self._start_daemons()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._make_network()
+        self._write_files()
+        self._start_daemons()
 
     def close(self) -> None:
         """End all processes of the cluster, and remove its namespaces and files."""
@@ -199,18 +160,8 @@ class SlurmNodes:
 
     def processes(self, name: str) -> dict[int, str]:
         """The command lines of the processes on a node, without slurmd."""
-        found = {}
-        for pid in self._pids(name):
-            with suppress(OSError):
-                line = (
-                    Path(f"/proc/{pid}/cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                )
-                if line and "slurmd -D" not in line:
-                    found[pid] = line
-        return found
+        found = command_lines(self._pids(name)).items()
+        return {pid: line for pid, line in found if "slurmd -D" not in line}
 
     # --- start ---
 
@@ -357,14 +308,8 @@ def _pids_in(space: str) -> list[int]:
 
 
 def _kill_all(space: str) -> None:
-    """Kill the processes in a namespace, until none is left: they may start others meanwhile."""
-    deadline_s = time.monotonic() + 20
-    while pids := _pids_in(space):
-        assert time.monotonic() < deadline_s, f"{pids} in {space} do not end"
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    """Kill the processes in a namespace."""
+    kill_all(partial(_pids_in, space), f"in {space}")
 
 
 def _leftovers(names: Sequence[str]) -> Iterator[str]:

@@ -9,18 +9,18 @@ are network namespaces of this machine (`ssh_hosts.py`).
 """
 
 import argparse
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from deploy.campaign import awaited, run_campaign, running
 from deploy.slurm_campaign import LAST_STEP, TRAINING
-from deploy.slurm_nodes import NotPossible, awaited
 from deploy.ssh_hosts import HEAD, SshHosts
 
 TRAINED_S = 150.0
@@ -48,6 +48,11 @@ class Case:
         """The command's output so far."""
         path = self.folder / "output"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def clean_up(self) -> None:
+        print(self.output[-4000:], file=sys.stderr)
+        if self.run is not None:
+            self.run.kill()
 
     def start(self, hosts: str, *options: str, strategy: str = "ddp") -> None:
         self.folder.mkdir()
@@ -202,46 +207,13 @@ def servers(case: Case) -> None:
 CASES = (clean, status, ctrl_c, killed, servers, lost)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the cases; return 1 if one has failed, 2 if this machine cannot have such hosts."""
-    names = [case.__name__ for case in CASES]
-    parser = argparse.ArgumentParser(prog="make ssh-test")
-    parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
-    parser.add_argument("--keep", type=Path, help="a folder for the output of the jobs")
-    options = parser.parse_args(arguments)
-    # SIGTERM removes the hosts, like Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(names):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; expected {', '.join(names)}")
-    rows: list[tuple[str, str, float, str]] = []
-    try:
-        with SshHosts(("a", "b", "c"), SILENT) as hosts:
-            print(f"{hosts.version}, {len(hosts.names)} hosts", flush=True)
-            for run in (case for case in CASES if case.__name__ in wanted):
-                began_s, case = time.monotonic(), Case(hosts, run.__name__)
-                try:
-                    run(case)
-                    result = "passed"
-                except Exception:  # noqa: BLE001  # the other cases are run all the same
-                    traceback.print_exc()
-                    print(case.output[-4000:], file=sys.stderr)
-                    result = "FAILED"
-                    if case.run is not None:
-                        case.run.kill()
-                if options.keep is not None and case.folder.exists():
-                    shutil.copytree(case.folder, options.keep / case.name, dirs_exist_ok=True)
-                facts = ", ".join(f"{name}: {value}" for name, value in case.facts.items())
-                rows.append((case.name, result, time.monotonic() - began_s, facts))
-                print("  ".join(map(str, rows[-1])), flush=True)
-    except NotPossible as error:
-        print(f"make ssh-test: {error}", file=sys.stderr)
-        return 2
-    print("\n| case | | seconds | |\n|---|---|---|---|")
-    for name, result, seconds, facts in rows:
-        print(f"| {name} | {result} | {seconds:.0f} | {facts} |")
-    return int(any(result != "passed" for _, result, *_ in rows))
+@contextmanager
+def begin(options: argparse.Namespace) -> Iterator[Callable[[str], Case]]:
+    with running(SshHosts(("a", "b", "c"), SILENT)) as hosts:
+        print(f"{hosts.version}, {len(hosts.names)} hosts", flush=True)
+        yield partial(Case, hosts)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="make ssh-test")
+    sys.exit(run_campaign(parser, CASES, sys.argv[1:], begin))

@@ -2,25 +2,20 @@
 
 Needs root, Debian's openssh-server and openssh-client, and iproute2. Each host has its own name,
 address, /tmp and sshd, and all share the other folders, as hosts share a disk. The machine's own
-ssh is neither used nor changed: keys and settings are new. All processes end, and all files are
-removed, at the end of the `with` block.
+ssh is neither used nor changed: keys and settings are new.
 """
 
-import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from deploy.slurm_nodes import NotPossible, awaited
+from deploy.campaign import NotPossible, awaited, command_lines, kill_all, require_programs
 from support.network.namespaces import Host, RoutedHosts
 
 PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "ip", "nsenter", "unshare")
@@ -45,52 +40,32 @@ Host *
 
 
 class SshHosts:
-    """Hosts of these names, each with an sshd, and a further machine, `head`. They are up inside
-    the `with` block. `silent`: name of a host that has no sshd."""
+    """Hosts of these names, each with an sshd, and a further machine, `head`, for `running`.
+    `silent`: name of a host that has no sshd."""
 
     def __init__(self, names: Sequence[str], silent: str) -> None:
-        if os.geteuid() != 0:
-            raise NotPossible("network namespaces and sshd need root")
-        missing = [each for each in PROGRAMS if shutil.which(each) is None]
-        if missing:
-            raise NotPossible(
-                f"{', '.join(missing)}: not there; Debian: apt-get install openssh-server"
-                " openssh-client iproute2"
-            )
+        needed = "openssh-server openssh-client iproute2"
+        require_programs(PROGRAMS, "network namespaces and sshd", needed)
         self.names = tuple(names)
         self._silent = silent
         # /tmp would not do: each host has a folder of its own in its place.
         self.root = Path(tempfile.mkdtemp(prefix="shoal-ssh-", dir="/var/tmp"))
-        self._routed = RoutedHosts()
+        self._ends = ExitStack()
         self._hosts: dict[str, Host] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         try:
-            self._routed.__enter__()
+            routed = self._ends.enter_context(RoutedHosts())
         except OSError as error:
-            shutil.rmtree(self.root, ignore_errors=True)
             raise NotPossible(str(error)) from error
-        try:
-            for name in (*self.names, self._silent, HEAD):
-                self._hosts[name] = self._routed.add(name)
-                (self.root / name / "tmp").mkdir(parents=True)
-                (self.root / name / "tmp").chmod(0o1777)
-            self._write_files()
-            for name in self.names:
-                self._start_sshd(name)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        for name in (*self.names, self._silent, HEAD):
+            self._hosts[name] = routed.add(name)
+            (self.root / name / "tmp").mkdir(parents=True)
+            (self.root / name / "tmp").chmod(0o1777)
+        self._write_files()
+        for name in self.names:
+            self._start_sshd(name)
 
     def close(self) -> None:
         """End all processes of the hosts, and remove their files."""
@@ -98,7 +73,7 @@ class SshHosts:
             self._kill_all(name)
         for process in self._started:
             process.wait()
-        self._routed.__exit__(None, None, None)
+        self._ends.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     @property
@@ -149,15 +124,17 @@ class SshHosts:
         self._kill_all(name)
 
     def processes(self, name: str) -> dict[int, str]:
-        """The command lines of the processes on a host, without its sshd and its holder."""
-        inode, found = Path(self._hosts[name].path).stat().st_ino, {}
+        """The command lines of the processes on a host, without its sshd."""
+        return {pid: line for pid, line in self._all(name).items() if "sshd" not in line}
+
+    def _all(self, name: str) -> dict[int, str]:
+        """The processes on a host, without the one that holds its namespace."""
+        inode, pids = Path(self._hosts[name].path).stat().st_ino, []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and (entry / "ns" / "net").stat().st_ino == inode:
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if line and "sleep infinity" not in line and "sshd" not in line:
-                        found[int(entry.name)] = line
-        return found
+                    pids.append(int(entry.name))
+        return {p: line for p, line in command_lines(pids).items() if "sleep infinity" not in line}
 
     def await_quiet(self, names: Sequence[str], within_s: float) -> None:
         """Wait until the hosts run only their sshd."""
@@ -220,19 +197,4 @@ class SshHosts:
         return [*enter, "sh", "-c", script, "sh", *command]
 
     def _kill_all(self, name: str) -> None:
-        """Kill a host's processes, except the one that holds its namespace."""
-        inode, deadline_s = Path(self._hosts[name].path).stat().st_ino, time.monotonic() + 20
-        while True:
-            pids = []
-            for entry in Path("/proc").iterdir():
-                with suppress(OSError):
-                    if entry.name.isdigit() and (entry / "ns" / "net").stat().st_ino == inode:
-                        line = (entry / "cmdline").read_bytes()
-                        pids += [int(entry.name)] if line and b"sleep\0infinity" not in line else []
-            if not pids:
-                return
-            assert time.monotonic() < deadline_s, f"{pids} on {name} do not end"
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        kill_all(partial(self._all, name), f"on {name}")

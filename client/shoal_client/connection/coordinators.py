@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -95,10 +95,9 @@ class Channels:
             channel = self._open[key] = open_channel(address, self._name, CHANNEL_OPTIONS)
         return channel
 
-    def take_all(self) -> list[grpc.Channel]:
-        """Remove all channels; the caller is to close them."""
-        channels, self._open = list(self._open.values()), {}
-        return channels
+    def take(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
+        """Remove the channels to all addresses except these; the caller is to close them."""
+        return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
 
 class Coordinators:
@@ -258,7 +257,7 @@ class Coordinators:
         """Close every connection; calls in progress fail."""
         self._closed.set()
         with self._lock:
-            channels = self._channels.take_all()
+            channels = self._channels.take()
         close_channels(channels)
 
 

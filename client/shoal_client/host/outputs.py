@@ -9,13 +9,10 @@ import grpc
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators, Method, chance
-from shoal_client.connection.first_reply import FirstReplyTimeout
-from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_client.connection.held_stream import HeldStream, Stream
 from shoal_client.host.output_tail import OutputTail
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import CertificateRefused, RetryError, ShoalError, Unavailable
-from shoal_proto.status import from_rpc_error
-from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsStub
 
@@ -49,14 +46,12 @@ class HostOutputs:
         self._request = request
         self._request.source = secrets.token_hex(8)
         self._tails = tails
-        self._lock = threading.Lock()
-        self._stream: grpc.Call | None = None
+        self._stream = HeldStream(FIRST_ANSWER_S)
         self._answered = threading.Event()
         """Set once the coordinator has answered on the stream, and so accepts last lines."""
         self._is_asking = True
         """True while there is a stream or one is being opened."""
         self._closing = threading.Event()
-        self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
 
     def __enter__(self) -> "HostOutputs":
@@ -72,10 +67,8 @@ class HostOutputs:
         # The coordinator may not have answered yet: workers can fail early.
         if self._is_asking and self._answered.wait(FIRST_ANSWER_S):
             self._leave_last_lines()
-        with self._lock:
-            self._closing.set()
-            if self._stream is not None:
-                self._stream.cancel()
+        self._closing.set()
+        self._stream.close()
         self._thread.join(CALL_TIMEOUT_S)
 
     def _leave_last_lines(self) -> None:
@@ -93,44 +86,29 @@ class HostOutputs:
 
     def _serve(self) -> None:
         back_off = BackOff()
+
+        def start(channel: grpc.Channel) -> Stream[pb.OutputWanted]:
+            return OutputsStub(channel).Serve(self._request)
+
+        def handle(wanted: pb.OutputWanted) -> None:
+            back_off.reset()
+            self._answered.set()
+            self._answer(wanted)
+
         while not self._closing.is_set():
-            address = self._coordinators.current
             self._is_asking = True
-            error = self._serve_stream(address, back_off)
+            error = self._stream.hold(self._coordinators, start, handle)
             self._is_asking = False
             self._answered.clear()
             if self._closing.is_set():
                 return
+            error = error or Unavailable("the coordinator ended the stream of output requests")
             if isinstance(error, RetryError | CertificateRefused):
-                self._coordinators.choose_next_replica(address, error)
+                self._coordinators.choose_next_replica(self._stream.address, error)
                 self._closing.wait(back_off.pause_s(chance()))
             else:
                 log.debug("outputs_not_served", reason=str(error))
                 self._closing.wait(REFUSED_PAUSE_S)
-
-    def _serve_stream(self, address: str, back_off: BackOff) -> ShoalError:
-        """Answer the requests on a stream; return the error that ended the stream."""
-        try:
-            stream = self._coordinators.on_channel(
-                lambda channel: OutputsStub(channel).Serve(self._request)
-            )
-            with self._lock:
-                self._stream = stream
-                if self._closing.is_set():
-                    stream.cancel()
-            with self._first_reply.until_answered(stream):
-                for wanted in stream:
-                    self._first_reply.record_reply()
-                    note_answer(address)
-                    back_off.reset()
-                    self._answered.set()
-                    self._answer(wanted)
-        except grpc.RpcError as rpc_error:
-            found = from_rpc_error(rpc_error, address)
-            return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
-        except ShoalError as error:
-            return error  # the connection was closed
-        return Unavailable("the coordinator ended the stream of output requests")
 
     def _answer(self, wanted: pb.OutputWanted) -> None:
         tail = self._tails.get(wanted.member_id)

@@ -5,6 +5,9 @@ may have received it already.
 
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 SAME_ORDER_S = 2.0
 """Time after the first signal of an order in which a SIGTERM belongs to the same order."""
@@ -27,6 +30,24 @@ class StopOrders:
     def is_fresh(self) -> bool:
         """True while a SIGTERM would repeat the newest order."""
         return time.monotonic() < self._first_s + SAME_ORDER_S
+
+    @contextmanager
+    def received(self, note: Callable[[int], object]) -> Iterator[None]:
+        """Call `note` with the first signal of each order within the block, in place of the present
+        handlers of SIGINT and SIGTERM."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if not self.is_repeated(number):
+                note(number)
+
+        before = {
+            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def is_repeated(self, number: int) -> bool:
         """Record a signal; True if it repeats the newest order. Otherwise the signal begins a new

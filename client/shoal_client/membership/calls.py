@@ -5,11 +5,16 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from shoal_client.connection.coordinators import Coordinators, Method, chance
+from shoal_client.connection.held_stream import Stream
 from shoal_client.membership import member_events as ev
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail
+from shoal_proto.traces import tracing
+from shoal_proto.traces.tracing import OngoingSpan
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+Notices = Stream[pb.Notice]
 
 METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
     pb.ProposeRequest: lambda channel: MembershipStub(channel).Propose,
@@ -23,6 +28,17 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
     pb.DrainRequest: lambda channel: MembershipStub(channel).Drain,
 }
 """Methods by type of request."""
+
+
+def attend(request: pb.AttendRequest, joining: OngoingSpan) -> Callable[[grpc.Channel], Notices]:
+    """Function that opens a stream of notices. `joining`: the parent of its span, until it ends."""
+
+    def open_stream(channel: grpc.Channel) -> Notices:
+        with joining.within(), tracing.span("Attend"):
+            tracing.mark(request.token)
+            return MembershipStub(channel).Attend(request)
+
+    return open_stream
 
 
 def get_roster(channel: grpc.Channel) -> Method[pb.PackedRoster]:

@@ -16,6 +16,7 @@ import structlog
 
 from shoal_client.connection.certificate_wait import wait_s
 from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, chance
+from shoal_client.connection.held_stream import HeldStream
 from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_client.membership import calls
@@ -26,8 +27,7 @@ from shoal_client.membership.leaving import drained
 from shoal_client.membership.member import Member, MemberHooks, OwnJob
 from shoal_client.membership.member_core import MemberCore
 from shoal_client.membership.rosters import LOCK_WAIT_S, Rosters
-from shoal_client.membership.session_threads import HeldStream, SessionThreads
-from shoal_proto.errors import DeadlineExceeded, ShoalError, TrainingFailed
+from shoal_proto.errors import DeadlineExceeded, InternalError, ShoalError, TrainingFailed
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
 from shoal_proto.v1 import membership_pb2 as pb
@@ -35,6 +35,8 @@ from shoal_proto.v1.identity_pb2 import Token
 
 log = structlog.get_logger(__name__)
 
+FIRST_ANSWER_S = 1.0
+"""Time to wait for a coordinator's first notice before another is asked; see `HeldStream`."""
 LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
 """Age, in heartbeat intervals, up to which the launcher's heartbeat replaces the member's own."""
@@ -72,7 +74,7 @@ class MemberSession:
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
-        self._stream = HeldStream(self._threads.closing, self._joining)
+        self._stream = HeldStream(FIRST_ANSWER_S)
         shared: HostFiles | None = None
         if member.shared_directory is not None:
             directory = member.shared_directory / "rosters"
@@ -472,7 +474,7 @@ class MemberSession:
             case ev.OpenStream():
                 return self._hold_stream(effect)
             case ev.CancelStream():
-                self._stream.cancel()
+                self._stream.close()
             case ev.FindLeader():
                 self._coordinators.choose_next_replica(self._stream.address, effect.error)
             case ev.ValidateRoster():
@@ -521,7 +523,9 @@ class MemberSession:
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
-            self._coordinators, opening.request, lambda notice: self._submit(self._received(notice))
+            self._coordinators,
+            calls.attend(opening.request, self._joining),
+            lambda notice: self._submit(self._received(notice)),
         )
         return ev.StreamEnded(error=error, chance=chance())
 
@@ -561,3 +565,43 @@ class MemberSession:
         """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
             self._submit(ev.DrainWanted(reason=reason))
+
+
+class SessionThreads:
+    """Threads of a session. Each ends when `closing` is set, or with an error of its own or of a
+    script's callback."""
+
+    def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
+        """`on_failure`: called with the error of a thread that fails, on that thread."""
+        self._on_failure = on_failure
+        self.closing = threading.Event()
+        self.running: list[threading.Thread] = []
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(name, target), name=name, daemon=True)
+        self.running.append(thread)
+        thread.start()
+
+    def join(self, within_s: float | None = None) -> None:
+        """Wait for the threads to end, for at most `within_s`."""
+        give_up_s = None if within_s is None else time.monotonic() + within_s
+        for thread in self.running:
+            if thread is not threading.current_thread():
+                thread.join(None if give_up_s is None else max(0.0, give_up_s - time.monotonic()))
+
+    def _run(self, name: str, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except ShoalError as error:
+            self._on_failure(error)
+        except Exception as error:
+            failure = InternalError(
+                f"a thread of the membership failed: {name}",
+                seen=repr(error),
+                fix="The log has the traceback. If storage or network failed, start the worker"
+                " again; otherwise please report it.",
+            )
+            failure.__cause__ = error
+            # Before the log: a traceback with its variables can take a second to write.
+            self._on_failure(failure)
+            log.exception("thread_failed", thread=name)

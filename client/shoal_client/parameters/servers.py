@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
-from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
+from shoal_client.connection.coordinators import Channels, chance, close_channels
 from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import routes
@@ -31,8 +31,6 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.status import from_rpc_error, is_explained
-from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
@@ -71,9 +69,9 @@ class ShardServers(Generic[Stub]):
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
+        self._channels = Channels(SERVER_NAME)
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        self._certificates: dict[str, TlsMaterial | None] = {}
-        """Certificate of the channel to each address."""
+        """The newest stub to each address, with the channel that it was made on."""
         self._stub_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
@@ -153,6 +151,7 @@ class ShardServers(Generic[Stub]):
             self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
+                # Close the other connections: gRPC would try to reconnect for ever.
                 self._keep_only({shard.address for shard in shard_map().shards})
 
     def _check_process(self) -> None:
@@ -284,16 +283,15 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _closed_error()
-            # An outdated stub can be closed: a call that used it would hold the lock of this
-            # address.
-            outdated = self._certificates.get(address) is not (now := material())
-            gone = [self._reached.pop(address)] if outdated and address in self._reached else []
-            if address not in self._reached:
-                channel = open_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
-                self._reached[address] = channel, self._stub_of(address, channel)
-                self._certificates[address] = now
-            stub = self._reached[address][1]
-        self._close(gone)
+            channel = self._channels.to(address)
+            reached = self._reached.get(address)
+            if reached is not None and reached[0] is channel:
+                return reached[1]
+            stub = self._stub_of(address, channel)
+            self._reached[address] = channel, stub
+        if reached is not None:
+            # Of another certificate. A call that used it would hold the lock of this address.
+            self._close_stub(reached[1])
         return stub
 
     @property
@@ -302,27 +300,23 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             return {address: stub for address, (_, stub) in self._reached.items()}
 
-    def _keep_only(self, addresses: Collection[str]) -> None:
-        """Close connections to all other addresses: gRPC would try to reconnect for ever."""
-        with self._lock:
-            gone = [self._reached.pop(a) for a in list(self._reached) if a not in addresses]
-        self._close(gone)
-
     def close(self) -> None:
         """Close every connection; calls in progress fail. Does nothing in a forked process: the
         connections are its parent's."""
         if os.getpid() != self._process:
             return
         self._closed.set()
-        with self._lock:
-            gone, self._reached = list(self._reached.values()), {}
-        self._close(gone)
+        self._keep_only(())
         self._pool.shutdown(wait=False)
 
-    def _close(self, gone: Sequence[tuple[grpc.Channel, Stub]]) -> None:
-        for _, stub in gone:
+    def _keep_only(self, addresses: Collection[str]) -> None:
+        """Close the connections to all other addresses."""
+        with self._lock:
+            gone = [self._reached.pop(a)[1] for a in list(self._reached) if a not in addresses]
+            channels = self._channels.take(addresses)
+        for stub in gone:
             self._close_stub(stub)
-        close_channels(channel for channel, _ in gone)
+        close_channels(channels)
 
 
 def most_severe(errors: Sequence[ShoalError]) -> ShoalError:

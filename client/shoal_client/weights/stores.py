@@ -136,7 +136,7 @@ class WeightStores:
             idle = [each for kept in self._idle.values() for each in kept]
             for connection in self._in_use:
                 connection.abort()
-            channels = self._channels.take_all()
+            channels = self._channels.take()
             self._idle.clear()
         for connection in idle:
             connection.close()

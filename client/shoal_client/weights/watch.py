@@ -7,20 +7,16 @@ import grpc
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
-from shoal_client.connection.first_reply import FirstReplyTimeout
-from shoal_client.connection.tls_refusals import explained, note_answer
+from shoal_client.connection.held_stream import HeldStream, Stream
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import DeadlineExceeded, ShoalError, Unavailable
-from shoal_proto.status import from_rpc_error
-from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.weights_pb2 import SeriesView, WatchSeriesRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""Time to wait for a coordinator's first view before another is asked; doubled each time, up to 8
-times as long."""
+"""Time to wait for a coordinator's first view before another is asked; see `HeldStream`."""
 
 
 class SeriesWatch:
@@ -34,7 +30,7 @@ class SeriesWatch:
         self._view: SeriesView | None = None
         self._failure: ShoalError | None = None
         self._is_closed = False
-        self._call: grpc.Call | None = None
+        self._stream = HeldStream(FIRST_ANSWER_S)
         self._thread = threading.Thread(target=self._follow, name="shoal-series", daemon=True)
         self._thread.start()
 
@@ -68,9 +64,8 @@ class SeriesWatch:
         """Stop watching; waiting calls fail."""
         with self._changed:
             self._is_closed = True
-            if self._call is not None:
-                self._call.cancel()
             self._changed.notify_all()
+        self._stream.close()
         self._thread.join()
 
     def _late(self, newer_than: int, timeout_s: float) -> DeadlineExceeded:
@@ -82,13 +77,22 @@ class SeriesWatch:
         )
 
     def _follow(self) -> None:
-        back_off, first_reply = BackOff(), FirstReplyTimeout(FIRST_ANSWER_S)
+        back_off, request = BackOff(), WatchSeriesRequest(series=self._series)
         logged: tuple[str, SeriesView | None] | None = None
+
+        def start(channel: grpc.Channel) -> Stream[SeriesView]:
+            return WeightSeriesStub(channel).Watch(request)
+
+        def handle(view: SeriesView) -> None:
+            back_off.reset()
+            self._update(view)
+
         while not self._is_closed:
-            address = self._coordinators.current
-            error = self._read_stream(address, first_reply, back_off)
-            if error is None or self._is_closed:
-                continue
+            error = self._stream.hold(self._coordinators, start, handle)
+            address = self._stream.address
+            error = error or Unavailable(f"{address} ended the stream of series {self._series}")
+            if self._is_closed:
+                return
             if not isinstance(error, OUTLASTED):
                 with self._changed:
                     self._failure = error
@@ -101,32 +105,6 @@ class SeriesWatch:
                 logged = found
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, back_off.pause_s(chance()))
-
-    def _read_stream(
-        self, address: str, first_reply: FirstReplyTimeout, back_off: BackOff
-    ) -> ShoalError | None:
-        """Read views from one stream until it ends. Returns the error that ended it."""
-        try:
-            request = WatchSeriesRequest(series=self._series)
-            stream = self._coordinators.on_channel(
-                lambda channel: WeightSeriesStub(channel).Watch(request)
-            )
-            with self._changed:
-                self._call = stream
-                if self._is_closed:
-                    stream.cancel()
-            with first_reply.until_answered(stream):
-                for view in stream:
-                    first_reply.record_reply()
-                    note_answer(address)
-                    back_off.reset()
-                    self._update(view)
-        except grpc.RpcError as rpc_error:
-            found = from_rpc_error(rpc_error, address)
-            return first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
-        except ShoalError as error:
-            return error
-        return Unavailable(f"{address} ended the stream of series {self._series}")
 
     def _update(self, view: SeriesView) -> None:
         with self._changed:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from shoal_proto.deflated import inflate
+
 MAX_LISTING_BYTES = 48 * 1024
 """Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
@@ -57,13 +59,10 @@ def pack(lines: Iterable[str]) -> bytes:
 
 def unpack(packed: bytes) -> list[str]:
     """Return the lines of a listing. Raises UnreadableListing."""
-    decompressor = zlib.decompressobj()
     try:
-        coded = decompressor.decompress(packed, _MAX_CODED_BYTES).decode()
-        if not decompressor.eof:
-            raise UnreadableListing("it is cut off, or too long")
+        coded = inflate(packed, _MAX_CODED_BYTES).decode()
         return _decode(coded.split("\n") if coded else [])
-    except (zlib.error, UnicodeDecodeError, ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:
         raise UnreadableListing(str(error)) from error
 
 

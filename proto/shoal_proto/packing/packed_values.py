@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from shoal_proto.deflated import inflate
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.rendezvous_pb2 import StoreReply
 
@@ -27,13 +28,9 @@ def pack(values: Sequence[bytes]) -> bytes:
 
 def unpack(packed: bytes) -> list[bytes]:
     """Return the values that were packed. Raises MalformedMessage."""
-    unpacking = zlib.decompressobj()
     try:
-        data = unpacking.decompress(packed, MAX_VALUES_BYTES)
-        if not unpacking.eof:
-            raise zlib.error("longer than any answer, or cut off")
-        differences = StoreReply.FromString(data).values
-    except (zlib.error, DecodeError) as error:
+        differences = StoreReply.FromString(inflate(packed, MAX_VALUES_BYTES)).values
+    except (ValueError, DecodeError) as error:
         raise MalformedMessage(
             f"{len(packed)} bytes of packed values do not unpack",
             seen=str(error),

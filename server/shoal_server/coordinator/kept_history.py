@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from shoal_proto.deflated import inflate
 from shoal_proto.health import MAX_LOGGED, RunOrigin
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable
 from shoal_server.status.history.change_reports import MAX_CHANGES
@@ -44,15 +45,8 @@ def written(kept: KeptHistory) -> bytes:
 
 def read(value: bytes) -> KeptHistory:
     """Decode what `written` made. Raises UnreadableRecord."""
-    inflated = zlib.decompressobj()
-    try:
-        data = inflated.decompress(value, MAX_INFLATED_BYTES)
-    except zlib.error as error:
-        raise UnreadableRecord(f"no deflated JSON ({error})") from error
-    if inflated.unconsumed_tail:
-        raise UnreadableRecord(f"more than {MAX_INFLATED_BYTES} bytes")
     with as_unreadable():
-        kept = _KEPT.validate_json(data)
+        kept = _KEPT.validate_json(inflate(value, MAX_INFLATED_BYTES))
     if problem := _problem(kept):
         raise UnreadableRecord(problem)
     return kept

@@ -45,13 +45,12 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change of one key. `previous_value` is empty for a key that did not exist before."""
+    """A change of one key."""
 
     kind: EventKind
     key: str
     value: bytes
     mod_revision: Revision
-    previous_value: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,19 @@ class WatchBatch:
     """Changes of one or more whole revisions, in order; never a part of a revision.
 
     `reset` is set when history was compacted beyond the point that the watch had reached, and for
-    the first listing of `mirror.list_and_watch`. The events then lead from the state last delivered
-    to the state at `revision`: deletes of the keys that vanished, then puts of every key that
-    exists, in key order.
+    the first listing of `mirror.list_and_watch`. The events then are puts of every key that exists
+    at `revision`, in key order: all other keys are deleted.
     """
 
     revision: Revision
     events: tuple[WatchEvent, ...]
     reset: bool = False
+
+    @classmethod
+    def of_listing(cls, listed: RangeResult) -> "WatchBatch":
+        """The batch with `reset` that leads to what was listed."""
+        puts = (WatchEvent(EventKind.PUT, i.key, i.value, i.mod_revision) for i in listed.items)
+        return cls(listed.revision, tuple(puts), reset=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ class Keyspace(Protocol):
         If etcd has compacted changes that are not delivered yet, a batch with `reset` takes their
         place. Survives restarts of etcd and the death of an endpoint. Ends when closed
         (`aclose`/cancellation), or by raising a refusal of etcd, or CorruptError if etcd lost
-        history. Raises InvalidSpec for a start below 1.
+        history: its revision is below `start - 1`. Raises InvalidSpec for a start below 1.
         """
         ...
 

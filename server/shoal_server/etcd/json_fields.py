@@ -37,8 +37,8 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
 
 @contextmanager
 def as_unreadable() -> Iterator[None]:
-    """Turn errors of parsing untrusted bytes into `UnreadableRecord`, except protobuf's DecodeError
-    and `zlib.error`."""
+    """Turn errors of parsing untrusted bytes into `UnreadableRecord`, except protobuf's
+    DecodeError."""
     try:
         yield
     except UnreadableRecord:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from shoal_proto.errors import InvalidSpec, LeaseExpired, RefusedError
+from shoal_proto.errors import CorruptError, InvalidSpec, LeaseExpired, RefusedError
 from shoal_server.etcd.api import (
     NO_LEASE,
     Compare,
@@ -116,13 +116,11 @@ class MemoryStore:
         self._enter()
         tracker = WatchTracker(start)
         if start > self._revision + 1:
-            raise RefusedError(
-                "a watch cannot start in the future",
-                seen=str(start),
-                expected=f"at most {self._revision + 1}",
+            raise CorruptError(
+                "the store has lost history",
+                seen=f"revision {self._revision}",
+                expected=f"at least {start - 1}",
             )
-        if start > self._compacted:
-            tracker.seed(self._as_of(prefix, start - 1))
         while True:
             self._enter()
             if tracker.next <= self._compacted:
@@ -192,19 +190,6 @@ class MemoryStore:
             return self._under(key)
         return (self._items[key],) if key in self._items else ()
 
-    def _as_of(self, prefix: str, revision: int) -> list[KeyValue]:
-        """Items under the prefix as of a revision; only their keys and values are correct."""
-        values: dict[str, bytes] = {}
-        for event in self._history:
-            if event.mod_revision > revision or not event.key.startswith(prefix):
-                continue
-            if event.kind is EventKind.PUT:
-                values[event.key] = event.value
-            else:
-                values.pop(event.key, None)
-        none = Revision(0)
-        return [KeyValue(key, value, none, none, 1) for key, value in values.items()]
-
     def _holds(self, compare: Compare) -> bool:
         if compare.prefix and compare.field == "mod_revision":
             under = self._under(compare.key)
@@ -233,14 +218,14 @@ class MemoryStore:
         now, old = Revision(self._revision + 1), self._items.get(key)
         created, version = (old.create_revision, old.version + 1) if old else (now, 1)
         self._items[key] = KeyValue(key, bytes(value), created, now, version, lease)
-        return WatchEvent(EventKind.PUT, key, bytes(value), now, old.value if old else b"")
+        return WatchEvent(EventKind.PUT, key, bytes(value), now)
 
     def _delete(self, key: str, *, prefix: bool) -> list[WatchEvent]:
         now = Revision(self._revision + 1)
         gone = self._select(key, prefix=prefix)
         for item in gone:
             del self._items[item.key]
-        return [WatchEvent(EventKind.DELETE, item.key, b"", now, item.value) for item in gone]
+        return [WatchEvent(EventKind.DELETE, item.key, b"", now) for item in gone]
 
     def _commit(self, events: Sequence[WatchEvent]) -> None:
         if events:

@@ -50,10 +50,9 @@ async def list_and_watch(
     With `after`, only changes after that revision. Raises what the store raises.
     """
     if after is None:
-        listed = await store.range(prefix)
-        after = listed.revision
-        puts = (WatchEvent(EventKind.PUT, i.key, i.value, i.mod_revision) for i in listed.items)
-        yield WatchBatch(after, tuple(puts), reset=True)
+        listing = WatchBatch.of_listing(await store.range(prefix))
+        after = listing.revision
+        yield listing
     async with aclosing(store.watch(prefix, Revision(after + 1))) as batches:
         async for batch in batches:
             yield batch

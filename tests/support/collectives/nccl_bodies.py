@@ -79,7 +79,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
         can_be_cut=[can_be_cut(whole), can_be_cut(subgroup)],
         is_gloo=[is_gloo(whole), is_gloo(subgroup)],
         words_are_shared=words.is_shared,
-        watches_peers=GroupPeers(subgroup)._connections is not None,
+        watches_peers=GroupPeers(subgroup)._wait is not None,
         received=words.receive_values(),
     )
     dist.barrier()

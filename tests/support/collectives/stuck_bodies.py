@@ -89,8 +89,8 @@ def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> No
     peer_connections.count_connected = lambda announced: 0  # type: ignore[assignment]
     checkpoints = Checkpoints(directory, every_steps=1)
     state = {"model.w": TensorShard.whole(torch.ones(4))}
-    checkpoints.offer(StateShard(step=1, shards=state, values={}), peers)
+    checkpoints.begin_write(StateShard(step=1, shards=state, values={}), peers)
     # The order of a member that leaves.
     group.retire()
-    checkpoints.close()
+    checkpoints.finish_write()
     report("closed", written=checkpoints.written and checkpoints.written.step)

@@ -169,7 +169,7 @@ def write_in_group(directory: str, steps: int) -> str:
     peers = GroupPeers(dist.new_group())
     state_shard = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
     with Checkpoints(directory, every_steps=1) as checkpoints:
-        checkpoints.offer(state_shard, peers)
+        checkpoints.begin_write(state_shard, peers)
     newest = checkpoints.newest()
     assert newest is not None
     return newest.name
@@ -193,8 +193,8 @@ def write_with_a_loss(report: Report, store: str, directory: str, rank: int, siz
     group = dist.new_group()
     state_shard = cut(trained("sgd"), 0, rank, size)
     checkpoints = Checkpoints(directory, every_steps=1)
-    checkpoints.offer(state_shard, MortalPeers(group))
-    checkpoints.close()
+    checkpoints.begin_write(state_shard, MortalPeers(group))
+    checkpoints.finish_write()
     report("closed")
 
 
@@ -230,7 +230,7 @@ def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: i
 
 def _offer(place: Path, keep: int, state_shard: StateShard) -> None:
     with Checkpoints(place, every_steps=1, keep=keep) as checkpoints:
-        checkpoints.offer(state_shard)
+        checkpoints.begin_write(state_shard)
 
 
 def _in_mortal_process(place: Path, calls_to_live: int, act: Callable[[], None]) -> int:
@@ -259,9 +259,9 @@ def write_where_files_cannot_grow(report: Report, directory: str) -> None:
         limit = 4096 if step == 2 else hard
         train(model, own.optimizer, range(step, step + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        checkpoints.offer(collected(model, own, step + 1))
+        checkpoints.begin_write(collected(model, own, step + 1))
         try:
-            checkpoints.close()
+            checkpoints.finish_write()
         except CheckpointFailed as error:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             report("failed", step=step + 1, text=str(error), details=error.details)

@@ -73,15 +73,15 @@ def unreadable(step):
 def test_a_checkpoint_that_cannot_be_read_back_replaces_no_other(tmp_path, place):
     root = str(tmp_path) if place == "directory" else f"memory://{tmp_path.name}"
     checkpoints = Checkpoints(root, every_steps=1, keep=1)
-    checkpoints.offer(at(1))
-    checkpoints.offer(unreadable(2))
+    checkpoints.begin_write(at(1))
+    checkpoints.begin_write(unreadable(2))
     with pytest.raises(CheckpointFailed, match="was written and cannot be read back") as raised:
-        checkpoints.close()
+        checkpoints.finish_write()
     assert "step-00000002" in str(raised.value)
     assert "Fraction" in str(raised.value)
     assert differences(read(checkpoints.newest(), whole_chunk), with_aliases(at(1))) == []
-    checkpoints.offer(at(3))
-    checkpoints.close()
+    checkpoints.begin_write(at(3))
+    checkpoints.finish_write()
     assert sorted(storage.complete(checkpoints.directory)) == [3]
 
 
@@ -92,7 +92,7 @@ def test_the_log_names_the_checkpoint_that_failed(tmp_path):
     with capture_logs() as logs:
         for state_shard in (at(1), unreadable(2), at(3)):
             checkpoints.write(state_shard.step, lambda given=state_shard: given, lambda _: True)
-        checkpoints.close()
+        checkpoints.finish_write()
     (failed,) = [line for line in logs if line["event"] == "checkpoint_failed"]
     assert ".step-00000002." in failed["path"]
     assert "step" not in failed
@@ -104,7 +104,7 @@ def test_settings_below_one_are_refused(tmp_path, setting):
         Checkpoints(tmp_path, **{"every_steps": 1, setting: 0})
 
 
-def test_a_checkpoint_has_the_state_at_the_time_of_the_offer(tmp_path):
+def test_a_checkpoint_has_the_state_at_the_time_at_which_its_write_began(tmp_path):
     """Training goes on in the same memory before anything is written."""
     model, own = binding("adamw")
     train(model, own.optimizer, range(2))
@@ -112,10 +112,10 @@ def test_a_checkpoint_has_the_state_at_the_time_of_the_offer(tmp_path):
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1)
     values = {**own.collect(2).values, "tied": offered.values["tied"]}
-    checkpoints.offer(StateShard(step=2, shards=own.collect(2).shards, values=values), gate)
+    checkpoints.begin_write(StateShard(step=2, shards=own.collect(2).shards, values=values), gate)
     train(model, own.optimizer, range(2, 4))
     gate.opened.set()
-    checkpoints.close()
+    checkpoints.finish_write()
     assert differences(read(checkpoints.newest(), whole_chunk), with_aliases(offered)) == []
 
 
@@ -125,18 +125,18 @@ def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
         for step in range(6):
             train(model, own.optimizer, range(step, step + 1))
             if checkpoints.is_due(step + 1):
-                checkpoints.offer(own.collect(step + 1))
+                checkpoints.begin_write(own.collect(step + 1))
     assert steps_in(tmp_path) == [2, 4, 6]
     assert differences(collected(model, own, 6), trained("adamw", 6)) == []
 
 
 def test_at_most_one_checkpoint_is_in_progress(tmp_path):
-    """An offer waits for the one before, so there are never two copies."""
+    """A write waits for the one before, so there are never two copies."""
     first, second = Gate(), Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1)
-    checkpoints.offer(at(1), first)
+    checkpoints.begin_write(at(1), first)
     assert first.reached.wait(60)
-    offering = threading.Thread(target=checkpoints.offer, args=(at(2), second))
+    offering = threading.Thread(target=checkpoints.begin_write, args=(at(2), second))
     offering.start()
     assert not second.reached.is_set()
     first.opened.set()
@@ -144,24 +144,24 @@ def test_at_most_one_checkpoint_is_in_progress(tmp_path):
     assert checkpoints.newest() == tmp_path / "step-00000001", "it was complete before"
     second.opened.set()
     offering.join()
-    checkpoints.close()
+    checkpoints.finish_write()
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
     with Checkpoints(tmp_path, every_steps=10, keep=2) as checkpoints:
         for step in (10, 20, 30, 40):
-            checkpoints.offer(at(step))
+            checkpoints.begin_write(at(step))
     assert steps_in(tmp_path) == [30, 40]
 
 
 def test_the_only_complete_checkpoint_stays_when_the_next_fails(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=10, keep=1)
-    checkpoints.offer(at(10))
+    checkpoints.begin_write(at(10))
     (tmp_path / "step-00000020").mkdir()
-    checkpoints.offer(at(20))
+    checkpoints.begin_write(at(20))
     with pytest.raises(CheckpointFailed, match="step-00000020 exists already"):
-        checkpoints.close()
+        checkpoints.finish_write()
     assert checkpoints.newest() == tmp_path / "step-00000010"
 
 
@@ -169,14 +169,14 @@ def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_again(tmp
     in_the_way = tmp_path / "checkpoints"
     in_the_way.touch()
     checkpoints = Checkpoints(in_the_way, every_steps=1)
-    checkpoints.offer(at(1))
+    checkpoints.begin_write(at(1))
     with pytest.raises(CheckpointFailed, match="step-00000001 could not be begun") as raised:
-        checkpoints.offer(at(2))
+        checkpoints.begin_write(at(2))
     assert raised.value.details["errno"] == "EEXIST"
     in_the_way.unlink()
-    checkpoints.offer(at(3))
-    checkpoints.close()
-    checkpoints.close()
+    checkpoints.begin_write(at(3))
+    checkpoints.finish_write()
+    checkpoints.finish_write()
     assert steps_in(in_the_way) == [3]
 
 
@@ -187,7 +187,7 @@ def test_every_rank_raises_a_failure_at_the_same_step(tmp_path):
     def act(peers):
         checkpoints = Checkpoints(tmp_path, every_steps=1)
         for _ in range(2):
-            checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
+            checkpoints.begin_write(cut(whole, 0, peers.rank, 2), peers)
 
     errors = on_all(2, act)
     assert [type(error) for error in errors] == [InvalidSpec] * 2
@@ -202,7 +202,7 @@ def test_the_log_has_one_line_for_each_checkpoint(tmp_path):
     def act(peers):
         with Checkpoints(tmp_path, every_steps=1, keep=1) as checkpoints:
             for step in (1, 2):
-                checkpoints.offer(at(step, whole), peers)
+                checkpoints.begin_write(at(step, whole), peers)
 
     with capture_logs() as lines:
         assert on_all(2, act) == [None, None]
@@ -217,7 +217,7 @@ def test_every_rank_knows_the_size_of_what_all_have_written(tmp_path):
 
     def act(peers):
         with Checkpoints(tmp_path, every_steps=1) as checkpoints:
-            checkpoints.offer(at(3, whole), peers)
+            checkpoints.begin_write(at(3, whole), peers)
         found.append(checkpoints.written)
 
     assert on_all(2, act) == [None, None]
@@ -227,7 +227,7 @@ def test_every_rank_knows_the_size_of_what_all_have_written(tmp_path):
 
 
 def test_a_rank_writes_only_the_entries_that_it_accepts(tmp_path):
-    """The rank makes no copy of such entries. Entries that two ranks offer are written once all the
+    """The rank makes no copy of such entries. Entries that two ranks have are written once all the
     same."""
     whole = trained("sgd")
 
@@ -236,7 +236,7 @@ def test_a_rank_writes_only_the_entries_that_it_accepts(tmp_path):
             return name == "model.first.bias" or name.startswith("optim.") == bool(peers.rank)
 
         with Checkpoints(tmp_path, every_steps=1) as checkpoints:
-            checkpoints.offer(whole, peers, writes)
+            checkpoints.begin_write(whole, peers, writes)
 
     assert on_all(2, act) == [None, None]
     newest = Checkpoints(tmp_path, every_steps=1).newest()
@@ -246,31 +246,31 @@ def test_a_rank_writes_only_the_entries_that_it_accepts(tmp_path):
 
 def test_an_entry_that_no_rank_writes_is_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=1)
-    checkpoints.offer(at(1), writes=lambda name: name != "model.last.bias")
+    checkpoints.begin_write(at(1), writes=lambda name: name != "model.last.bias")
     with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.last\.bias"):
-        checkpoints.close()
+        checkpoints.finish_write()
     assert names_in(tmp_path) == []
 
 
 def test_a_rank_lost_while_writing_is_no_error_and_no_checkpoint(tmp_path):
     table = Table(2)
     checkpoints = Checkpoints(tmp_path, every_steps=1)
-    checkpoints.offer(at(1), table.peers[0])
+    checkpoints.begin_write(at(1), table.peers[0])
     table.lose()
-    checkpoints.offer(at(2))
-    checkpoints.close()
+    checkpoints.begin_write(at(2))
+    checkpoints.finish_write()
     assert steps_in(tmp_path) == [2], "what the first left behind is gone, too"
 
 
 def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(tmp_path):
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
-        checkpoints.offer(at(100))
+        checkpoints.begin_write(at(100))
     again = Checkpoints(tmp_path, every_steps=1)
-    again.offer(at(1))
+    again.begin_write(at(1))
     with pytest.raises(InvalidSpec, match="run that was further than this one; saw step 100"):
-        again.close()
-    again.offer(at(101))
-    again.close()
+        again.finish_write()
+    again.begin_write(at(101))
+    again.finish_write()
     assert steps_in(tmp_path) == [100, 101]
 
 
@@ -278,21 +278,21 @@ def test_a_run_may_go_back_before_its_own_newest_checkpoint(tmp_path):
     """Survivors of a loss may continue from a step before the newest one on disk."""
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
         for step in (10, 20, 15, 20):
-            checkpoints.offer(at(step, trained("sgd", 3) if step == 20 else None))
+            checkpoints.begin_write(at(step, trained("sgd", 3) if step == 20 else None))
     assert steps_in(tmp_path) == [10, 15, 20]
 
 
 def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
     """The newcomer wrote none of the later checkpoints, but another rank did."""
     veteran = Checkpoints(tmp_path, every_steps=1)
-    veteran.offer(at(20))
-    veteran.close()
+    veteran.begin_write(at(20))
+    veteran.finish_write()
     whole = at(15)
 
     def act(peers):
         checkpoints = veteran if peers.rank else Checkpoints(tmp_path, every_steps=1)
-        checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
-        checkpoints.close()
+        checkpoints.begin_write(cut(whole, 0, peers.rank, 2), peers)
+        checkpoints.finish_write()
 
     assert on_all(2, act) == [None, None]
     assert steps_in(tmp_path) == [15, 20]
@@ -304,15 +304,16 @@ def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_agai
     """The next checkpoint begins only when this one ends: at most one is in progress."""
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1, limit_s=0.05)
-    checkpoints.offer(at(1), gate)
-    for call in (checkpoints.close, lambda: checkpoints.offer(at(2)), checkpoints.close):
+    checkpoints.begin_write(at(1), gate)
+    finish = checkpoints.finish_write
+    for call in (finish, lambda: checkpoints.begin_write(at(2)), finish):
         with pytest.raises(CheckpointFailed, match=r"still being written.*shoal-checkpoint-1"):
             call()
     assert checkpoints.is_writing
     gate.opened.set()
     while checkpoints.is_writing:
         gate.reached.wait(0.01)
-    checkpoints.close()
+    checkpoints.finish_write()
     assert steps_in(tmp_path) == [1]
     with pytest.raises(InvalidSpec, match="limit_s is out of range"):
         Checkpoints(tmp_path, every_steps=1, limit_s=0.0)

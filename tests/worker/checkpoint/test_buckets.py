@@ -71,7 +71,7 @@ def test_three_ranks_write_a_checkpoint_that_one_process_reads(place: str) -> No
 
     def act(peers: Any) -> None:
         with Checkpoints(place, every_steps=1) as checkpoints:
-            checkpoints.offer(cut(whole, 0, peers.rank, 3), peers)
+            checkpoints.begin_write(cut(whole, 0, peers.rank, 3), peers)
 
     assert on_all(3, act) == [None] * 3
     newest = Checkpoints(place, every_steps=1).newest()
@@ -84,7 +84,7 @@ def test_three_ranks_write_a_checkpoint_that_one_process_reads(place: str) -> No
 def test_plain_torch_reads_a_checkpoint_in_a_bucket(place: str) -> None:
     whole = trained("sgd")
     with Checkpoints(place, every_steps=1) as checkpoints:
-        checkpoints.offer(whole)
+        checkpoints.begin_write(whole)
     model, _ = build_of(whole)
     dcp.load({"model": model}, storage_reader=FsspecReader(str(checkpoints.newest())), no_dist=True)
     assert all((model[name] == tensor).all() for name, tensor in expected_of(whole).items())
@@ -106,8 +106,8 @@ def build_of(whole: StateShard) -> tuple[dict[str, Any], None]:
 def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: str) -> None:
     with Checkpoints(place, every_steps=10, keep=2) as checkpoints:
         for step in (10, 20, 30):
-            checkpoints.offer(at(step))
-        checkpoints.offer(at(30, 3))
+            checkpoints.begin_write(at(step))
+        checkpoints.begin_write(at(30, 3))
     assert sorted(complete(located(place))) == [20, 30]
     newest = checkpoints.newest()
     assert newest is not None
@@ -118,11 +118,11 @@ def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: st
 @pytest.mark.sampled()
 def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:
-        checkpoints.offer(at(100))
+        checkpoints.begin_write(at(100))
     again = Checkpoints(place, every_steps=1)
-    again.offer(at(1))
+    again.begin_write(at(1))
     with pytest.raises(InvalidSpec, match="run that was further than this one; saw step 100"):
-        again.close()
+        again.finish_write()
     assert len(paths_in(place)) == 2
 
 
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_share_their_storage_are_refused(place: str) -> None:
     def act(peers: Any) -> None:
         own = place if peers.rank == 0 else f"{place}-of-another"
         with Checkpoints(own, every_steps=1) as checkpoints:
-            checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
+            checkpoints.begin_write(cut(whole, 0, peers.rank, 2), peers)
 
     errors = on_all(2, act)
     assert [type(error) for error in errors] == [InvalidSpec] * 2
@@ -142,7 +142,7 @@ def test_ranks_that_do_not_share_their_storage_are_refused(place: str) -> None:
 
 def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:
-        checkpoints.offer(at(1))
+        checkpoints.begin_write(at(1))
     newest = checkpoints.newest()
     assert isinstance(newest, BucketPath)
     (file,) = (name for name in newest.names() if name.endswith(".distcp"))
@@ -154,14 +154,14 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
 def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> None:
     """The files stay: the index does not say which of them are leftovers of a dead writer."""
     with Checkpoints(place, every_steps=1) as checkpoints:
-        checkpoints.offer(at(1))
+        checkpoints.begin_write(at(1))
     old = checkpoints.newest()
     assert isinstance(old, BucketPath)
     (old / METADATA).write_bytes(b"damaged")
     (old / f"{'0' * 16}.begun").write_bytes(b"")
     files = sorted(old.names())
     with Checkpoints(place, every_steps=1) as checkpoints:
-        checkpoints.offer(at(2))
+        checkpoints.begin_write(at(2))
     assert sorted(complete(located(place))) == [1, 2]
     assert sorted(old.names()) == files
 
@@ -169,9 +169,9 @@ def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> 
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
     (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
     checkpoints = Checkpoints(place, every_steps=1)
-    checkpoints.offer(at(1))
+    checkpoints.begin_write(at(1))
     with pytest.raises(InvalidSpec, match=r"is not a checkpoint; saw notes\.txt"):
-        checkpoints.close()
+        checkpoints.finish_write()
     assert paths_in(place) == ["step-00000001/notes.txt"]
 
 
@@ -192,13 +192,13 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
     while "lived" not in kinds:
         place = f"memory://dead/{secrets.token_hex(4)}"
         with Checkpoints(place, every_steps=1, keep=keep) as checkpoints:
-            checkpoints.offer(at(1))
+            checkpoints.begin_write(at(1))
         with monkeypatch.context() as patch:
             mortal(patch, calls_to_live)
             writer = Checkpoints(place, every_steps=1, keep=keep)
-            writer.offer(at(new, 3))
+            writer.begin_write(at(new, 3))
             try:
-                writer.close()
+                writer.finish_write()
                 kinds.append("lived")
             except Dead:
                 kinds.append("died")
@@ -208,7 +208,7 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
         whole = [each for each in (at(1), at(new, 3)) if not differences(found, with_aliases(each))]
         assert len(whole) == 1, f"after {calls_to_live} calls"
         with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
-            checkpoints.offer(at(5))
+            checkpoints.begin_write(at(5))
         assert len(paths_in(place)) == 2, f"after {calls_to_live} calls: {paths_in(place)}"
         calls_to_live += 1
     assert kinds.count("died") >= 4
@@ -276,11 +276,11 @@ def test_a_checkpoint_fails_if_its_storage_is_unavailable(
 
     with monkeypatch.context() as patch:
         patch.setattr(located(place).files, "pipe_file", away)
-        checkpoints.offer(at(1))
+        checkpoints.begin_write(at(1))
         with pytest.raises(CheckpointFailed, match="RuntimeError: the connection broke"):
-            checkpoints.close()
-    checkpoints.offer(at(2))
-    checkpoints.close()
+            checkpoints.finish_write()
+    checkpoints.begin_write(at(2))
+    checkpoints.finish_write()
     assert list(complete(located(place))) == [2]
 
 
@@ -308,9 +308,9 @@ def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
     with monkeypatch.context() as patch:
         for name in ("pipe_file", "cp_file"):
             patch.setattr(files, name, delayed(getattr(files, name)))
-        checkpoints.offer(at(1, 3))
+        checkpoints.begin_write(at(1, 3))
         with pytest.raises(CheckpointFailed, match="no answer"):
-            checkpoints.close()
+            checkpoints.finish_write()
     assert len(late) == 1
 
     def arrive() -> None:
@@ -319,8 +319,8 @@ def test_an_index_that_the_storage_writes_late_damages_no_checkpoint(
 
     arrive()
     assert (complete(located(place)), paths_in(place)) == ({}, [])
-    checkpoints.offer(at(1, 2))
-    checkpoints.close()
+    checkpoints.begin_write(at(1, 2))
+    checkpoints.finish_write()
     arrive()
     newest = checkpoints.newest()
     assert newest is not None
@@ -347,14 +347,14 @@ def test_a_checkpoint_whose_last_answer_is_lost_is_whole(
     with monkeypatch.context() as patch:
         for name in ("pipe_file", "cp_file"):
             patch.setattr(files, name, unanswered(getattr(files, name)))
-        checkpoints.offer(at(1))
+        checkpoints.begin_write(at(1))
         with pytest.raises(CheckpointFailed, match="no answer"):
-            checkpoints.close()
+            checkpoints.finish_write()
     newest = checkpoints.newest()
     assert newest is not None
     assert differences(read(newest, whole_chunk), with_aliases(at(1))) == []
-    checkpoints.offer(at(2))
-    checkpoints.close()
+    checkpoints.begin_write(at(2))
+    checkpoints.finish_write()
     assert len(paths_in(place)) == 2 * 2, "a file and an index of each, and no leftovers"
 
 

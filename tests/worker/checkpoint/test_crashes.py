@@ -47,7 +47,7 @@ def test_a_rank_killed_while_writing_leaves_no_checkpoint(tmp_path):
     """The other ranks go on without an error: handling the loss is up to membership."""
     directory = tmp_path / "checkpoints"
     with Checkpoints(directory, every_steps=1) as checkpoints:
-        checkpoints.offer(trained("sgd", 1))
+        checkpoints.begin_write(trained("sgd", 1))
     with Ranks() as ranks:
         members = [
             ranks.start(world.write_with_a_loss, str(tmp_path / "store"), str(directory), rank, 3)
@@ -58,7 +58,7 @@ def test_a_rank_killed_while_writing_leaves_no_checkpoint(tmp_path):
         assert members[2].join() == -signal.SIGKILL
     assert newest(directory) == directory / "step-00000001"
     with Checkpoints(directory, every_steps=1) as checkpoints:
-        checkpoints.offer(trained("sgd", 4))
+        checkpoints.begin_write(trained("sgd", 4))
     assert names_in(directory) == ["step-00000001", "step-00000004"]
 
 

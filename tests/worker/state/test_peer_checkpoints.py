@@ -11,6 +11,7 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.state.host_buffers import StepCopies
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.shards import StateShard, TensorShard
+from shoal_proto.errors import InvalidSpec
 
 ME, OTHERS = frozenset({"a"}), frozenset({"b", "c"})
 
@@ -200,3 +201,10 @@ def test_a_generation_begins_without_the_connections_for_copies() -> None:
         return counts
 
     assert run_in_memory(body, 2) == [[0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(("copies", "every_steps"), [(-1, 1), (1, 0)])
+def test_settings_out_of_range_are_refused(copies: int, every_steps: int) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        PeerCheckpoints(copies=copies, every_steps=every_steps)
+    assert refusal.value.seen == f"copies={copies} every_steps={every_steps}"

@@ -9,7 +9,6 @@ from operator import gt, sub
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.collectives import copies_bodies
@@ -17,8 +16,7 @@ from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.state.peer_copies import PeerCopies, targets_of
-from shoal_proto.errors import InvalidSpec
+from shoal.state.peer_copies import targets_of
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
@@ -215,19 +213,3 @@ def gate(path: Path) -> str:
     """Make a named pipe: its reader waits until the test has opened it too."""
     os.mkfifo(path)
     return str(path)
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    """The refusal comes before anything is started."""
-    assert run_in_memory(refusals, 1) == [["copies=-1 every_steps=1", "copies=1 every_steps=0"]]
-
-
-def refusals() -> list[str]:
-    group = dist.group.WORLD
-    assert group is not None
-    seen = []
-    for copies, every_steps in ((-1, 1), (1, 0)):
-        with pytest.raises(InvalidSpec) as refusal:
-            PeerCopies(group, copies=copies, every_steps=every_steps)
-        seen.append(refusal.value.seen)
-    return seen

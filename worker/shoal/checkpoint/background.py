@@ -91,11 +91,8 @@ class Checkpoints:
     def _path(self, step: int) -> CheckpointPath:
         return self._complete.get(step) or storage.path_of_step(self.directory, step)
 
-    def join(self, world_size: int) -> None:
+    def select_writers(self, world_size: int) -> None:
         self._peers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
-
-    def leave(self) -> None:
-        self._peers = ALONE
 
     # --- called by strategies and scripts ---
 
@@ -108,7 +105,7 @@ class Checkpoints:
         InvalidSpec if listing fails."""
         return storage.newest(self.directory)
 
-    def offer(
+    def begin_write(
         self,
         state_shard: StateShard,
         peers: Peers | None = None,
@@ -118,19 +115,19 @@ class Checkpoints:
         change as soon as this returns.
 
         Call it on all ranks after the same step. First waits for the previous checkpoint: at most
-        one is in progress. `peers`: the ranks that write together; None: the ranks of the last
-        `join`, else this rank alone. A shard for whose name `writes` returns False is not copied:
-        another rank must write it. A shard that several ranks offer is written once.
+        one is in progress. `peers`: the ranks that write together; None: those selected last, else
+        this rank alone. A shard for whose name `writes` returns False is not copied: another rank
+        must write it. A shard that several ranks have is written once.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
         writes nothing. The error is CheckpointFailed (disk full, no permission), with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
         state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks,
         while the previous checkpoint takes longer than the limit. Training is unaffected, and the
-        next offer tries again. If a rank was lost meanwhile, no error is raised; the checkpoint may
+        next write tries again. If a rank was lost meanwhile, no error is raised; the checkpoint may
         be complete or absent.
         """
-        self._finish()
+        self.finish_write()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
         # Other ranks must write the shards that this rank leaves out: else the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
@@ -150,11 +147,6 @@ class Checkpoints:
         """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def close(self) -> None:
-        """Wait for the checkpoint in progress until its limit. Raises what `offer` raises. May be
-        called twice."""
-        self._finish()
-
     def __enter__(self) -> Self:
         return self
 
@@ -164,9 +156,11 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.finish_write()
 
-    def _finish(self) -> None:
+    def finish_write(self) -> None:
+        """Wait for the checkpoint in progress until its limit. May be called twice. Raises what
+        `begin_write` raises."""
         if self._thread:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
             if self._thread.is_alive():
@@ -202,7 +196,7 @@ class Checkpoints:
         except InvalidSpec as error:
             # After an earlier success, the storage may have failed: not the script's fault.
             self._failure = _failed(path, error) if self._continues else error
-        except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
+        except BaseException as error:  # noqa: BLE001 - raised by `finish_write`
             self._failure = error
 
     def _retire(self, step: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from shoal.checkpoint.bucket_paths import BucketPath, size_of
-from shoal.checkpoint.directory import METADATA, STEP
+from shoal.checkpoint.directory import METADATA, STEP, not_a_checkpoint
 from shoal.checkpoint.drafts import Draft
 from shoal.checkpoint.entries import CheckpointEntry, FileSpan, index_of, write_files
 from shoal.checkpoint.index import read_index
@@ -74,12 +74,7 @@ class BucketDraft(Draft):
         names = self._path.names()
         foreign = [name for name in names if name != METADATA and not _DRAFT_FILE.fullmatch(name)]
         if foreign and METADATA not in names:
-            raise InvalidSpec(
-                f"{self._path} exists already and is not a checkpoint",
-                seen=foreign[0],
-                expected="a path that is free, or a checkpoint to replace",
-                fix="Remove it, or write elsewhere.",
-            )
+            raise not_a_checkpoint(self._path, foreign[0])
         name = secrets.token_hex(8)
         (self._path / f"{name}{_BEGUN}").write_bytes(b"")
         self._name = name

@@ -50,15 +50,21 @@ def begin(path: Path) -> Path:
     """Create a directory in which to write the future content of `path`. Raises InvalidSpec if
     `path` exists and is not a checkpoint, and the system's OSError."""
     if path.exists() and not (path / METADATA).is_file():
-        raise InvalidSpec(
-            f"{path} exists already and is not a checkpoint",
-            expected="a path that is free, or a checkpoint to replace",
-            fix="Remove it, or write elsewhere.",
-        )
+        raise not_a_checkpoint(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _temporary_path(path, "partial")
     partial.mkdir()
     return partial
+
+
+def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
+    """Return the error for a path that a checkpoint must not replace. `seen`: a file there."""
+    return InvalidSpec(
+        f"{path} exists already and is not a checkpoint",
+        seen=seen,
+        expected="a path that is free, or a checkpoint to replace",
+        fix="Remove it, or write elsewhere.",
+    )
 
 
 def publish(partial: Path, path: Path) -> None:

@@ -37,19 +37,16 @@ class CheckpointStore(Protocol):
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
 
-    def join(self, world_size: int) -> None:
-        """Select that later checkpoints are written together with all ranks of the default group,
-        or alone if it has one rank. Writes nothing. Collective."""
+    def select_writers(self, world_size: int) -> None:
+        """Select the ranks that write later checkpoints: all ranks of the default group together,
+        which is collective, or this rank alone if `world_size` is 1. Writes nothing."""
 
-    def leave(self) -> None:
-        """Select that this rank writes later checkpoints alone. Writes nothing."""
-
-    def offer(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
+    def begin_write(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
         """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""
 
     @property
     def is_writing(self) -> bool:
         """True if a checkpoint is being written."""
 
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what `Checkpoints.offer` raises."""
+    def finish_write(self) -> None:
+        """Wait for the checkpoint that is being written; see `Checkpoints`."""

@@ -8,15 +8,16 @@ that the message reports.
 
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
+from shoal.backends.abortable.gather import gather_padded
 from shoal.backends.network.peer_connections import PeerConnections
 from shoal.backends.process_group.transports import can_be_cut
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Limit of one message; the outline of a state takes about 150 bytes for each tensor."""
+_LENGTH_BYTES = 8
 
 
 class Peers(Protocol):
@@ -44,16 +45,16 @@ class GroupPeers:
     """Ranks of a process group that has no other use: a checkpoint's collectives run concurrently
     with training's collectives, in an order that differs from rank to rank."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        """Use this group. `device`: the device of the group's tensors; default: the host (Gloo)."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = device or torch.device("cpu")
-        self._connections = PeerConnections(group) if can_be_cut(group) else None
+        # Unlike the trainer, this thread checks itself if its peers are connected.
+        self._wait = PeerConnections(group).wait if can_be_cut(group) else None
         self.rank = group.rank()
 
     def gather(self, message: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
-        lengths = [int(n) for n in self._all(torch.tensor([sent.numel()], device=self._device))]
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        received = gather_padded(length, _LENGTH_BYTES, self._group, self._wait)
+        lengths = [int.from_bytes(each, "little") for each in received]
         longest = max(lengths)
         if longest > MAX_MESSAGE_BYTES:
             raise Overloaded(
@@ -61,21 +62,8 @@ class GroupPeers:
                 seen=f"{longest} bytes",
                 expected=f"at most {MAX_MESSAGE_BYTES}",
             )
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: sent.numel()] = sent
-        gathered = zip(self._all(padded), lengths, strict=True)
-        return [tensor[:length].cpu().numpy().tobytes() for tensor, length in gathered]
-
-    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        # The group's own method: torch's function looks up the group to report an error, and would
-        # not find the group of a generation that has ended.
-        work = self._group.allgather([gathered], [tensor])
-        if self._connections is not None:
-            self._connections.wait(work)
-        else:
-            work.wait()
-        return gathered
+        padded = gather_padded(message, longest, self._group, self._wait)
+        return [each[:length] for each, length in zip(padded, lengths, strict=True)]
 
 
 ALONE = SinglePeer()

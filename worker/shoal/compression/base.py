@@ -19,10 +19,12 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.compression.push_encoder import PushEncoder
 from shoal.compression.wire import Wire
+from shoal.model.several import SeveralModels
+from shoal_proto.errors import InvalidSpec
 
 Averaging = Generator[dist.Work, None, None]
 """An average in progress: yields each collective, and is resumed when the collective has ended."""
@@ -46,6 +48,27 @@ class Compression(ABC):
         """Return the name and every option; members compare this text."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
         return f"{self.name}({options})"
+
+
+def refuse_loss_weights(compression: Compression | None) -> None:
+    """Raise InvalidSpec for losses with weights of their own if gradients are compressed."""
+    if compression is not None:
+        raise InvalidSpec(
+            "losses with weights of their own are not trained with compressed gradients",
+            seen=f"session.backward(loss, weight=...) and compression {compression}",
+            expected="one of the two: values that compression leaves out of a step are added to the"
+            " next step, which is divided by another sum of weights",
+        )
+
+
+def refuse_several_models(compression: Compression | None, model: nn.Module) -> None:
+    """Raise InvalidSpec for several models if gradients are compressed."""
+    if compression is not None and isinstance(model, SeveralModels):
+        raise InvalidSpec(
+            "several models are not trained with compressed gradients",
+            seen=f"{len(model)} models and compression {compression}",
+            expected="one of the two",
+        )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batches import Batch
+from shoal.integrations.job_batches import WholeCollate
 from shoal.session.session import Session
 from shoal.session.step import Step
 from shoal.strategies.base import Strategy
@@ -249,7 +250,6 @@ class PreparedLoader:
         if loader.batch_size is None:
             raise InvalidSpec("the DataLoader has no batch_size", expected="batch_size=...")
         self._size = loader.batch_size * steps.num_parts
-        self._collate = loader.collate_fn
 
     def __len__(self) -> int:
         """Number of batches in an epoch; each part of a step counts as one."""
@@ -282,15 +282,9 @@ class PreparedLoader:
                 global_batch_size=self._size,
                 epochs=self._epochs,
                 seed=self._seed,
-                collate=self._collated,
+                collate=WholeCollate(self._loader.collate_fn),
             )
         return next(self._batches, None)
-
-    def _collated(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate as the script's DataLoader does, with inputs and targets together."""
-        collated = self._collate(samples)
-        # A list would be ambiguous: its items might be tensors of single samples.
-        return {"batch": tuple(collated) if isinstance(collated, list) else collated}
 
 
 class PreparedOptimizer:

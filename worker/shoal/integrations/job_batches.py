@@ -1,4 +1,4 @@
-"""A job's batches for trainers that have their own loop: Keras and Lightning."""
+"""A job's batches for trainers that have their own loop."""
 
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -12,6 +12,19 @@ from shoal.data.samples import Collate
 if TYPE_CHECKING:
     from shoal.session.batch_sources import Batches
     from shoal.session.session import Session
+
+
+class WholeCollate:
+    """The script's own `collate`, whose result stays whole: inputs and targets together, as entry
+    "batch" of a dict."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        collated = self._collate(samples)
+        # A list would be ambiguous: its items might be tensors of single samples.
+        return {"batch": tuple(collated) if isinstance(collated, list) else collated}
 
 
 class JobBatches:

@@ -41,8 +41,8 @@ from shoal.data.batch_options import LoadingOptions
 from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
 from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
-from shoal.integrations.job_batches import JobBatches
-from shoal.integrations.lightning_batches import CollatedByScript, LightningBatches
+from shoal.integrations.job_batches import JobBatches, WholeCollate
+from shoal.integrations.lightning_batches import LightningBatches
 from shoal.integrations.trainer_limits import refuse_parts_of_epochs
 from shoal.session.session import Session
 from shoal.strategies import FORWARD_ALONE
@@ -116,7 +116,7 @@ class SessionStrategy(SingleDeviceStrategy):
 
         own = dataset.collate_fn if isinstance(dataset, DataLoader) else None
         given = collate or loading.get("collate_fn") or own or default_collate
-        self._batches = LightningBatches(job, epochs, collate, CollatedByScript(given))
+        self._batches = LightningBatches(job, epochs, collate, WholeCollate(given))
         return self._batches
 
     # --- what Lightning calls ---

@@ -7,21 +7,9 @@ from lightning.pytorch import Trainer
 
 from shoal.data.batches import Batch
 from shoal.data.samples import Collate
-from shoal.integrations.job_batches import JobBatches
+from shoal.integrations.job_batches import JobBatches, WholeCollate
 from shoal.integrations.trainer_limits import NO_LIMIT, JobCounters, epochs_of
 from shoal_proto.errors import InvalidSpec
-
-
-class CollatedByScript:
-    """Collates with the script's own `collate`; inputs and targets stay together."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        collated = self._collate(samples)
-        # A list would be ambiguous: its items might be tensors of single samples.
-        return {"whole": tuple(collated) if isinstance(collated, list) else collated}
 
 
 class LightningBatches:
@@ -32,7 +20,7 @@ class LightningBatches:
         job_of: Callable[[int, Collate | None], JobBatches],
         epochs: int | None,
         collate: Collate | None,
-        whole: CollatedByScript,
+        whole: WholeCollate,
     ) -> None:
         """`job_of` makes the batches for a number of epochs and a collate function. If `epochs` is
         None, the Trainer's settings define the number."""
@@ -113,7 +101,7 @@ class LightningBatches:
         """Return the batch as a DataLoader would: a tuple of inputs and targets, or the result of
         the script's `collate`."""
         if self._is_collated:
-            return batch.inputs["whole"]
+            return batch.inputs["batch"]
         if self._job.num_columns == 1:
             return (batch.inputs,)
         inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)

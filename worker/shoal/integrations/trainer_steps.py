@@ -1,7 +1,7 @@
 """Steps of a job for a trainer whose loop calls each phase of a step separately."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from shoal.data.batches import Batch
 from shoal.data.order import Order
+from shoal.data.samples import Collate
+from shoal.integrations.job_batches import WholeCollate
 from shoal.session.batch_sources import Batches
 from shoal.session.session import Session
 from shoal.session.step import Step
@@ -159,10 +161,10 @@ class CountedSmoother(LabelSmoother):
         return None
 
 
-class CollatedParts:
-    """Collates with the script's own `collate`; inputs and targets stay together."""
+class NamedCollate:
+    """A data collator of the script, which returns named values. Raises InvalidSpec for others."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
@@ -175,7 +177,7 @@ class CollatedParts:
                 seen=type(collated).__name__,
                 expected="a dict of tensors, which are the model's arguments",
             )
-        return {"batch": dict(data)}
+        return dict(data)
 
 
 class WholeBatches(Dataset[list[Any]]):
@@ -194,12 +196,15 @@ class WholeBatches(Dataset[list[Any]]):
         return [self._samples[sample] for sample in range(first, last)]
 
 
-class CollatedBatch(CollatedParts):
+class SizedCollate:
     """Collates one item of WholeBatches, and adds its number of samples."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = WholeCollate(NamedCollate(collate))
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         (batch,) = samples
-        return {**super().__call__(batch), "size": len(batch)}
+        return {**self._collate(batch), "size": len(batch)}
 
 
 class EpochLength:

@@ -22,12 +22,13 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
 from shoal.checkpoint.background import Checkpoints
+from shoal.integrations.job_batches import WholeCollate
 from shoal.integrations.trainer_steps import (
-    CollatedBatch,
-    CollatedParts,
     CountedSmoother,
     EpochLength,
+    NamedCollate,
     SessionOptimizer,
+    SizedCollate,
     StepRetaken,
     TrainerSteps,
     WholeBatches,
@@ -204,7 +205,7 @@ class SessionTrainer(Trainer):
             epochs=num_epochs,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy != "sequential",
-            collate=CollatedParts(samples.collate_fn),
+            collate=WholeCollate(NamedCollate(samples.collate_fn)),
             drop_last=args.dataloader_drop_last,
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -407,7 +408,7 @@ class SessionTrainer(Trainer):
             WholeBatches(samples, self.args.eval_batch_size),
             measure,
             batch_size=1,
-            collate=CollatedBatch(dataloader.collate_fn),
+            collate=SizedCollate(dataloader.collate_fn),
         )
         loss = found["loss"] / found["samples"] if found["samples"] else float("nan")
         return EvalLoopOutput(None, None, {f"{prefix}_loss": loss}, len(samples))

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from shoal.launcher import metrics
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
@@ -113,7 +112,7 @@ class Launcher:
     def run(self) -> int:
         """Start the workers; when all have ended, return the exit code of the run."""
         with (
-            self._signals(),
+            self._orders.received(lambda number: self._events.put(_Signalled(number))),
             BeatBoard(len(self.slots)) as board,
             temporary_directory("shoal-host-") as self._shared_directory,
             self._reporter,
@@ -469,16 +468,3 @@ class Launcher:
         finally:
             for each in self._logs:
                 each.close()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            if not self._orders.is_repeated(number):
-                self._events.put(_Signalled(number))
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from ipaddress import ip_address
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from shoal.launcher.hosts import LOCALHOST, RunHost, WorkerCount
 from shoal.launcher.on_host import MARK, HostEnding, HostGreeting, LaunchOrder
@@ -246,7 +246,7 @@ class HostLaunchers:
         signal, or at the time limit. `config`: as `connect` returned it, with the coordinators."""
         self._config = config
         files = _files_for_hosts(config)
-        with self._signals():
+        with self._orders.received(lambda number: self._events.put((None, number))):
             for each in self._connections:
                 order = LaunchOrder(
                     arguments=_arguments(config, _greeted(each).num_workers),
@@ -344,19 +344,6 @@ class HostLaunchers:
         if not self._codes:
             return 1
         return 0 if 0 in self._codes else DRAINED
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            if not self._orders.is_repeated(number):
-                self._events.put((None, number))
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     # --- called on the threads of the connections ---
 

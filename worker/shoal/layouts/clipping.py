@@ -3,10 +3,9 @@
 from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.layouts.base import Layout
 from shoal.layouts.gradients import local_gradients, sum_of_squares
 from shoal.torch_private.tensors import foreach_mul_, foreach_norm
@@ -31,8 +30,7 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     if non_finite_check is not None:
         message = torch.cat([message, non_finite_check.flags(layout.parameters)])
     if not layout.is_replicated:
-        group = layout.world.group
-        wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
+        all_reduce(message, layout.world.group)
     if non_finite_check is not None:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()

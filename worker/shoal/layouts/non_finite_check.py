@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
 from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
@@ -97,9 +97,7 @@ class NonFiniteCheck:
         if self._flags is None:
             flags = self.flags(parameters)
             if self._group.size() > 1:
-                wait_abortable(
-                    dist.all_reduce(flags, group=self._group, async_op=True), self._group
-                )
+                all_reduce(flags, self._group)
             self.set_flags(flags)
         assert self._flags is not None
         by_rank = self._flags.tolist()

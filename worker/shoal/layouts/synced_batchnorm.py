@@ -9,11 +9,11 @@ gradients depend on, weighted by each member's share, as its loss is.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal import step_context
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import gather_rows
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.model.frameworks import keras_batchnorm_layers
 from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
@@ -92,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         own = torch.stack([outer.sum(dims), (outer * centred).sum(dims)]).double()
         sums = own.clone()
         if members.group.size() > 1:
-            wait_abortable(dist.all_reduce(sums, group=members.group, async_op=True), members.group)
+            all_reduce(sums, members.group)
         means = (sums / count).to(centred.dtype)
         inner = outer - _wide(means[0], centred) - centred * _wide(means[1], centred)
         factor = scale if weight is None else scale * weight.to(centred.dtype)
@@ -115,10 +115,7 @@ def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tens
     own = torch.cat([torch.full_like(mean[:1], num), mean, spread])
     if not num:
         own.zero_()
-    rows = own.new_zeros(members.group.size(), len(own))
-    rows[members.group.rank()] = own
-    if members.group.size() > 1:
-        wait_abortable(dist.all_reduce(rows, group=members.group, async_op=True), members.group)
+    rows = gather_rows(own, members.group) if members.group.size() > 1 else own[None]
     counts, means, spreads = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
     count = counts.sum()
     whole = (counts * means).sum(0) / count

@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 
+from shoal.backends.process_group.interface import ended_in_bring_up
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.membership.host_files import HostFiles
-from shoal_proto.errors import DeadlineExceeded, GenerationBroken
+from shoal_proto.errors import DeadlineExceeded
 from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -237,10 +238,7 @@ class RendezvousStore(Store):
         try:
             return call.result()
         except grpc.FutureCancelledError:
-            raise GenerationBroken(
-                f"generation {self._token.generation} ended while it was brought up",
-                seen=self._aborted,
-            ) from None
+            raise ended_in_bring_up(self._token.generation, self._aborted) from None
         finally:
             with self._lock:
                 self._in_progress.discard(call)

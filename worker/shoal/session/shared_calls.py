@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import barrier_after_collective, gather, gather_if_different
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import (
+    barrier,
+    barrier_after_collective,
+    gather,
+    gather_if_different,
+)
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -30,7 +35,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 _COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
 """Dtypes of tensors that members can reduce."""
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class SharedCalls:
@@ -79,7 +84,7 @@ class SharedCalls:
         """Wait until all members have the result. Return False if a member is lost meanwhile: some
         members may lack the result then."""
         try:
-            wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+            barrier(group)
         except RuntimeError as error:
             if not self._controller.is_break(error):
                 raise
@@ -285,7 +290,7 @@ def _reduced(
     if not counts[group.rank()]:
         host.zero_()
     if op in ("sum", "mean"):
-        _all_reduce(host, "sum", group)
+        all_reduce(host, group)
         results = host / sum(counts) if op == "mean" else host
     else:
         results = _extreme(host, op, group)
@@ -301,16 +306,12 @@ def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)
-    _all_reduce(host, op, group)
+    all_reduce(host, group, _EXTREMES[op])
     if nan is not None:
         any_nan = nan.to(torch.uint8)
-        _all_reduce(any_nan, "max", group)
+        all_reduce(any_nan, group, dist.ReduceOp.MAX)
         host.masked_fill_(any_nan.bool(), math.nan)
     return host
-
-
-def _all_reduce(host: Tensor, op: str, group: dist.ProcessGroup) -> None:
-    wait_abortable(dist.all_reduce(host, op=_OPS[op], group=group, async_op=True), group)
 
 
 def _sum(numbers: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shoal.state.shards import DTYPES, Chunk, GroupedChunks, Json, Names, StateShard
+from shoal_proto.deflated import inflate
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024
@@ -108,13 +109,9 @@ def pack(content: Json) -> bytes:
 
 def unpack(message: bytes, rank: int) -> Any:
     """Decode a message of this rank; its content is not validated. Raises MalformedMessage."""
-    inflate = zlib.decompressobj()
     try:
-        text = inflate.decompress(message, MAX_TEXT_BYTES)
-        if not inflate.eof:
-            raise malformed(rank, f"a message cut off, or above {MAX_TEXT_BYTES} bytes")
-        return json.loads(text)
-    except (zlib.error, ValueError, RecursionError) as error:
+        return json.loads(inflate(message, MAX_TEXT_BYTES))
+    except (ValueError, RecursionError) as error:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 
 
@@ -141,18 +138,14 @@ def from_message(message: bytes, rank: int) -> Inventory:
         raise malformed(rank, f"{len(message)} bytes, but a table that ends at {start}")
     try:
         table = _packed_table(message[_LENGTH_BYTES:start])
-    except (zlib.error, TypeError, ValueError, LookupError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
     return _inventory(table, unpack(message[start:], rank), rank)
 
 
 @lru_cache(maxsize=4)
 def _packed_table(head: bytes) -> "TensorTable":
-    inflate = zlib.decompressobj()
-    text = inflate.decompress(head, MAX_TEXT_BYTES)
-    if not inflate.eof:
-        raise ValueError(f"a table cut off, or above {MAX_TEXT_BYTES} bytes")
-    return _table(text.decode())
+    return _table(inflate(head, MAX_TEXT_BYTES).decode())
 
 
 def to_json(inventory: Inventory) -> Json:

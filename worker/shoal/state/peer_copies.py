@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shoal.backends.abortable.gather import gather
 from shoal.state.host_buffers import StepCopies
@@ -33,13 +32,10 @@ from shoal.state.inventory import (
     unpack,
 )
 from shoal.state.shards import Chunk, StateShard
-from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
+from shoal.state.transfer import message_chunks
+from shoal_proto.errors import GenerationBroken, InternalError
 
 log = structlog.get_logger(__name__)
-
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of the messages in which a copy is sent; each must arrive within a time limit."""
-
 
 MAX_SWAPPED_RANKS = 64
 """Greatest world size at which ranks swap targets. The search for swaps takes up to 0.5 s at this
@@ -227,12 +223,6 @@ class PeerCopies:
         A message that takes longer than `limit_s` fails the copy. None: the group's own limit. In a
         session that is a day, because the session's watch ends a generation whose copy hangs.
         """
-        if copies < 0 or every_steps < 1:
-            raise InvalidSpec(
-                "the copies' settings are out of range",
-                seen=f"copies={copies} every_steps={every_steps}",
-                expected="copies of at least 0, every 1 or more steps",
-            )
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
@@ -393,12 +383,14 @@ class PeerCopies:
             chunks, metas = self._catalogue.of(peer)
             received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
             shards, memory = slot.buffers_for(peer, received_chunks, metas)
-            works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
+            works = [
+                dist.irecv(chunk, group=group, group_src=peer) for chunk in message_chunks(memory)
+            ]
             receives[peer] = (shards, works)
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
             for peer in targets
-            for chunk in _chunks(slot.travelling)
+            for chunk in message_chunks(slot.travelling)
         ]
         for peer, (shards, works) in receives.items():
             self._wait(works)
@@ -415,11 +407,6 @@ class PeerCopies:
 
 
 _Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int]] | None]
-
-
-def _chunks(memory: Tensor) -> list[Tensor]:
-    starts = range(0, memory.numel(), CHUNK_BYTES)
-    return [memory[start : start + CHUNK_BYTES] for start in starts]
 
 
 class Catalogue:

@@ -105,48 +105,36 @@ class _Branch:
     def pass_on(self, tensor: Tensor) -> None:
         """Receive the tensor from the parent, unless this rank is the source, and send it to the
         children, chunk by chunk."""
-        _wait_in_order(
-            [self._p2p.send([chunk], rank) for rank in self._children]
-            for chunk in self._received(_chunks(tensor))
-        )
-
-    def _received(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield each chunk once it has arrived, while the next is already being received."""
-        if self._parent is None:
-            yield from chunks
-            return
-        in_progress: deque[tuple[Tensor, P2PMessage]] = deque()
-        for chunk in chunks:
-            in_progress.append((chunk, self._p2p.recv([chunk], self._parent)))
-            if len(in_progress) == CHUNKS_IN_FLIGHT:
-                yield _arrived(*in_progress.popleft())
-        while in_progress:
-            yield _arrived(*in_progress.popleft())
+        parent = self._parent
+        chunks: Iterable[Tensor] = message_chunks(tensor)
+        if parent is not None:
+            chunks = _completed((chunk, [self._p2p.recv([chunk], parent)]) for chunk in chunks)
+        for _ in _completed(
+            (chunk, [self._p2p.send([chunk], rank) for rank in self._children]) for chunk in chunks
+        ):
+            pass
 
 
-def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
-    message.wait()
+def _completed(started: Iterable[tuple[Tensor, Sequence[P2PMessage]]]) -> Iterator[Tensor]:
+    """Yield each chunk once its messages, which the iterator `started` starts, are complete; a few
+    chunks are in progress at a time. Each wait that returns counts as progress of the transfer."""
+    in_progress: deque[tuple[Tensor, Sequence[P2PMessage]]] = deque()
+    for each in started:
+        in_progress.append(each)
+        if len(in_progress) == CHUNKS_IN_FLIGHT:
+            yield _awaited(*in_progress.popleft())
+    while in_progress:
+        yield _awaited(*in_progress.popleft())
+
+
+def _awaited(chunk: Tensor, messages: Sequence[P2PMessage]) -> Tensor:
+    for message in messages:
+        message.wait()
     return chunk
 
 
-def _wait_in_order(batches: Iterable[Sequence[P2PMessage]]) -> None:
-    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time. Each
-    wait that returns counts as progress of the transfer."""
-    in_progress: deque[Sequence[P2PMessage]] = deque()
-    for messages in batches:
-        in_progress.append(messages)
-        if len(in_progress) == CHUNKS_IN_FLIGHT:
-            _await(in_progress.popleft())
-    for messages in in_progress:
-        _await(messages)
-
-
-def _await(messages: Sequence[P2PMessage]) -> None:
-    for message in messages:
-        message.wait()
-
-
-def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+def message_chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Split a flat tensor into the messages in which it is sent."""
     starts = range(0, tensor.numel(), CHUNK_BYTES)
     return [tensor[start : start + CHUNK_BYTES] for start in starts]
 

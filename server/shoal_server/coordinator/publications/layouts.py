@@ -9,7 +9,6 @@ from google.protobuf.message import DecodeError
 from shoal_proto.dtypes import ITEM_BYTES
 from shoal_proto.errors import InternalError, InvalidSpec
 from shoal_proto.v1 import weights_pb2 as pb
-from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
 from shoal_server.core.publications.coverage import (
     NotCovered,
     PublishedLayout,
@@ -19,6 +18,7 @@ from shoal_server.core.publications.coverage import (
 )
 from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import PublicationPart
+from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 
 MAX_CACHED_BYTES = 128 * 1024 * 1024
 """Maximum size of the cached layouts together, unless a single one is larger. A model's layout is

@@ -5,8 +5,6 @@ can be repeated: if an earlier attempt took effect, the head in etcd is the one 
 """
 
 import asyncio
-import hashlib
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
@@ -17,17 +15,15 @@ from shoal_server.core.publications.protocol import WriteSeries
 from shoal_server.core.publications.records import PublishedVersion, StoredSeries
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, Revision, unchanged_since
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records import deflated_chunks
 from shoal_server.etcd.records import series as records
 
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-CHUNK_BYTES = 512 * 1024
-"""etcd takes requests up to 1.5 MiB."""
-MAX_LAYOUT_BYTES = 32 * 1024 * 1024
-"""Maximum size of a serialized layout."""
 
 
 class SeriesWriter:
@@ -95,17 +91,16 @@ class SeriesWriter:
     async def keep_layout(self, serialized: bytes) -> bytes:
         """Store the layout for a version that is committed next, unless etcd has it; return its
         digest. Raises what the store raises."""
-        digest = hashlib.sha256(serialized).digest()
+        digest = deflated_chunks.digest_of(serialized)
         async with self._writing:
-            if digest.hex() not in self._layouts:
-                packed = await asyncio.to_thread(zlib.compress, serialized)
-                for number, at in enumerate(range(0, len(packed), CHUNK_BYTES)):
-                    key = keys.series_layout_chunk(self._name, digest.hex(), number)
-                    # The key contains the digest of the content: repeating is harmless.
-                    await self._store.transact([], [Put(key, packed[at : at + CHUNK_BYTES])])
-                self._layouts.add(digest.hex())
-            self._newest_layout = digest.hex()
-        return digest
+            if digest not in self._layouts:
+                chunks = await asyncio.to_thread(deflated_chunks.cut, serialized)
+                for number, chunk in enumerate(chunks):
+                    key = keys.series_layout_chunk(self._name, digest, number)
+                    await self._store.transact([], [Put(key, chunk)])
+                self._layouts.add(digest)
+            self._newest_layout = digest
+        return bytes.fromhex(digest)
 
     async def read_layout(self, digest: bytes) -> bytes:
         """Read a serialized layout. Raises VersionGone if no kept version has it, InternalError if
@@ -118,14 +113,12 @@ class SeriesWriter:
                 expected="the layout of a version that is kept",
                 fix="Read the series again, and fetch a version that it still has.",
             )
-        packed = b"".join(item.value for item in chunks.items)
         try:
-            serialized = zlib.decompressobj().decompress(packed, MAX_LAYOUT_BYTES)
-        except zlib.error as error:
-            raise _no_layout(self._name, repr(error)) from error
-        if hashlib.sha256(serialized).digest() != digest:
-            raise _no_layout(self._name, f"chunks that do not belong to {digest.hex()[:12]}")
-        return serialized
+            return deflated_chunks.join((item.value for item in chunks.items), digest.hex())
+        except UnreadableRecord as error:
+            raise InternalError(
+                f"a layout of series {self._name} in etcd does not parse", seen=str(error)
+            ) from error
 
     async def delete_records(self) -> None:
         """Delete all records of the series: its name and version numbers are free again. Raises
@@ -196,7 +189,3 @@ def _digests(layouts: Iterable[str]) -> Mapping[str, set[str]]:
         if name and rest:
             digests.setdefault(name, set()).add(rest)
     return digests
-
-
-def _no_layout(name: str, seen: str) -> InternalError:
-    return InternalError(f"a layout of series {name} in etcd does not parse", seen=seen)

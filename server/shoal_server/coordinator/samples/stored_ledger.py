@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal_proto.deflated import inflate
 from shoal_proto.errors import RetryError
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.core.samples import ledger_deltas
@@ -54,7 +55,7 @@ def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
                 deltas.append(held[at])
             where = f"{key} or {keys.sample_deltas(job)}" if deltas else key
             return SampleLedger.from_json(ledger_deltas.folded(data, deltas) if deltas else data)
-    except (UnreadableRecord, zlib.error) as error:
+    except UnreadableRecord as error:
         raise unreadable(job, where, error) from error
 
 
@@ -161,10 +162,4 @@ def _packed(data: dict[str, Any]) -> bytes:
 
 
 def _unpacked(value: bytes) -> bytes:
-    if value[:1] in (b"{", b""):
-        return value
-    unpacking = zlib.decompressobj()
-    data = unpacking.decompress(value, MAX_LEDGER_BYTES)
-    if not unpacking.eof:
-        raise UnreadableRecord(f"a ledger that is cut off, or above {MAX_LEDGER_BYTES} bytes")
-    return data
+    return value if value[:1] in (b"{", b"") else inflate(value, MAX_LEDGER_BYTES)

@@ -50,6 +50,7 @@ from shoal_server.etcd.api import absent
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
@@ -233,11 +234,11 @@ class ShardsService(ShardsServicer):
         by_id = {holder.server_id: address for holder, address in addresses.items()}
         # In threads: a large model takes seconds.
         draft = await asyncio.to_thread(_draft, job, request, parameters, by_id)
-        if draft.ByteSize() > shard_map.MAX_BYTES:
+        if draft.ByteSize() > MAX_LAYOUT_BYTES:
             raise InvalidSpec(
                 f"the shard map of job {job} is too large to keep",
                 seen=f"{draft.ByteSize()} bytes for {len(parameters)} parameters",
-                expected=f"at most {shard_map.MAX_BYTES} bytes",
+                expected=f"at most {MAX_LAYOUT_BYTES} bytes",
                 fix="Use fewer parameters or shorter names.",
             )
         first = await asyncio.to_thread(first_assignments, draft, addresses, self._copies)

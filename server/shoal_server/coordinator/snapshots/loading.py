@@ -19,12 +19,13 @@ from shoal_server.coordinator.servers.answering import Choose, servers_for
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards.placement import least_loaded
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.manifest import Manifest, ManifestEntry
+from shoal_server.snapshots.manifest import Manifest
 
 log = structlog.get_logger(__name__)
 
@@ -128,7 +129,7 @@ class SnapshotLoader:
                 return moved
             held = [each.assignment for each in stored if each not in unloaded]
             shards = [each.assignment for each in unloaded]
-            targets = assign_to_servers(shards, held, manifest.parts, present)
+            targets = _moved(shards, held, manifest, present)
             for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
                 is_done, _ = await assignments.change(self._store, unloaded[batch], targets[batch])
@@ -143,33 +144,28 @@ def _is_unloaded(shard: ShardAssignment, gone: Collection[Holder]) -> bool:
     return shard.content is ShardContent.LOADING and shard.primary in gone
 
 
-def assign_to_servers(
+def _moved(
     shards: Sequence[ShardAssignment],
     held: Collection[ShardAssignment],
-    parts: Sequence[ManifestEntry],
+    manifest: Manifest,
     present: Sequence[Holder],
 ) -> list[ShardAssignment]:
-    """Assign each shard, the largest first, to the server with the least load, in a new epoch.
-
-    `held`: the other shards, which stay with their servers.
-    """
-    num_bytes = {part.shard_id: part.num_bytes for part in parts}
+    """Assign each shard to a server that is present, in a new epoch. `held`: the other shards,
+    which stay with their servers."""
+    num_bytes = {part.shard_id: part.num_bytes for part in manifest.parts}
     loads: Counter[Holder] = Counter()
     for shard in held:
         loads[shard.primary] += num_bytes[shard.shard_id]
-    moved = {}
-    for shard in sorted(shards, key=lambda shard: (-num_bytes[shard.shard_id], shard.shard_id)):
-        primary = min(present, key=lambda holder: (loads[holder], holder))
-        loads[primary] += num_bytes[shard.shard_id]
-        moved[shard.shard_id] = replace(
+    sizes = {shard.shard_id: num_bytes[shard.shard_id] for shard in shards}
+    primaries = least_loaded(sizes, present, loads)
+    return [
+        replace(
             shard,
             epoch=shard.epoch + 1,
-            primary=primary,
+            primary=primaries[shard.shard_id],
             backups=(),
             joining=None,
             successor=None,
         )
-    return [moved[shard.shard_id] for shard in shards]
-
-
-__all__ = ["SnapshotLoader", "assign_to_servers"]
+        for shard in shards
+    ]

@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -38,6 +38,7 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.shards.placement import least_loaded
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -55,7 +56,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, restored_from, shard_map
 from shoal_server.etcd.records.restored_from import RestoredFrom
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.manifest import Manifest, ManifestEntry
+from shoal_server.snapshots.manifest import Manifest
 
 log = structlog.get_logger(__name__)
 
@@ -267,10 +268,21 @@ def _wanted(
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
+    sizes = {part.shard_id: part.num_bytes for part in manifest.parts}
+    primaries = least_loaded(sizes, present, {})
     return JobAssignments(
         job=manifest.job,
         copies=before.assignments.copies if before is not None else DEFAULT_COPIES,
-        shards=_spread(manifest.parts, epochs, present),
+        shards=tuple(
+            ShardAssignment(
+                shard_id=part.shard_id,
+                epoch=epochs[part.shard_id] + 1,
+                primary=primaries[part.shard_id],
+                content=ShardContent.LOADING,
+                restored_version=part.version,
+            )
+            for part in sorted(manifest.parts, key=lambda part: part.shard_id)
+        ),
         run=secrets.token_hex(8),
         job_run=before.assignments.members_run if before is not None and keeps_run else "",
     )
@@ -324,28 +336,6 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
         fix="Restore another snapshot.",
         details={"number": str(manifest.number)},
     )
-
-
-def _spread(
-    parts: Sequence[ManifestEntry], epochs: Mapping[int, int], present: Sequence[Holder]
-) -> tuple[ShardAssignment, ...]:
-    """Assign each shard, the largest first, to the server with the least load."""
-    loads: Counter[Holder] = Counter()
-    spread = []
-    for part in sorted(parts, key=lambda part: (-part.num_bytes, part.shard_id)):
-        primary = min(present, key=lambda holder: (loads[holder], holder))
-        loads[primary] += part.num_bytes
-        epoch = epochs[part.shard_id] + 1
-        spread.append(
-            ShardAssignment(
-                shard_id=part.shard_id,
-                epoch=epoch,
-                primary=primary,
-                content=ShardContent.LOADING,
-                restored_version=part.version,
-            )
-        )
-    return tuple(sorted(spread, key=lambda assignment: assignment.shard_id))
 
 
 def _ledger(manifest: Manifest) -> Operation:

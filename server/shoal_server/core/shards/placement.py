@@ -40,6 +40,7 @@ MAX_MODEL_BYTES = 1 << 50
 CUT_ELEMENTS = 64
 """Offsets of cuts are multiples of this, so that vector kernels round as in an uncut tensor."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -181,7 +182,8 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
             num_shards = 1
         wish_bytes = num_bytes // (num_shards * BLOCKS_PER_SHARD)
         blocks = _cut_into_blocks(members, wish_bytes, max_block_bytes(total_bytes))
-        for packed in _pack(blocks, [b.num_elements for b in blocks], num_shards):
+        bins = _pack(blocks, [b.num_elements for b in blocks], [0] * num_shards)
+        for packed in filter(None, bins):
             in_order = sorted(packed, key=lambda b: (b.parameter, b.offset))
             shards.append(
                 Shard(shard_id=len(shards), dtype=dtype, group=group, blocks=tuple(in_order))
@@ -214,13 +216,25 @@ def place(
     if len(shards) < len(servers):
         turn %= len(servers)
         servers = servers[turn:] + servers[:turn]
-    packed = _pack(shards, [s.num_bytes for s in shards], len(servers), keep_empty=True)
-    placed = [
-        PlacedShard(shard=shard, server_id=server_id)
-        for server_id, held in zip(servers, packed, strict=True)
-        for shard in held
-    ]
-    return tuple(sorted(placed, key=lambda p: p.shard.shard_id))
+    chosen = least_loaded({shard.shard_id: shard.num_bytes for shard in shards}, servers, {})
+    return tuple(
+        PlacedShard(shard=shard, server_id=chosen[shard.shard_id])
+        for shard in sorted(shards, key=lambda shard: shard.shard_id)
+    )
+
+
+def least_loaded(
+    num_bytes: Mapping[int, int], servers: Sequence[S], loads: Mapping[S, int]
+) -> dict[int, S]:
+    """Choose a server for each shard, biggest shards first: the one with the least load so far, and
+    of equal ones the first. `num_bytes`: size of each shard by its id. `loads`: bytes that servers
+    have already."""
+    shards = sorted(num_bytes)
+    sizes = [num_bytes[shard_id] for shard_id in shards]
+    packed = _pack(shards, sizes, [loads.get(server, 0) for server in servers])
+    return {
+        shard_id: server for server, held in zip(servers, packed, strict=True) for shard_id in held
+    }
 
 
 def spread_tables(
@@ -263,15 +277,14 @@ def _cut_into_blocks(
     return blocks
 
 
-def _pack(
-    items: Sequence[T], sizes: Sequence[int], num_bins: int, *, keep_empty: bool = False
-) -> list[list[T]]:
-    """Put each item into the emptiest bin, largest items first (Graham 1969). No bin is more than
-    one item above the mean."""
-    bins: list[list[T]] = [[] for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
+def _pack(items: Sequence[T], sizes: Sequence[int], loads: Sequence[int]) -> list[list[T]]:
+    """Put each item into the emptiest bin, largest items first (Graham 1969). If all `loads`, which
+    the bins have already, are 0, no bin is more than one item above the mean."""
+    bins: list[list[T]] = [[] for _ in loads]
+    heap = [(load, index) for index, load in enumerate(loads)]
+    heapq.heapify(heap)
     for i in sorted(range(len(items)), key=lambda i: (-sizes[i], i)):
         load, index = heapq.heappop(heap)
         bins[index].append(items[i])
         heapq.heappush(heap, (load + sizes[i], index))
-    return bins if keep_empty else [held for held in bins if held]
+    return bins

@@ -1,15 +1,12 @@
 """A job's shard map: the layout, the primary of each shard, and that server's address.
 
 Layout and holders are stored apart: the layout is written once, holders change with every failover
-and move. A large model's layout exceeds the size of a request to etcd, so it is compressed and
-stored in chunks, whose keys contain its digest. A small head record with that digest, written last,
-makes it the job's layout.
+and move. The layout is stored in chunks (`deflated_chunks`). A small head record with its digest,
+written last, makes it the job's layout.
 """
 
 import asyncio
-import hashlib
 import json
-import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,16 +31,13 @@ from shoal_server.etcd.api import (
     unchanged_since,
 )
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
-from shoal_server.etcd.records import assignments
+from shoal_server.etcd.records import assignments, deflated_chunks
 from shoal_server.etcd.records import servers as registered
 
 log = structlog.get_logger(__name__)
 
 FORMAT = 1
-CHUNK_BYTES = 512 * 1024
-"""etcd takes requests up to 1.5 MiB."""
-MAX_BYTES = 32 * 1024 * 1024
-"""Maximum size of a serialized layout."""
+MAX_CHUNKS = deflated_chunks.MAX_LAYOUT_BYTES // deflated_chunks.CHUNK_BYTES
 READERS_KEEP = 8
 
 
@@ -60,9 +54,8 @@ class StoredLayout:
 def stored(layout: ShardMap) -> StoredLayout:
     """Head and chunks of a layout, as they are written."""
     serialized = layout.SerializeToString(deterministic=True)
-    digest = hashlib.sha256(serialized).hexdigest()
-    packed = zlib.compress(serialized)
-    parts = [packed[at : at + CHUNK_BYTES] for at in range(0, len(packed), CHUNK_BYTES)]
+    digest = deflated_chunks.digest_of(serialized)
+    parts = deflated_chunks.cut(serialized)
     record = {
         "format": FORMAT,
         "digest": digest,
@@ -198,14 +191,12 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
     if head is None:
         return None
     digest, num_chunks = _parse_head(job, head)
-    chunks = [values.get(keys.shard_map_chunk(job, digest, i)) for i in range(num_chunks)]
+    numbers = range(num_chunks)
+    chunks = (values.get(keys.shard_map_chunk(job, digest, number), b"") for number in numbers)
     try:
-        packed = b"".join(chunk or b"" for chunk in chunks)
-        serialized = zlib.decompressobj().decompress(packed, MAX_BYTES)
-    except zlib.error as error:
-        raise _unreadable(job, repr(error)) from error
-    if hashlib.sha256(serialized).hexdigest() != digest:
-        raise _unreadable(job, f"chunks that do not belong to digest {digest[:12]}")
+        serialized = deflated_chunks.join(chunks, digest)
+    except UnreadableRecord as error:
+        raise _unreadable(job, str(error)) from error
     return from_bytes(job, serialized)
 
 
@@ -247,7 +238,7 @@ class ShardMapReader:
 def _parse_head(job: str, value: bytes) -> tuple[str, int]:
     try:
         record = Fields.parsed(value)
-        found = record.text("digest"), record.count("num_chunks", most=MAX_BYTES // CHUNK_BYTES)
+        found = record.text("digest"), record.count("num_chunks", most=MAX_CHUNKS)
         later = record.count("format") > FORMAT
     except UnreadableRecord as error:
         raise _unreadable(job, f"{value[:80]!r}, {error}") from error

@@ -19,7 +19,7 @@ from shoal_proto.errors import CorruptError, ShoalError, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_server.etcd.api import RangeResult, Revision, WatchBatch
 from shoal_server.etcd.remote import wire
-from shoal_server.etcd.remote.connection import Attempt, Connections
+from shoal_server.etcd.remote.connection import Connections
 from shoal_server.etcd.remote.failures import Remedy, classify
 from shoal_server.etcd.tracker import WatchTracker
 from shoal_server.serving.tasks import cancel
@@ -36,27 +36,12 @@ class _Compacted(Exception):
     """etcd no longer has the revision from which the watch must continue."""
 
 
-async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> RangeResult:
-    """All keys under a prefix as of a revision (0: now). Linearizable.
-
-    The result's `revision` is etcd's current revision, whichever was asked for. Raises _Compacted
-    for a revision that etcd has compacted, and what `Connections.call` raises.
-    """
-    request = wire.range_request(prefix, prefix=True, revision=revision)
-
-    async def attempt(attempt: Attempt) -> pb.RangeResponse | None:
-        try:
-            return await attempt.connection.kv.Range(
-                request, timeout=attempt.timeout_s, metadata=attempt.metadata
-            )
-        except grpc.RpcError as error:
-            if "has been compacted" in (error.details() or ""):
-                return None
-            raise
-
-    reply = await connections.call(attempt)
-    if reply is None:
-        raise _Compacted
+async def read_snapshot(connections: Connections, prefix: str) -> RangeResult:
+    """All keys under a prefix. Linearizable. Raises what `Connections.call` raises."""
+    request = wire.range_request(prefix, prefix=True)
+    reply = await connections.call(
+        lambda to: to.connection.kv.Range(request, timeout=to.timeout_s, metadata=to.metadata)
+    )
     return RangeResult(Revision(reply.header.revision), wire.key_values(reply.kvs))
 
 
@@ -69,8 +54,6 @@ async def watch(
     interrupted = False
     while True:
         try:
-            if not tracker.seeded:
-                tracker.seed((await read_snapshot(connections, prefix, start - 1)).items)
             async with aclosing(_follow(connections, prefix, tracker)) as batches:
                 async for batch in batches:
                     if interrupted:
@@ -227,7 +210,7 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below a revision that this watch has delivered.
+    """Raise CorruptError if etcd's revision is below the one before which this watch goes on.
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """
@@ -239,7 +222,7 @@ async def _check_history(
         raise CorruptError(
             "etcd has lost history",
             seen=f"revision {now.revision}",
-            expected=f"at least {sent_revision}, which it has already sent",
+            expected=f"at least {sent_revision}, which it has sent before",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
             " found through it, those in journals too. Then restart Shoal's servers.",
         )

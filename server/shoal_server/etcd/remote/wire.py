@@ -34,9 +34,9 @@ def key_range(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
     return key.encode() or b"\0", prefix_end(key)
 
 
-def range_request(key: str, *, prefix: bool, revision: int = 0) -> pb.RangeRequest:
+def range_request(key: str, *, prefix: bool) -> pb.RangeRequest:
     start, end = key_range(key, prefix=prefix)
-    return pb.RangeRequest(key=start, range_end=end, revision=revision)
+    return pb.RangeRequest(key=start, range_end=end)
 
 
 def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
@@ -138,5 +138,4 @@ def watch_event(message: pb.Event) -> WatchEvent:
         key=key_text(message.kv.key),
         value=message.kv.value,
         mod_revision=Revision(message.kv.mod_revision),
-        previous_value=message.prev_kv.value,
     )

@@ -18,6 +18,7 @@ from shoal_server.core.shards.placement import (
     check_schema,
     cut_into_shards,
     find_differences,
+    least_loaded,
     max_block_bytes,
     place,
     schema_digest,
@@ -208,3 +209,10 @@ def test_jobs_of_one_shard_are_on_different_servers() -> None:
     shards = cut_into_shards(MODELS["tiny"], 3)
     first = {place(shards, ["a", "b", "c"], turn)[0].server_id for turn in range(3)}
     assert first == {"a", "b", "c"}
+
+
+def test_shards_go_to_the_servers_with_the_least_load() -> None:
+    """The largest is placed first; of servers with equal loads the first one gets it."""
+    num_bytes = {0: 10, 1: 40, 2: 20, 3: 10}
+    assert least_loaded(num_bytes, ["a", "b"], {}) == {1: "a", 2: "b", 0: "b", 3: "b"}
+    assert least_loaded(num_bytes, ["a", "b"], {"a": 50}) == {1: "b", 2: "b", 0: "a", 3: "a"}

@@ -1,16 +1,18 @@
-"""Small collectives: an all-gather of bytes, and a barrier before an error is raised."""
+"""Small collectives: all-gathers of bytes and of rows, and barriers."""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import structlog
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce, wait_abortable
 from shoal_proto.errors import MalformedMessage
 
 log = structlog.get_logger(__name__)
@@ -40,7 +42,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the messages of all ranks, by rank. Collective. Raises MalformedMessage, on all ranks,
     if a message is longer than MAX_MESSAGE_BYTES; otherwise raises what `wait_abortable` raises."""
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
-    received = _gather(first, FIRST_BYTES, group)
+    received = gather_padded(first, FIRST_BYTES, group)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
     for rank, length in enumerate(lengths):
         if length > MAX_MESSAGE_BYTES:
@@ -53,7 +55,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     starts = [each[_LENGTH_BYTES:] for each in received]
     rest_bytes = max(lengths) - (FIRST_BYTES - _LENGTH_BYTES)
     if rest_bytes > 0:
-        rests = _gather(message[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
+        rests = gather_padded(message[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
         starts = [first + rest for first, rest in zip(starts, rests, strict=True)]
     return [each[:length] for each, length in zip(starts, lengths, strict=True)]
 
@@ -62,26 +64,45 @@ def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes]
     """Return None if the messages of all ranks are equal (only digests are exchanged then), else
     what `gather` returns."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
-    digests = _gather(digest, _DIGEST_BYTES, group)
+    digests = gather_padded(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)
 
 
-def _gather(message: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
-    padded = bytearray(padded_bytes)
-    padded[: min(len(message), padded_bytes)] = message[:padded_bytes]
+def gather_padded(
+    message: bytes,
+    padded_bytes: int,
+    group: dist.ProcessGroup,
+    wait: Callable[[dist.Work], object] | None = None,
+) -> list[bytes]:
+    """Return the messages of all ranks, by rank, each padded with zeros or cut to this size, which
+    is the same on all ranks. Collective. `wait` waits for the collective, and raises its errors;
+    default: `wait_abortable`, for the trainer's thread."""
+    padded = bytearray(message[:padded_bytes].ljust(padded_bytes, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8)
-    received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
-    wait_abortable(dist.all_gather(received, sent, group=group, async_op=True), group)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    # The group's own method: torch's function looks up the group to report an error, and would not
+    # find the group of a generation that has ended.
+    work = group.allgather([received], [sent])
+    (wait or partial(wait_abortable, group=group))(work)
     return [each.numpy().tobytes() for each in received]
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, which have one shape, as rows by rank. Collective."""
+    rows = own.new_zeros(group.size(), *own.shape)
+    rows[group.rank()] = own
+    all_reduce(rows, group)
+    return rows
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks are here. Raises what `wait_abortable` raises."""
+    all_reduce(torch.zeros(1), group)
 
 
 def barrier_after_collective(group: dist.ProcessGroup) -> None:
     """Return once every rank has the result of the group's last collective."""
-
-    def meet() -> None:
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
-
-    final_barrier(meet, RuntimeError)
+    final_barrier(partial(barrier, group), RuntimeError)
 
 
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:

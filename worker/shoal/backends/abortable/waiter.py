@@ -171,6 +171,11 @@ def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     waiters.wait(work)
 
 
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce the tensor over the group, in place. Raises what `wait_abortable` raises."""
+    wait_abortable(dist.all_reduce(tensor, op, group=group, async_op=True), group)
+
+
 def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
     """Return the waiters of this group and of the groups that were made within it."""
     with _lock:

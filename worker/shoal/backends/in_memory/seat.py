@@ -14,9 +14,8 @@ from shoal.backends.in_memory.group import open_world
 from shoal.backends.in_memory.meeting import Hub
 from shoal.backends.in_memory.worlds import own_world, unbind
 from shoal.backends.process_group.collectives import reset_counts
-from shoal.backends.process_group.interface import Seat
+from shoal.backends.process_group.interface import Seat, ended_in_bring_up
 from shoal.torch_private.c10d import Store
-from shoal_proto.errors import GenerationBroken
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
@@ -112,7 +111,4 @@ class InMemorySeat:
         if self._reason:
             if hub is not None:
                 hub.fail(self._reason)
-            raise GenerationBroken(
-                f"generation {self._seat.generation} ended while it was brought up",
-                seen=self._reason,
-            )
+            raise ended_in_bring_up(self._seat.generation, self._reason)

@@ -26,10 +26,10 @@ from shoal.backends.network.peer_connections import connected_by
 from shoal.backends.network.reconfigured import LiveGloo
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
-from shoal.backends.process_group.interface import Seat, refuse_default_group
+from shoal.backends.process_group.interface import Seat, ended_in_bring_up, refuse_default_group
 from shoal.backends.process_group.transports import PLUGIN
 from shoal.torch_private.c10d import ProcessGroupGloo, Store, gloo_options
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
@@ -202,10 +202,7 @@ class GlooGroup:
 
     def _raise_if_cut(self) -> None:
         if self._reason:
-            raise GenerationBroken(
-                f"generation {self._seat.generation} ended while it was brought up",
-                seen=self._reason,
-            )
+            raise ended_in_bring_up(self._seat.generation, self._reason)
 
     def _end_accepting(self) -> None:
         """Connect to this member's own listener as each peer would, and close the connections.

@@ -6,6 +6,7 @@ connections.
 """
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -16,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.communicators import connect
-from shoal.backends.abortable.gather import barrier_after_collective
+from shoal.backends.abortable.gather import barrier_after_collective, gather_padded
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
 from shoal.backends.network.gloo import GlooBackend, GlooGroup
 from shoal.backends.network.nccl_environment import require_survival
 from shoal.backends.network.own_gpu import check_unshared
-from shoal.backends.process_group.interface import Seat
+from shoal.backends.process_group.interface import Seat, ended_in_bring_up
 from shoal.torch_private.c10d import Store, all_groups, backends_on, fault_on, forget_groups
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -31,7 +32,8 @@ log = structlog.get_logger(__name__)
 
 ABORTED_S = 10.0
 """Time for which the next bring-up waits for the aborts of this generation's communicators."""
-_ID_BYTES = 64
+_IDENTITY = struct.Struct("<64q")
+"""A GPU's id as ranks exchange it: one number for each byte of the text, in any release."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 
@@ -176,20 +178,16 @@ class NcclGroup:
         that: it would fail in each generation."""
         if group.size() == 1:
             return
-        identity = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))
-        identities = [torch.empty_like(identity) for _ in range(group.size())]
-        self._connecting.wait(dist.all_gather(identities, identity, group=group, async_op=True))
-        gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in identities]
+        own = _IDENTITY.pack(*self._device.identity().encode().ljust(64, b"\0"))
+        received = gather_padded(own, _IDENTITY.size, group, self._connecting.wait)
+        gpus = [bytes(_IDENTITY.unpack(each)).rstrip(b"\0").decode() for each in received]
         if len(set(gpus)) < len(gpus):
             barrier_after_collective(group)
         check_unshared(gpus)
 
     def _raise_if_cut(self) -> None:
         if self._reason:
-            raise GenerationBroken(
-                f"generation {self._seat.generation} ended while it was brought up",
-                seen=self._reason,
-            )
+            raise ended_in_bring_up(self._seat.generation, self._reason)
 
 
 class Aborts:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from shoal.torch_private.c10d import Store
-from shoal_proto.errors import InternalError, InvalidSpec
+from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
 
 LONGEST_S = 24 * 3600.0
 """Time limit of a transport's operations if the session's own watch detects hangs."""
@@ -92,6 +92,12 @@ class _NoBackend:
 
 
 NO_BACKEND = _NoBackend()
+
+
+def ended_in_bring_up(generation: int, reason: str) -> GenerationBroken:
+    """Return the error for a generation that was over before its members trained."""
+    what = f"generation {generation} ended while it was brought up"
+    return GenerationBroken(what, seen=reason)
 
 
 def refuse_default_group() -> None:

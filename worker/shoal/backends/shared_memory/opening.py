@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Self, cast
 
 import structlog
-import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import gather_padded
 from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared_memory.regions import ID_BYTES, NO_REGION, KeptRegions, MemoryRegion
@@ -91,7 +90,8 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
         listener, name = _new_listener(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
-        items = _gather(group, _host() + name + (old.region_id if old is not None else NO_REGION))
+        own = _host() + name + (old.region_id if old is not None else NO_REGION)
+        items = gather_padded(own, len(own), group)
         hosts = {message[:_HOST_BYTES] for message in items}
         name = items[0][_HOST_BYTES:-ID_BYTES]
         if len(hosts) > 1 or not any(name) or not any(items[0][:_HOST_BYTES]):
@@ -105,13 +105,6 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
         except (OSError, _Refused) as error:
             log.warning("no_shared_memory", rank=rank, num_bytes=num_bytes, reason=repr(error))
             return None
-
-
-def _gather(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
-    wait_abortable(dist.all_gather(gathered, own, group=group, async_op=True), group)
-    return [bytes(each.tolist()) for each in gathered]
 
 
 def _region_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
@@ -177,8 +170,8 @@ def _serve(listener: socket.socket, name: bytes, world_size: int, region: Memory
                 by_rank[rank] = connection
         for connection in by_rank.values():
             connection.settimeout(_remaining_s(deadline_s))
-            if _read(connection, 1) != _DONE:
-                raise _Refused("a rank could not map the memory")
+            if connection.recv(1) != _DONE:
+                raise _Refused("a rank did not confirm that it has mapped the memory")
         for connection in by_rank.values():
             connection.sendall(_AGREED)
         connections = [connection.dup() for connection in by_rank.values()]
@@ -284,19 +277,9 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
                 os.close(descriptor)
         connection.sendall(_DONE)
         connection.settimeout(_remaining_s(deadline_s))
-        if _read(connection, 1) != _AGREED:
+        if connection.recv(1) != _AGREED:
             raise _Refused("rank 0 did not confirm that all ranks have the memory")
         return _Opened(head=head, region=region, connections=[connection.dup()])
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    read = b""
-    while len(read) < size:
-        piece = connection.recv(size - len(read))
-        if not piece:
-            raise _Refused("the other end closed the connection")
-        read += piece
-    return read
 
 
 def _remaining_s(deadline_s: float) -> float:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.communicators import add_subgroups
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
@@ -228,7 +228,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
         flags = has_one.to(locals_[0])
         packed = torch.cat([*(gradient.reshape(-1) for gradient in locals_), flags])
-        wait_abortable(dist.all_reduce(packed, group=group, async_op=True), group)
+        all_reduce(packed, group)
         sizes = [gradient.numel() for gradient in locals_]
         *means, counts = torch.split(packed, [*sizes, len(bucket)])
         for parameter, gradient, mean, count in zip(

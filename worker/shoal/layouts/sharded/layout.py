@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.backends.abortable.communicators import add_subgroups
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.layouts.base import Layout, World, move_buffers
@@ -313,8 +313,7 @@ class ShardedLayout(Layout):
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
         own = own_fault(self._reductions.values())
         at_fault[self.world.rank] = bool(own) or not self._losses.are_finite()
-        group = self.world.group
-        wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
+        all_reduce(at_fault, self.world.group)
         self._losses.check(self.step)
         if not at_fault.any() or at_fault[self.world.rank]:
             raise gradient_not_finite(fault, self.step, seen=_IN_PART)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.reduce_scatter import reduce_scatter, sends_each_part_once
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.layouts.sharded.layer_order import LayerOrder, RecordedOrder, sum_number
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite, is_on_host
@@ -126,7 +126,7 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     """Average the rows over the copies, in place. Collective among `copies`."""
-    wait_abortable(dist.all_reduce(rows, group=copies, async_op=True), copies)
+    all_reduce(rows, copies)
     rows.div_(copies.size())
 
 

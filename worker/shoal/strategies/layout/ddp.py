@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compression import find_compression
-from shoal.compression.base import Compression
-from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
+from shoal.compression.base import Compression, refuse_loss_weights, refuse_several_models
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.replicated import ReplicatedLayout
@@ -75,7 +74,7 @@ class DDP(LayoutStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_untrained(self.name, model)
-        refuse_compressed_models(self.compression, model)
+        refuse_several_models(self.compression, model)
 
     def _keep_model(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._state = ReplicatedState(model, optimizer)
@@ -85,7 +84,7 @@ class DDP(LayoutStrategy):
         return {"compression": str(self.compression or "none")}
 
     def _refuse_weights(self) -> None:
-        refuse_compressed_weights(self.compression)
+        refuse_loss_weights(self.compression)
 
     @property
     def unscales(self) -> bool:
@@ -106,7 +105,7 @@ class DDP(LayoutStrategy):
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
-        self._checkpoints.join_writers(generation.world_size)
+        self._checkpoints.select_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)

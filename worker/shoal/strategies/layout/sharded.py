@@ -99,7 +99,7 @@ class ShardedStrategy(LayoutStrategy):
             lambda name: not name.startswith(REGISTERED) and binding.layout.is_lost_with_rank(name),
             binding.layout.failure_domains([entry.host for entry in generation.entries]),
         )
-        self._checkpoints.join_writers(world.world_size)
+        self._checkpoints.select_writers(world.world_size)
         check_same_step(generation.number, self.step, group, binding.layout.shared_memory)
         self._meta_model.forget_weights()
 

@@ -6,8 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.compression import find_compression
-from shoal.compression.base import Compression
-from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
+from shoal.compression.base import Compression, refuse_loss_weights, refuse_several_models
 from shoal.layouts.base import Layout, World
 from shoal.layouts.zero1 import Zero1Layout
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
@@ -56,7 +55,7 @@ class Zero1(ShardedStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_unless_per_parameter(self.name, optimizer, vouched=self._per_parameter_optimizer)
-        refuse_compressed_models(self._compression, model)
+        refuse_several_models(self._compression, model)
         refuse_untrained(self.name, model)
 
     @property
@@ -77,7 +76,7 @@ class Zero1(ShardedStrategy):
         )
 
     def _refuse_weights(self) -> None:
-        refuse_compressed_weights(self._compression)
+        refuse_loss_weights(self._compression)
 
     def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.PlannableStrategy`; gradients count as uncompressed."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import barrier
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
@@ -27,6 +28,7 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfgs
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.not_finite import gradient_not_finite
+from shoal.model.several import refuse_untrained
 from shoal.model.tied_tensors import persistent_buffers, tied
 from shoal.model.trained_parameters import refuse_extra_state
 from shoal.planning.figures import Plan, PlanInput, uncompressed
@@ -135,10 +137,7 @@ class LocalSGD(SynchronousStrategy):
         refuse_further_state(self.name, optimizer)
         refuse_extra_state(model)
         refuse_sparse(self.name, model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise InvalidSpec(
-                "the model has nothing to train", expected="a parameter that requires a gradient"
-            )
+        refuse_untrained(self.name, model)
         compressor = self._compression.compressor() if self._compression else None
         self._outer_loop = OuterLoop(model, optimizer, self._outer, compressor)
         self._fields = {
@@ -174,9 +173,7 @@ class LocalSGD(SynchronousStrategy):
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
         steps[generation.rank] = self.step if keeps or generation.rank == source else -1
         self._outer_loop.waiter.attach(group)
-        wait_abortable(
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group
-        )
+        all_reduce(steps, group, dist.ReduceOp.MAX)
         newest = int(steps.max())
         if int(steps[source]) != newest:
             # The last round ended on some members only, which the coordinator does not know.
@@ -191,7 +188,7 @@ class LocalSGD(SynchronousStrategy):
             given = receive(source, receivers, group)
             self._outer_loop.take(given)
             self._transaction.step = given.step
-        self._checkpoints.join_writers(generation.world_size)
+        self._checkpoints.select_writers(generation.world_size)
         kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)
@@ -199,7 +196,7 @@ class LocalSGD(SynchronousStrategy):
             self._transaction.step = state_shard.step
         self._rank = generation.rank
         self._outer_loop.regroup()
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        barrier(group)
 
     def _release_training(self) -> None:
         self._gradients.forget()

@@ -51,10 +51,10 @@ class GenerationCheckpoints:
         """Set the description of the order of samples, which each checkpoint contains."""
         self.samples = samples
 
-    def join_writers(self, world_size: int) -> None:
+    def select_writers(self, world_size: int) -> None:
         """Form the group in which members write checkpoints, if they write any. Collective."""
         if self._checkpoints is not None:
-            self._checkpoints.join(world_size)
+            self._checkpoints.select_writers(world_size)
 
     def steps(self) -> Sequence[int]:
         """Return the steps of the newest 100 complete checkpoints that this member sees. Raises
@@ -114,25 +114,25 @@ class GenerationCheckpoints:
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps. First waits for the
         previous checkpoint; if that failed, only logs the error. Raises InvalidSpec if
-        `Checkpoints.offer` does."""
+        `Checkpoints.begin_write` does."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
-                checkpoints.close()
+                checkpoints.finish_write()
             except CheckpointFailed as error:
                 # A full disk does not stop training: later checkpoints are tried, and only the
                 # error of the last one is raised, at the end.
                 log.error("checkpoint_failed", **_described(error))
                 if checkpoints.is_writing:
                     return
-            checkpoints.offer(self.samples.add_to_shard(state_shard()), writes=writes)
+            checkpoints.begin_write(self.samples.add_to_shard(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
         does. Does nothing at step 0, or if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
-        self._checkpoints.leave()
+        self._checkpoints.select_writers(1)
         self._position.checkpoint_at = step
         self.write(step, state_shard, lambda _: True)
         self.conclude()
@@ -158,15 +158,15 @@ class GenerationCheckpoints:
         CheckpointFailed is kept in `failure`, so that it is raised only after the script has the
         trained state."""
         try:
-            self.close()
+            self.finish_write()
         except CheckpointFailed as error:
             log.error("checkpoint_failed", **_described(error))
             self.failure = error
 
-    def close(self) -> None:
-        """Wait for the checkpoint in progress, and raise its error: see `Checkpoints.close`."""
+    def finish_write(self) -> None:
+        """Wait for the checkpoint in progress, and raise its error."""
         if self._checkpoints is not None:
-            self._checkpoints.close()
+            self._checkpoints.finish_write()
 
 
 def _described(error: CheckpointFailed) -> dict[str, str]:

@@ -12,7 +12,8 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import wait_abortable, waiters_of
+from shoal.backends.abortable.gather import gather_rows
+from shoal.backends.abortable.waiter import waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.regions import KeptRegions
@@ -188,10 +189,7 @@ def check_same_step(
     if memory is not None:
         by_rank = list(memory.gather_words(step))
     else:
-        steps = torch.zeros(group.size(), dtype=torch.int64)
-        steps[group.rank()] = step
-        wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
-        by_rank = steps.tolist()
+        by_rank = gather_rows(torch.tensor(step), group).tolist()
     if len(set(by_rank)) != 1:
         raise InternalError(
             f"the members of generation {generation} are at different steps",

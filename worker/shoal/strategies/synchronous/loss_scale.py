@@ -10,7 +10,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.waiter import all_reduce
 from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
@@ -37,5 +37,5 @@ def reduce_found_inf(found: bool, group: dist.ProcessGroup, device: torch.device
     """True on all ranks if `found` is True on any of them. Collective."""
     flag = torch.tensor([float(found)], device=device)
     if group.size() > 1:
-        wait_abortable(dist.all_reduce(flag, group=group, async_op=True), group)
+        all_reduce(flag, group)
     return bool(flag.item())

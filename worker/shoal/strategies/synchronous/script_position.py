@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.abortable.gather import gather_rows
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.strategies.synchronous.script_points import ScriptPoint
 from shoal.strategies.synchronous.state_inspection import StateInspection
 
-NUM_WORDS = 5
 NO_STATE = -1
 
 
@@ -126,10 +125,8 @@ class ScriptPosition:
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
-        message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
-        message[group.rank()] = torch.tensor(self.as_integers(step, has_state=has_state))
-        wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
-        positions = message.tolist()
+        own = torch.tensor(self.as_integers(step, has_state=has_state))
+        positions = gather_rows(own, group).tolist()
         self.follow(positions, step if has_state else NO_STATE)
         self.is_shared = has_state and all(row[0] == step for row in positions)
 

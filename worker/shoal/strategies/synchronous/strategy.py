@@ -6,13 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import structlog
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.gather import gather
-from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
+from shoal.backends.abortable.gather import barrier, gather
+from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group, ended_in_bring_up
 from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.data.order import Order, SamplePosition
@@ -154,9 +152,7 @@ class SynchronousStrategy(Strategy):
             self._generation_group.check()
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
-                raise GenerationBroken(
-                    f"generation {generation.number} ended while it was brought up", seen=str(error)
-                ) from None
+                raise ended_in_bring_up(generation.number, str(error)) from None
             raise
         self._registered.keep()
         self._process_group = process_group
@@ -376,7 +372,7 @@ class SynchronousStrategy(Strategy):
         # Before any member leaves, each writes its part of the checkpoint, and hands over copies.
         self._checkpoints.conclude()
         self.hand_over()
-        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        barrier(group)
 
     def has_leftovers(self) -> bool:
         try:
@@ -403,7 +399,7 @@ class SynchronousStrategy(Strategy):
 
     def close(self) -> None:
         with ExitStack() as releases:
-            releases.callback(self._checkpoints.close)
+            releases.callback(self._checkpoints.finish_write)
             releases.callback(self._stores.close)
             if self._generation_group.is_connected:
                 releases.callback(self.abandon)

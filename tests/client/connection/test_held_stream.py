@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from support.clusters.coordinator_world import served
 
-from shoal_client.connection.first_reply import FirstReplyTimeout
+from shoal_client.connection.held_stream import FirstReplyTimeout
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Unavailable
 from shoal_server.etcd.memory import MemoryStore

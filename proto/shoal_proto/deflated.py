@@ -1,0 +1,17 @@
+"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store not trusted."""
+
+import zlib
+
+
+def inflate(packed: bytes, max_bytes: int) -> bytes:
+    """Return what was deflated. Raises ValueError if the bytes are not deflated, are cut off, or
+    inflate to more than `max_bytes`."""
+    inflating = zlib.decompressobj()
+    try:
+        # One byte more: with a full buffer the end of the bytes would not be read.
+        data = inflating.decompress(packed, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not inflating.eof or len(data) > max_bytes:
+        raise ValueError(f"they are cut off, or inflate to more than {max_bytes} bytes")
+    return data
