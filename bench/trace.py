@@ -43,6 +43,7 @@ from training.changes import (
     changes_asked,
     described,
     interruption_s,
+    seconds,
     starting,
 )
 from training.effective import checkpoint_every, effective
@@ -78,8 +79,9 @@ def replay(
             return figures, 0, None
 
 
-def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
-    changes, length_s = changes_asked(asked)
+def measure(
+    asked: argparse.Namespace, systems: Sequence[str], changes: Sequence[Change], length_s: float
+) -> list[dict[str, Any]]:
     cost_s, step_s = checkpoint_and_step_s()
     every = checkpoint_every(cost_s, interruption_s(changes, length_s), asked.pause + step_s)
     print(f"a checkpoint takes {cost_s * 1e3:.1f} ms: one every {every} steps", flush=True)
@@ -117,9 +119,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds in each step")
+    parser.add_argument("--pause", type=seconds, default=PAUSE_S, help="seconds in each step")
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
+    changes, length_s = changes_asked(parser, asked)
     systems = asked.systems.split(",")
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
@@ -127,7 +130,7 @@ def main() -> None:
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
     torch.set_num_threads(1)
-    entries = measure(asked, systems)
+    entries = measure(asked, systems, changes, length_s)
     print_entries(
         "trace",
         entries,
