@@ -36,6 +36,7 @@ import torch
 from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
 from rows import print_entries, record
+from training.changes import positive, positive_number
 from training.effective import effective
 from training.exactness import checkpoint_and_step_s, one_process_at
 from training.jobs import NUM_WORKERS
@@ -276,19 +277,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("protocol", choices=("steps", "kills"))
     parser.add_argument("--systems")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--kills", type=int, default=NUM_KILLS)
-    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--steps", type=positive_number, default=NUM_STEPS)
+    parser.add_argument("--kills", type=positive_number, default=NUM_KILLS)
+    parser.add_argument("--minutes", type=positive, default=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
-    systems = asked.systems.split(",") if asked.systems else list(possible)
+    systems = list(dict.fromkeys(asked.systems.split(","))) if asked.systems else list(possible)
     if unknown := set(systems) - set(possible):
         parser.error(f"unknown systems for {asked.protocol}: {', '.join(sorted(unknown))}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
+    if not systems:
+        raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
     if asked.protocol == "steps":
         name, entries, columns = "long_run", measure_steps(asked, systems), STEPS_COLUMNS

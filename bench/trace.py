@@ -123,12 +123,14 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     changes, length_s = changes_asked(parser, asked)
-    systems = asked.systems.split(",")
+    systems = list(dict.fromkeys(asked.systems.split(",")))
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
+    if not systems:
+        raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
     entries = measure(asked, systems, changes, length_s)
     print_entries(

@@ -1,4 +1,4 @@
-"""The harness that compares systems, run on real processes for some seconds."""
+"""The harness that compares systems; the longer test runs it on real processes for some seconds."""
 
 import subprocess
 import sys
@@ -29,3 +29,13 @@ def test_a_replay_measures_each_system() -> None:
     distances = {row[1].strip(): float(row[-2]) for row in rows if row[1].strip() in systems}
     assert sorted(distances) == sorted(systems), ran.stdout
     assert all(distance <= 1e-5 for distance in distances.values()), distances
+
+
+def test_an_interpreter_that_does_not_exist_has_no_torchft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchft is then left out, with a message."""
+    import recovery  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    monkeypatch.setattr(recovery, "TORCHFT_PYTHON", str(tmp_path / "python"))
+    assert not recovery.has_torchft()
