@@ -204,9 +204,10 @@ class Machines:
     ) -> None:
         with self._lock:
             self._closing = True
-            present, self._present = list(self._present.values()), {}
-        # Workers of torchrun lead sessions of their own: they outlive their agent.
-        left = [pid for process in present for pid in descendants(process.pid)]
+            self._present = {}
+        # Workers of torchrun lead sessions of their own: they outlive their agent. A machine that
+        # has got its notice is no longer present, and still runs.
+        left = [pid for each in self._supervisor.running for pid in descendants(each.pid)]
         self._supervisor.close()
         kill([*left, *filter(self._is_worker, self.steps.by_pid)])
 

@@ -12,8 +12,12 @@ import pytest
 pytestmark = pytest.mark.nightly
 
 WITHIN_S = 60.0
-WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
-"""A launcher whose worker leads a session of its own, as torchrun's do."""
+WITH_A_SESSION = (
+    "test -e {place}/ignores && trap '' TERM;"
+    " setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
+)
+"""A launcher whose worker leads a session of its own, as torchrun's do. It ignores SIGTERM if the
+file `ignores` exists."""
 
 
 @pytest.fixture
@@ -92,6 +96,17 @@ def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
     await_true(lambda: not is_running(pid))
     for worker in workers(tmp_path):
         os.kill(worker, 9)
+
+
+def test_a_machine_under_notice_ends_with_the_run(machines: Any, tmp_path: Path) -> None:
+    """Its launcher ignores SIGTERM, and the run ends before the kill: the fixture then waits until
+    the worker has ended."""
+    (tmp_path / "ignores").touch()
+    machines.join("machine-0")
+    await_true(lambda: num_starts(tmp_path) == 1)
+    machines.lose("machine-0", notice_s=600.0)
+    assert machines.names == []
+    assert all(is_running(pid) for pid in workers(tmp_path))
 
 
 def test_the_steps_of_a_dropped_worker_are_no_longer_read(tmp_path: Path) -> None:
