@@ -269,6 +269,8 @@ STEPS_COLUMNS = (
     "distance",
 )
 KILLS_COLUMNS = ("system", "kills", "kills_per_minute", "steps", "distance")
+KEYS = {"steps": ("system", "seed", "steps"), "kills": ("system", "seed")}
+"""Keys of an entry, by protocol. `--minutes` may end a run after any number of kills."""
 OF_KILLS = ("shoal-ddp", "shoal-fsdp", "torchft")
 """Systems whose survivors continue without a checkpoint."""
 
@@ -302,8 +304,7 @@ def main() -> None:
         print(entry["system"], "growth per kill:", entry["growth_per_kill"])
         print(entry["system"], "/dev/shm:", entry["shm_files"], entry["shm_bytes"])
     if asked.record:
-        keys = ("system", "seed", "steps" if asked.protocol == "steps" else "kills")
-        record(name, entries, keys=keys)
+        record(name, entries, keys=KEYS[asked.protocol])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 from charts import Bar, bars
 from rows import cell_text
+from training.changes import OF_CHANGES
 
 Entries = Sequence[Mapping[str, Any]]
 PAGE = "report.md"
@@ -77,10 +78,12 @@ def middle(entries: Entries, key: str) -> float:
     return median(entry[key] for entry in entries)
 
 
-def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
-    if mtbf_min is None:
-        return f"{trace}, {speed:g} x"
-    return f"a loss every {mtbf_min:g} min, {speed:g} x"
+def trace_name(entry: Mapping[str, Any]) -> str:
+    """The changes of an entry, with the options that are not the bench's defaults."""
+    mtbf_min, notice_s, most = (entry.get(key) for key in ("mtbf_min", "notice_s", "max_machines"))
+    name = entry["trace"] if mtbf_min is None else f"a loss every {mtbf_min:g} min"
+    notice = f", notice {notice_s:g} s" if notice_s else ""
+    return f"{name}, {entry['speed']:g} x{notice}" + (f", 1 to {most} machines" if most else "")
 
 
 def distance(entries: Entries) -> str:
@@ -91,18 +94,18 @@ def distance(entries: Entries) -> str:
     return " ".join([*parts, f"({stopped} had stopped)"] if stopped else parts)
 
 
-OF_TRACE = ("trace", "mtbf_min", "speed", "system")
+OF_TRACE = (*OF_CHANGES, "system")
 
 
 def trace_table(entries: Entries) -> str:
     rows = []
-    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
+    for (*_, system), own in in_order(grouped(entries, OF_TRACE)):
         changed = [entry for entry in own if entry["changes"]]
         low, high = (of(entry["effective"] for entry in own) for of in (min, max))
         spread = f" ({100 * low:.1f} to {100 * high:.1f})" if len(own) > 1 else ""
         rows.append(
             (
-                trace_name(trace, mtbf_min, speed),
+                trace_name(own[0]),
                 system,
                 len(own),
                 f"{100 * middle(own, 'effective'):.1f} %{spread}",
@@ -127,8 +130,8 @@ def trace_table(entries: Entries) -> str:
 
 def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
     found: dict[str, list[Bar]] = {}
-    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
-        found.setdefault(trace_name(trace, mtbf_min, speed), []).append(
+    for (*_, system), own in in_order(grouped(entries, OF_TRACE)):
+        found.setdefault(trace_name(own[0]), []).append(
             Bar(
                 label=system,
                 value=100 * middle(own, "effective"),
@@ -142,7 +145,7 @@ def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
 def async_trace_table(entries: Entries) -> str:
     rows = [
         (
-            trace_name(entry["trace"], entry["mtbf_min"], entry["speed"]),
+            trace_name(entry),
             *(entry["seed"], entry["changes"], entry["losses"]),
             *(entry["pushes"], entry["pushes_per_s"], entry["longest_pause_s"]),
             *(entry["samples_lost"], entry["samples_unlogged"]),

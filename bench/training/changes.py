@@ -193,7 +193,9 @@ def interruption_s(changes: Sequence[Change], length_s: float) -> float:
     return length_s / max(1, len({each.at_s for each in later}))
 
 
-KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
+OF_CHANGES = ("trace", "mtbf_min", "speed", "notice_s", "max_machines")
+"""Keys of an entry that describe its changes; a row of a table has the entries of one value."""
+KEYS = (*OF_CHANGES, "seed", "system")
 """Keys of a measured entry. An entry of a later run with the same values of these keys replaces
 it."""
 
@@ -262,11 +264,13 @@ def changes_asked(
 
 
 def described(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the options under the names that entries of the results use."""
+    """Return the options under the names that entries of the results use. An entry without
+    `max_machines` has MOST_MACHINES."""
     return {
         "trace": Path(asked.trace).stem if asked.trace else "poisson",
         "mtbf_min": None if asked.trace else asked.mtbf,
         "speed": asked.speed,
         "seed": asked.seed,
         "notice_s": asked.notice,
+        **({} if asked.max == MOST_MACHINES else {"max_machines": asked.max}),
     }

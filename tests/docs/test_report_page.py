@@ -85,6 +85,18 @@ def test_a_run_without_changes_has_no_pause_per_change(peer_report: Any) -> None
     assert alone.endswith("| 36 | 0 |  | 0.9 | 3 | 0 | 1.5e-06 |")
 
 
+def test_runs_with_other_options_have_rows_of_their_own(peer_report: Any) -> None:
+    """Notice and the most machines are part of the row's name; entries of one row share them."""
+    entry = {**OF_TRACE, "system": "shoal-ddp", "seed": 1, "effective": 0.9}
+    others = [{**entry, "notice_s": 5.0}, {**entry, "max_machines": 2}]
+    lines = peer_report.trace_table([entry, *others]).splitlines()[-3:]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| a loss every 10 min, 60 x",
+        "| a loss every 10 min, 60 x, notice 5 s",
+        "| a loss every 10 min, 60 x, 1 to 2 machines",
+    ]
+
+
 def test_systems_without_results_are_absent(peer_report: Any) -> None:
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
     assert peer_report.page_with(empty, {}) == empty
