@@ -6,8 +6,10 @@
 `steps` is Clockwork's protocol by steps: 3,000 steps on four machines; every 330 to 555 steps,
 drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; systems that continue
 from checkpoints write one every 100 steps. `seconds`: time until the last step. `seconds_without`:
-the same time of a run without kills. `relative`: the ratio of the two. The clock starts when all
-machines train. `distance`: largest difference of a weight from one process.
+the same time of a run without kills. `relative`: the ratio of the two. `stalled_s` and
+`stalled_without_s`: the part of both in gaps between useful steps of more than two median steps.
+The clock starts when all machines train. `distance`: largest difference of a weight from one
+process.
 
 `kills` is torchft's protocol: `--kills` workers with tiny models are killed one after the other,
 without any checkpoint. A kill follows once at least three of four workers train; the launcher of
@@ -125,14 +127,16 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
             except (NotTraining, Stuck) as error:
                 print(f"{system} is left out: {error}", flush=True)
                 continue
-            without_s = without[0]["wall_s"]
+            whole = without[0]
             entry = {
                 "system": system,
                 "seed": asked.seed,
                 "steps": asked.steps,
                 "seconds": figures["wall_s"],
-                "seconds_without": without_s,
-                "relative": figures["wall_s"] / without_s,
+                "seconds_without": whole["wall_s"],
+                "relative": figures["wall_s"] / whole["wall_s"],
+                "stalled_s": figures["stalled_s"],
+                "stalled_without_s": whole["stalled_s"],
                 "checkpoint_s": cost_s if system == "torchrun" else None,
                 **{key: figures[key] for key in ("kills", "steps_twice", "steps_lost", "step_s")},
             }
