@@ -71,6 +71,7 @@ HYPERPOD = (
     "Checkpointless training on Amazon SageMaker HyperPod: production-scale training with faster"
     " fault recovery (AWS, December 2025)"
 )
+OOBLECK = "Oobleck (SOSP 2023, arXiv 2309.08125), by its simulator: a failure every 10 minutes"
 PUBLISHED = (
     System(
         name="synchronous training of FT-HSDP's paper",
@@ -99,7 +100,7 @@ class Point:
 
     name: str
     gpus: int | None
-    """Number of GPUs; None if the source gives a word, such as "thousands"."""
+    """Number of GPUs; None if the source gives none, or a word such as "thousands"."""
     effective: float
     source: str
 
@@ -120,6 +121,9 @@ POINTS = (
         effective=0.95,
         source=f"{HYPERPOD}: up to 95 % with thousands of accelerators",
     ),
+    Point(name="Oobleck", gpus=None, effective=0.955, source=OOBLECK),
+    Point(name="Varuna, in Oobleck's paper", gpus=None, effective=0.544, source=OOBLECK),
+    Point(name="Bamboo, in Oobleck's paper", gpus=None, effective=0.150, source=OOBLECK),
 )
 
 
