@@ -137,7 +137,7 @@ def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
     """Systems with the constants that `bench/long_run.py steps` measured."""
     found = []
     for name in dict.fromkeys(entry["system"] for entry in steps):
-        own = [entry for entry in steps if entry["system"] == name and entry["kills"]]
+        own = [entry for entry in steps if entry["system"] == name and entry.get("kills")]
         if not own:
             continue
         costs_s = [entry["checkpoint_s"] for entry in own if entry.get("checkpoint_s") is not None]

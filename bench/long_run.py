@@ -20,7 +20,8 @@ files of each process that lives throughout: coordinator or lighthouse, etcd, th
 killed worker, the launcher of the worker that is never killed, and this worker itself.
 `growth_per_kill`: growth from the sample after a tenth of the kills to the last one, per kill.
 
-Model, pause of each step in `steps`, and systems are as in bench/trace.py.
+Model, pause of each step in `steps`, and systems are as in bench/trace.py. Of a system that did not
+get to the end, the reason is recorded (`failed`).
 """
 
 import argparse
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
-from rows import print_entries, record
+from rows import first_line, print_entries, record
 from training.changes import positive, positive_number
 from training.effective import effective
 from training.exactness import checkpoint_and_step_s, one_process_at
@@ -115,6 +116,7 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
     kills = kill_steps(asked.seed, asked.steps)
     cost_s, _ = checkpoint_and_step_s()
     found: list[tuple[dict[str, Any], int, Any]] = []
+    failed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             try:
@@ -125,7 +127,9 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
                     else run_steps(system, plan_of(Path(name) / system), kills, asked)
                 )
             except (NotTraining, Stuck) as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} did not end: {error}", flush=True)
+                run = {"system": system, "seed": asked.seed, "steps": asked.steps}
+                failed.append({**run, "failed": first_line(error)})
                 continue
             whole = without[0]
             entry = {
@@ -141,7 +145,7 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
                 **{key: figures[key] for key in ("kills", "steps_twice", "steps_lost", "step_s")},
             }
             found.append((entry, *end))
-    return with_distances(found)
+    return [*with_distances(found), *failed]
 
 
 def with_distances(found: Sequence[tuple[dict[str, Any], int, Any]]) -> list[dict[str, Any]]:
@@ -248,18 +252,21 @@ def run_kills(
 
 
 def measure_kills(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
-    found = []
+    found: list[tuple[dict[str, Any], int, Any]] = []
+    failed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             plan = plan_of(Path(name) / system, KILLS_PAUSE_S)
             try:
                 figures, *end = run_kills(system, plan, asked)
             except (NotTraining, Stuck) as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} did not end: {error}", flush=True)
+                run = {"system": system, "seed": asked.seed}
+                failed.append({**run, "failed": first_line(error)})
                 continue
             entry = {"system": system, "seed": asked.seed, "steps": end[0]}
             found.append(({**entry, **figures}, *end))
-    return with_distances(found)
+    return [*with_distances(found), *failed]
 
 
 STEPS_COLUMNS = (
@@ -304,7 +311,8 @@ def main() -> None:
     else:
         name, entries, columns = "kills", measure_kills(asked, systems), KILLS_COLUMNS
     print_entries(name, entries, columns)
-    for entry in entries if asked.protocol == "kills" else ():
+    ended = [entry for entry in entries if "failed" not in entry]
+    for entry in ended if asked.protocol == "kills" else ():
         print(entry["system"], "growth per kill:", entry["growth_per_kill"])
         print(entry["system"], "/dev/shm:", entry["shm_files"], entry["shm_bytes"])
     if asked.record:

@@ -23,7 +23,10 @@ def page_with(page: str, results: Mapping[str, Entries]) -> str:
     for name, block in BLOCKS.items():
         pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
         entries = results.get(name, ())
-        text = f"\n{block(entries)}\n\n{origin(name, entries)}\n" if entries else ""
+        parts = (
+            [block(ended(entries)), *failures(entries), origin(name, entries)] if entries else []
+        )
+        text = "".join(f"\n{part}\n" for part in parts)
         page, found = pattern.subn(lambda match, text=text: text, page)
         if found != 1:
             raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
@@ -32,8 +35,23 @@ def page_with(page: str, results: Mapping[str, Entries]) -> str:
 
 def figures(results: Mapping[str, Entries]) -> dict[str, str]:
     """Figures as SVG, by file name; figures that a bench writes itself are left out."""
-    entries = results.get("trace", ())
+    entries = ended(results.get("trace", ()))
     return {"trace": bars(effective_bars(entries))} if entries else {}
+
+
+def ended(entries: Entries) -> Entries:
+    """Entries of the runs that got to their end."""
+    return [entry for entry in entries if "failed" not in entry]
+
+
+def failures(entries: Entries) -> list[str]:
+    """A sentence on the runs that have no row; none if there are none."""
+    named = [
+        f"`{entry['system']}` with seed {entry['seed']} ({entry['failed']})"
+        for entry in entries
+        if "failed" in entry
+    ]
+    return [f"Did not get to the end: {', '.join(named)}."] if named else []
 
 
 def origin(name: str, entries: Entries) -> str:

@@ -22,7 +22,8 @@ interpreter needs Shoal too, whose order of samples all systems share.
 `training/effective.py` defines the figures of each system; the clock starts once all first machines
 train. `distance`: largest difference of a weight from training in one process after as
 many steps; none for a system that does not train at the end. With `--record` the figures are
-written to docs/benchmarks/results/trace.json, for docs/report.md.
+written to docs/benchmarks/results/trace.json, for docs/report.md; of a system that did not start,
+the reason (`failed`).
 """
 
 import argparse
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
-from rows import print_entries, record
+from rows import first_line, print_entries, record
 from training.changes import (
     KEYS,
     Change,
@@ -104,7 +105,8 @@ def measure(
             try:
                 figures, *end = replay(system, plan, changes, length_s, asked.notice)
             except NotTraining as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} does not train: {error}", flush=True)
+                entries.append({**entry, "failed": first_line(error)})
                 continue
             entries.append({**entry, **figures})
             ended.append((entries[-1], *end))

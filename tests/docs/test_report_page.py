@@ -97,6 +97,17 @@ def test_runs_with_other_options_have_rows_of_their_own(peer_report: Any) -> Non
     ]
 
 
+def test_a_run_that_failed_is_named_below_the_table(peer_report: Any) -> None:
+    page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
+    entry = {**OF_TRACE, "system": "torchrun", "seed": 1, "effective": 0.5}
+    failed = {**STAMP, "command": "bench/trace.py", "system": "shoal-ddp", "seed": 2}
+    failed |= {"trace": "poisson", "failed": "no 4 machines train"}
+    shown = peer_report.page_with(page, {"trace": [entry, failed]})
+    assert "Did not get to the end: `shoal-ddp` with seed 2 (no 4 machines train)." in shown
+    assert "| shoal-ddp |" not in shown
+    assert peer_report.page_with(page, {"trace": [entry]}).count("Did not") == 0
+
+
 def test_systems_without_results_are_absent(peer_report: Any) -> None:
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
     assert peer_report.page_with(empty, {}) == empty
