@@ -1,11 +1,13 @@
 """Tables and figures of docs/report.md, from the recorded results: part of `make report`.
 
 The page's text is written by hand. The tables between `<!-- NAME -->` and `<!-- /NAME -->` are made
-from docs/benchmarks/results/NAME.json; there are none if that bench has not been recorded.
+from docs/benchmarks/results/NAME.json; there are none if that bench has not been recorded. The list
+between `<!-- ahead -->` and `<!-- /ahead -->` is made from all of them.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,21 +17,30 @@ from training.changes import OF_CHANGES
 
 Entries = Sequence[Mapping[str, Any]]
 PAGE = "report.md"
+AHEAD = "ahead"
+"""Name of the block that lists where a peer is better."""
+PEERS = ("torchrun", "torchft")
 
 
 def page_with(page: str, results: Mapping[str, Entries]) -> str:
     """The page with every block filled from the results. Raises ValueError unless the page has each
     block once."""
     for name, block in BLOCKS.items():
-        pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
         entries = results.get(name, ())
-        parts = (
-            [block(ended(entries)), *failures(entries), origin(name, entries)] if entries else []
-        )
-        text = "".join(f"\n{part}\n" for part in parts)
-        page, found = pattern.subn(lambda match, text=text: text, page)
-        if found != 1:
-            raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
+        parts = []
+        if entries:
+            parts = [block(ended(entries)), *failures(entries), origin(name, entries)]
+        page = filled(page, name, parts)
+    return filled(page, AHEAD, ahead(results))
+
+
+def filled(page: str, name: str, parts: Sequence[str]) -> str:
+    """The page with the paragraphs in this block."""
+    pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+    text = "".join(f"\n{part}\n" for part in parts)
+    page, found = pattern.subn(lambda match: text, page)
+    if found != 1:
+        raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
     return page
 
 
@@ -227,6 +238,83 @@ def kills_table(entries: Entries) -> str:
     ]
     second = ("system", "process", "memory, KiB", "threads", "files", "KiB per kill")
     return f"{first}\n\n{table(second, growth)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A figure in which systems are compared, as the tables show it."""
+
+    key: str
+    name: str
+    form: str = "{:.4g}"
+    of: Callable[[Iterable[float]], float] = median
+    is_more_better: bool = False
+
+    def value(self, entries: Entries) -> float:
+        return self.of(entry[self.key] for entry in entries)
+
+    def text(self, value: float) -> str:
+        return self.form.format(value).replace("%", " %")
+
+    def is_better(self, value: float, other: float) -> bool:
+        return value > other if self.is_more_better else value < other
+
+
+SECONDS = "{:.4g} s"
+IN_TRACE = (
+    Compared(key="effective", name="effective time", form="{:.1%}", is_more_better=True),
+    Compared(key="steps_per_s", name="useful steps a second", is_more_better=True),
+    Compared(key="longest_pause_s", name="longest pause", form=SECONDS, of=max),
+    Compared(key="steps_twice", name="steps trained twice"),
+    Compared(key="steps_lost", name="steps lost", of=max),
+)
+IN_LONG_RUN = (
+    Compared(key="seconds_without", name="time without kills", form=SECONDS),
+    Compared(key="seconds", name="time with kills", form=SECONDS),
+    Compared(key="relative", name="relative", form="{:.3f}"),
+    Compared(key="steps_twice", name="steps trained twice"),
+    Compared(key="steps_lost", name="steps lost", of=max),
+)
+
+
+def ahead(results: Mapping[str, Entries]) -> list[str]:
+    """A list of all figures in which a peer was better than Shoal; empty without results."""
+    lines: list[str] = []
+    for entries in grouped(ended(results.get("trace", ())), OF_CHANGES).values():
+        lines += lines_ahead(trace_name(entries[0]), entries, IN_TRACE)
+    for (steps,), entries in grouped(ended(results.get("long_run", ())), ("steps",)).items():
+        lines += lines_ahead(f"{steps:,} steps", entries, IN_LONG_RUN)
+    for (metric,), entries in grouped(results.get("rows", ()), ("metric",)).items():
+        value = entries[0]["value"]
+        better = {
+            entry["peer"]: entry["peer_value"] for entry in entries if entry["peer_value"] > value
+        }
+        if better:
+            others = ", ".join(f"{peer} {cell_text(other)}" for peer, other in better.items())
+            lines.append(f"- `{metric}`, million rows a second: {cell_text(value)} ({others}).")
+    return ["\n".join(lines)] if lines else []
+
+
+def lines_ahead(protocol: str, entries: Entries, compared: Sequence[Compared]) -> list[str]:
+    """A line for each system of Shoal with the figures in which a peer is better."""
+    by_system = {system: own for (system,), own in grouped(entries, ("system",)).items()}
+    peers = [name for name in by_system if name in PEERS]
+    lines = []
+    for system in (name for name in by_system if name.startswith("shoal")):
+        found = []
+        for figure in compared:
+            value = figure.value(by_system[system])
+            others = {peer: figure.value(by_system[peer]) for peer in peers}
+            better = [
+                f"{peer} {figure.text(other)}"
+                for peer, other in others.items()
+                if figure.is_better(other, value)
+            ]
+            if better:
+                found.append(f"{figure.name} {figure.text(value)} ({', '.join(better)})")
+        if found:
+            lines.append(f"- {protocol}, `{system}`: {'; '.join(found)}.")
+    return lines
 
 
 SHOWN_MACHINES = ("8", "128", "2048", "32768", "131072")
