@@ -21,7 +21,9 @@ file `ignores` exists."""
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     from training import machines as module  # noqa: PLC0415 - bench/ is on the path of a test only
 
     from shoal_client.local.process import ChildCommand  # noqa: PLC0415
@@ -34,7 +36,8 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         )
 
     plan = module.Plan(directory=tmp_path, pause_s=0.0, max_machines=4, checkpoint_every=1)
-    with module.Machines(plan, module.Running(command=command)) as running:
+    anew = (tmp_path / "anew").touch if getattr(request, "param", "") == "anew" else None
+    with module.Machines(plan, module.Running(command=command, start_anew=anew)) as running:
         yield running
     await_true(lambda: not any(is_running(pid) for pid in workers(tmp_path)))
 
@@ -85,6 +88,27 @@ def test_a_launcher_that_ends_alone_is_started_again(machines: Any, tmp_path: Pa
     os.kill(worker, 9)
     assert machines.num_relaunches == 1
     assert machines.names == ["machine-0"]
+
+
+@pytest.mark.parametrize("machines", ["anew"], indirect=True)
+def test_a_job_that_starts_anew_restarts_all_machines(machines: Any, tmp_path: Path) -> None:
+    """A launcher that fails takes the job with it: no worker of before goes on."""
+    from training.machines import descendants  # noqa: PLC0415
+
+    for number in range(3):
+        machines.join(f"machine-{number}")
+    await_true(lambda: num_starts(tmp_path) == 3)
+    before = workers(tmp_path)
+    machines.lose("machine-2")
+    failed = machines.pid("machine-0")
+    (its_worker,) = descendants(failed)
+    os.kill(failed, 9)
+    os.kill(its_worker, 9)
+    await_true(lambda: num_starts(tmp_path) == 5)
+    await_true(lambda: not any(is_running(pid) for pid in before))
+    assert (tmp_path / "anew").exists()
+    assert machines.names == ["machine-0", "machine-1"]
+    assert machines.num_relaunches == 1
 
 
 def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
