@@ -54,8 +54,8 @@ def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
     for at_ms, own in groupby(sorted(rows, key=_at_ms), key=_at_ms):
         for row in own:
             if (row.node in present) == row.adds:
-                state = "present" if row.adds else "absent"
-                raise ValueError(f"line {row.number}: {row.node} is {state} already")
+                state = "present already" if row.adds else "not present"
+                raise ValueError(f"line {row.number}: {row.node} is {state}")
             (present.add if row.adds else present.remove)(row.node)
         levels.append(Level(at_s=at_ms / 1e3 / speed, machines=len(present)))
     return levels

@@ -40,7 +40,7 @@ def test_a_trace_is_read_as_numbers_of_machines_at_the_asked_speed(changes: Any)
         (["time,event,node", "0,add,a"], "line 1: 'time,event,node', expected milliseconds"),
         (["0,add,a,b"], "line 1: '0,add,a,b', expected milliseconds"),
         (["0,add,a", "5,add,a"], "line 2: a is present already"),
-        (["0,add,a", "5,remove,b"], "line 2: b is absent already"),
+        (["0,add,a", "5,remove,b"], "line 2: b is not present"),
         (["", "\n"], "the trace is empty"),
     ],
 )
