@@ -110,7 +110,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
-    changes, length_s = changes_asked(asked)
+    changes, length_s = changes_asked(parser, asked)
     with tempfile.TemporaryDirectory() as name:
         plan = Plan(
             directory=Path(name) / "shoal-async-sgd",

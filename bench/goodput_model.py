@@ -71,6 +71,7 @@ HYPERPOD = (
     "Checkpointless training on Amazon SageMaker HyperPod: production-scale training with faster"
     " fault recovery (AWS, December 2025)"
 )
+OOBLECK = "Oobleck (SOSP 2023, arXiv 2309.08125), by its simulator: a failure every 10 minutes"
 PUBLISHED = (
     System(
         name="synchronous training of FT-HSDP's paper",
@@ -99,7 +100,7 @@ class Point:
 
     name: str
     gpus: int | None
-    """Number of GPUs; None if the source gives a word, such as "thousands"."""
+    """Number of GPUs; None if the source gives none, or a word such as "thousands"."""
     effective: float
     source: str
 
@@ -120,6 +121,9 @@ POINTS = (
         effective=0.95,
         source=f"{HYPERPOD}: up to 95 % with thousands of accelerators",
     ),
+    Point(name="Oobleck", gpus=None, effective=0.955, source=OOBLECK),
+    Point(name="Varuna, in Oobleck's paper", gpus=None, effective=0.544, source=OOBLECK),
+    Point(name="Bamboo, in Oobleck's paper", gpus=None, effective=0.150, source=OOBLECK),
 )
 
 
@@ -130,34 +134,41 @@ def results(name: str) -> list[Mapping[str, Any]]:
 
 
 def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
-    """Systems with the constants that `bench/long_run.py steps` measured.
-
-    The pause per kill is the time of the run, minus its steps at their median time, divided by the
-    number of kills. Repeated steps count as steps here: how many there are depends on the interval
-    between checkpoints, which this model computes. Steps slower than the median make the pause
-    longer, so it is an upper bound.
-    """
+    """Systems with the constants that `bench/long_run.py steps` measured."""
     found = []
     for name in dict.fromkeys(entry["system"] for entry in steps):
-        own = [entry for entry in steps if entry["system"] == name and entry["kills"]]
+        own = [entry for entry in steps if entry["system"] == name and entry.get("kills")]
         if not own:
             continue
         costs_s = [entry["checkpoint_s"] for entry in own if entry.get("checkpoint_s") is not None]
-        pause_s = median(
-            (entry["seconds"] - (entry["steps"] + entry["steps_twice"]) * entry["step_s"])
-            / entry["kills"]
-            for entry in own
-        )
         found.append(
             System(
                 name=name,
                 kind="measured",
                 source="bench/long_run.py steps",
-                pause_s=max(0.0, pause_s),
+                pause_s=max(0.0, median(map(pause_of_kill_s, own))),
                 checkpoint_s=median(costs_s) if costs_s else None,
             )
         )
     return found
+
+
+def pause_of_kill_s(entry: Mapping[str, Any]) -> float:
+    """The pause per kill: stalls of the run, minus those of the run without kills.
+
+    Stalls contain the steps that are trained again. They stay in the pause of a system that
+    continues in place, and are taken out of that of one that restarts from a checkpoint: how many
+    there are depends on the interval between checkpoints, which this model computes.
+    """
+    again_s = entry["steps_twice"] * entry["step_s"]
+    if "stalled_s" not in entry:
+        # Recorded before stalls were: steps slower than the median count as pauses.
+        steps_s = entry["steps"] * entry["step_s"] + again_s
+        return float(entry["seconds"] - steps_s) / entry["kills"]
+    stalled_s = entry["stalled_s"] - entry["stalled_without_s"]
+    if entry.get("checkpoint_s") is not None:
+        stalled_s -= again_s
+    return float(stalled_s) / entry["kills"]
 
 
 def curves(systems: Sequence[System]) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@
 `steps` is Clockwork's protocol by steps: 3,000 steps on four machines; every 330 to 555 steps,
 drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; systems that continue
 from checkpoints write one every 100 steps. `seconds`: time until the last step. `seconds_without`:
-the same time of a run without kills. `relative`: the ratio of the two. The clock starts when all
-machines train. `distance`: largest difference of a weight from one process.
+the same time of a run without kills. `relative`: the ratio of the two. `stalled_s` and
+`stalled_without_s`: the part of both in gaps between useful steps of more than two median steps.
+The clock starts when all machines train. `distance`: largest difference of a weight from one
+process.
 
 `kills` is torchft's protocol: `--kills` workers with tiny models are killed one after the other,
 without any checkpoint. A kill follows once at least three of four workers train; the launcher of
@@ -18,7 +20,8 @@ files of each process that lives throughout: coordinator or lighthouse, etcd, th
 killed worker, the launcher of the worker that is never killed, and this worker itself.
 `growth_per_kill`: growth from the sample after a tenth of the kills to the last one, per kill.
 
-Model, pause of each step in `steps`, and systems are as in bench/trace.py.
+Model, pause of each step in `steps`, and systems are as in bench/trace.py. Of a system that did not
+get to the end, the reason is recorded (`failed`).
 """
 
 import argparse
@@ -35,7 +38,8 @@ from typing import Any
 import torch
 from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
-from rows import print_entries, record
+from rows import first_line, print_entries, record
+from training.changes import positive, positive_number
 from training.effective import effective
 from training.exactness import checkpoint_and_step_s, one_process_at
 from training.jobs import NUM_WORKERS
@@ -112,6 +116,7 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
     kills = kill_steps(asked.seed, asked.steps)
     cost_s, _ = checkpoint_and_step_s()
     found: list[tuple[dict[str, Any], int, Any]] = []
+    failed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             try:
@@ -122,21 +127,25 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
                     else run_steps(system, plan_of(Path(name) / system), kills, asked)
                 )
             except (NotTraining, Stuck) as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} did not end: {error}", flush=True)
+                run = {"system": system, "seed": asked.seed, "steps": asked.steps}
+                failed.append({**run, "failed": first_line(error)})
                 continue
-            without_s = without[0]["wall_s"]
+            whole = without[0]
             entry = {
                 "system": system,
                 "seed": asked.seed,
                 "steps": asked.steps,
                 "seconds": figures["wall_s"],
-                "seconds_without": without_s,
-                "relative": figures["wall_s"] / without_s,
+                "seconds_without": whole["wall_s"],
+                "relative": figures["wall_s"] / whole["wall_s"],
+                "stalled_s": figures["stalled_s"],
+                "stalled_without_s": whole["stalled_s"],
                 "checkpoint_s": cost_s if system == "torchrun" else None,
                 **{key: figures[key] for key in ("kills", "steps_twice", "steps_lost", "step_s")},
             }
             found.append((entry, *end))
-    return with_distances(found)
+    return [*with_distances(found), *failed]
 
 
 def with_distances(found: Sequence[tuple[dict[str, Any], int, Any]]) -> list[dict[str, Any]]:
@@ -243,18 +252,21 @@ def run_kills(
 
 
 def measure_kills(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
-    found = []
+    found: list[tuple[dict[str, Any], int, Any]] = []
+    failed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             plan = plan_of(Path(name) / system, KILLS_PAUSE_S)
             try:
                 figures, *end = run_kills(system, plan, asked)
             except (NotTraining, Stuck) as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} did not end: {error}", flush=True)
+                run = {"system": system, "seed": asked.seed}
+                failed.append({**run, "failed": first_line(error)})
                 continue
             entry = {"system": system, "seed": asked.seed, "steps": end[0]}
             found.append(({**entry, **figures}, *end))
-    return with_distances(found)
+    return [*with_distances(found), *failed]
 
 
 STEPS_COLUMNS = (
@@ -268,6 +280,8 @@ STEPS_COLUMNS = (
     "distance",
 )
 KILLS_COLUMNS = ("system", "kills", "kills_per_minute", "steps", "distance")
+KEYS = {"steps": ("system", "seed", "steps"), "kills": ("system", "seed")}
+"""Keys of an entry, by protocol. `--minutes` may end a run after any number of kills."""
 OF_KILLS = ("shoal-ddp", "shoal-fsdp", "torchft")
 """Systems whose survivors continue without a checkpoint."""
 
@@ -276,31 +290,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("protocol", choices=("steps", "kills"))
     parser.add_argument("--systems")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--kills", type=int, default=NUM_KILLS)
-    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--steps", type=positive_number, default=NUM_STEPS)
+    parser.add_argument("--kills", type=positive_number, default=NUM_KILLS)
+    parser.add_argument("--minutes", type=positive, default=math.inf)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
-    systems = asked.systems.split(",") if asked.systems else list(possible)
+    systems = list(dict.fromkeys(asked.systems.split(","))) if asked.systems else list(possible)
     if unknown := set(systems) - set(possible):
         parser.error(f"unknown systems for {asked.protocol}: {', '.join(sorted(unknown))}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
+    if not systems:
+        raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
     if asked.protocol == "steps":
         name, entries, columns = "long_run", measure_steps(asked, systems), STEPS_COLUMNS
     else:
         name, entries, columns = "kills", measure_kills(asked, systems), KILLS_COLUMNS
     print_entries(name, entries, columns)
-    for entry in entries if asked.protocol == "kills" else ():
+    ended = [entry for entry in entries if "failed" not in entry]
+    for entry in ended if asked.protocol == "kills" else ():
         print(entry["system"], "growth per kill:", entry["growth_per_kill"])
         print(entry["system"], "/dev/shm:", entry["shm_files"], entry["shm_bytes"])
     if asked.record:
-        keys = ("system", "seed", "steps" if asked.protocol == "steps" else "kills")
-        record(name, entries, keys=keys)
+        record(name, entries, keys=KEYS[asked.protocol])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ DRIVER = Path(__file__).with_name("member_driver.py")
 
 
 class Drivers:
-    """The processes that simulate a job's members. Their number has to divide `num_members`."""
+    """The processes that simulate a job's members, about as many in each."""
 
     def __init__(
         self,

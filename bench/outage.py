@@ -129,16 +129,21 @@ class Cluster:
         ]
 
     def await_steps(self, since_s: float, within_s: float) -> None:
-        """Return once each worker has taken STEPS_TO_START steps after `since_s`."""
+        """Return once all workers have taken STEPS_TO_START steps after `since_s`."""
         for strategy in STRATEGIES:
 
             def done(strategy: str = strategy) -> bool:
-                logs = self.steps(strategy)
-                counts = [sum(step.at_s > since_s for step in log) for log in logs]
-                return len(counts) >= NUM_WORKERS and min(counts) >= STEPS_TO_START
+                return all_train(self.steps(strategy), since_s)
 
             log_path = self.directory / f"run-{strategy}.log"
             await_true(done, f"{strategy} trains", log_path, within_s)
+
+
+def all_train(logs: Sequence[Sequence[Step]], since_s: float) -> bool:
+    """True if all workers have taken STEPS_TO_START steps after `since_s`. A worker that was
+    replaced before takes none, and its log stays."""
+    counts = [sum(step.at_s > since_s for step in log) for log in logs]
+    return sum(count >= STEPS_TO_START for count in counts) >= NUM_WORKERS
 
 
 def pace(logs: Sequence[Sequence[Step]], begin_s: float, end_s: float) -> float:
@@ -148,10 +153,13 @@ def pace(logs: Sequence[Sequence[Step]], begin_s: float, end_s: float) -> float:
 
 
 def steps_lost(logs: Sequence[Sequence[Step]], since_s: float) -> int:
-    """Count the steps repeated or left out since `since_s`; a change of generation adds one."""
+    """Count the steps repeated or left out since `since_s`; a change of generation adds one. A log
+    without a step since then is of a worker that was replaced before."""
     lost = 0
     for log in logs:
         kept = [step for step in log if step.at_s >= since_s]
+        if not kept:
+            continue
         numbers = {step.step for step in kept}
         lost += len(kept) - len(numbers) + kept[-1].step - kept[0].step + 1 - len(numbers)
         lost += len({step.generation for step in kept}) - 1

@@ -1,38 +1,68 @@
 """Tables and figures of docs/report.md, from the recorded results: part of `make report`.
 
 The page's text is written by hand. The tables between `<!-- NAME -->` and `<!-- /NAME -->` are made
-from docs/benchmarks/results/NAME.json; there are none if that bench has not been recorded.
+from docs/benchmarks/results/NAME.json; there are none if that bench has not been recorded. The list
+between `<!-- ahead -->` and `<!-- /ahead -->` is made from all of them.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from charts import Bar, bars
 from rows import cell_text
+from training.changes import OF_CHANGES
 
 Entries = Sequence[Mapping[str, Any]]
 PAGE = "report.md"
+AHEAD = "ahead"
+"""Name of the block that lists where a peer is better."""
+PEERS = ("torchrun", "torchft")
 
 
 def page_with(page: str, results: Mapping[str, Entries]) -> str:
     """The page with every block filled from the results. Raises ValueError unless the page has each
     block once."""
     for name, block in BLOCKS.items():
-        pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
         entries = results.get(name, ())
-        text = f"\n{block(entries)}\n\n{origin(name, entries)}\n" if entries else ""
-        page, found = pattern.subn(lambda match, text=text: text, page)
-        if found != 1:
-            raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
+        parts = []
+        if entries:
+            parts = [block(ended(entries)), *failures(entries), origin(name, entries)]
+        page = filled(page, name, parts)
+    return filled(page, AHEAD, ahead(results))
+
+
+def filled(page: str, name: str, parts: Sequence[str]) -> str:
+    """The page with the paragraphs in this block."""
+    pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+    text = "".join(f"\n{part}\n" for part in parts)
+    page, found = pattern.subn(lambda match: text, page)
+    if found != 1:
+        raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
     return page
 
 
 def figures(results: Mapping[str, Entries]) -> dict[str, str]:
     """Figures as SVG, by file name; figures that a bench writes itself are left out."""
-    entries = results.get("trace", ())
+    entries = ended(results.get("trace", ()))
     return {"trace": bars(effective_bars(entries))} if entries else {}
+
+
+def ended(entries: Entries) -> Entries:
+    """Entries of the runs that got to their end."""
+    return [entry for entry in entries if "failed" not in entry]
+
+
+def failures(entries: Entries) -> list[str]:
+    """A sentence on the runs that have no row; none if there are none."""
+    named = [
+        f"`{entry['system']}` with seed {entry['seed']} ({entry['failed']})"
+        for entry in entries
+        if "failed" in entry
+    ]
+    return [f"Did not get to the end: {', '.join(named)}."] if named else []
 
 
 def origin(name: str, entries: Entries) -> str:
@@ -77,10 +107,12 @@ def middle(entries: Entries, key: str) -> float:
     return median(entry[key] for entry in entries)
 
 
-def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
-    if mtbf_min is None:
-        return f"{trace}, {speed:g} x"
-    return f"a loss every {mtbf_min:g} min, {speed:g} x"
+def trace_name(entry: Mapping[str, Any]) -> str:
+    """The changes of an entry, with the options that are not the bench's defaults."""
+    mtbf_min, notice_s, most = (entry.get(key) for key in ("mtbf_min", "notice_s", "max_machines"))
+    name = entry["trace"] if mtbf_min is None else f"a loss every {mtbf_min:g} min"
+    notice = f", notice {notice_s:g} s" if notice_s else ""
+    return f"{name}, {entry['speed']:g} x{notice}" + (f", 1 to {most} machines" if most else "")
 
 
 def distance(entries: Entries) -> str:
@@ -91,18 +123,18 @@ def distance(entries: Entries) -> str:
     return " ".join([*parts, f"({stopped} had stopped)"] if stopped else parts)
 
 
-OF_TRACE = ("trace", "mtbf_min", "speed", "system")
+OF_TRACE = (*OF_CHANGES, "system")
 
 
 def trace_table(entries: Entries) -> str:
     rows = []
-    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
+    for (*_, system), own in in_order(grouped(entries, OF_TRACE)):
         changed = [entry for entry in own if entry["changes"]]
         low, high = (of(entry["effective"] for entry in own) for of in (min, max))
         spread = f" ({100 * low:.1f} to {100 * high:.1f})" if len(own) > 1 else ""
         rows.append(
             (
-                trace_name(trace, mtbf_min, speed),
+                trace_name(own[0]),
                 system,
                 len(own),
                 f"{100 * middle(own, 'effective'):.1f} %{spread}",
@@ -127,8 +159,8 @@ def trace_table(entries: Entries) -> str:
 
 def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
     found: dict[str, list[Bar]] = {}
-    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
-        found.setdefault(trace_name(trace, mtbf_min, speed), []).append(
+    for (*_, system), own in in_order(grouped(entries, OF_TRACE)):
+        found.setdefault(trace_name(own[0]), []).append(
             Bar(
                 label=system,
                 value=100 * middle(own, "effective"),
@@ -142,7 +174,7 @@ def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
 def async_trace_table(entries: Entries) -> str:
     rows = [
         (
-            trace_name(entry["trace"], entry["mtbf_min"], entry["speed"]),
+            trace_name(entry),
             *(entry["seed"], entry["changes"], entry["losses"]),
             *(entry["pushes"], entry["pushes_per_s"], entry["longest_pause_s"]),
             *(entry["samples_lost"], entry["samples_unlogged"]),
@@ -206,6 +238,83 @@ def kills_table(entries: Entries) -> str:
     ]
     second = ("system", "process", "memory, KiB", "threads", "files", "KiB per kill")
     return f"{first}\n\n{table(second, growth)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A figure in which systems are compared, as the tables show it."""
+
+    key: str
+    name: str
+    form: str = "{:.4g}"
+    of: Callable[[Iterable[float]], float] = median
+    is_more_better: bool = False
+
+    def value(self, entries: Entries) -> float:
+        return self.of(entry[self.key] for entry in entries)
+
+    def text(self, value: float) -> str:
+        return self.form.format(value).replace("%", " %")
+
+    def is_better(self, value: float, other: float) -> bool:
+        return value > other if self.is_more_better else value < other
+
+
+SECONDS = "{:.4g} s"
+IN_TRACE = (
+    Compared(key="effective", name="effective time", form="{:.1%}", is_more_better=True),
+    Compared(key="steps_per_s", name="useful steps a second", is_more_better=True),
+    Compared(key="longest_pause_s", name="longest pause", form=SECONDS, of=max),
+    Compared(key="steps_twice", name="steps trained twice"),
+    Compared(key="steps_lost", name="steps lost", of=max),
+)
+IN_LONG_RUN = (
+    Compared(key="seconds_without", name="time without kills", form=SECONDS),
+    Compared(key="seconds", name="time with kills", form=SECONDS),
+    Compared(key="relative", name="relative", form="{:.3f}"),
+    Compared(key="steps_twice", name="steps trained twice"),
+    Compared(key="steps_lost", name="steps lost", of=max),
+)
+
+
+def ahead(results: Mapping[str, Entries]) -> list[str]:
+    """A list of all figures in which a peer was better than Shoal; empty without results."""
+    lines: list[str] = []
+    for entries in grouped(ended(results.get("trace", ())), OF_CHANGES).values():
+        lines += lines_ahead(trace_name(entries[0]), entries, IN_TRACE)
+    for (steps,), entries in grouped(ended(results.get("long_run", ())), ("steps",)).items():
+        lines += lines_ahead(f"{steps:,} steps", entries, IN_LONG_RUN)
+    for (metric,), entries in grouped(results.get("rows", ()), ("metric",)).items():
+        value = entries[0]["value"]
+        better = {
+            entry["peer"]: entry["peer_value"] for entry in entries if entry["peer_value"] > value
+        }
+        if better:
+            others = ", ".join(f"{peer} {cell_text(other)}" for peer, other in better.items())
+            lines.append(f"- `{metric}`, million rows a second: {cell_text(value)} ({others}).")
+    return ["\n".join(lines)] if lines else []
+
+
+def lines_ahead(protocol: str, entries: Entries, compared: Sequence[Compared]) -> list[str]:
+    """A line for each system of Shoal with the figures in which a peer is better."""
+    by_system = {system: own for (system,), own in grouped(entries, ("system",)).items()}
+    peers = [name for name in by_system if name in PEERS]
+    lines = []
+    for system in (name for name in by_system if name.startswith("shoal")):
+        found = []
+        for figure in compared:
+            value = figure.value(by_system[system])
+            others = {peer: figure.value(by_system[peer]) for peer in peers}
+            better = [
+                f"{peer} {figure.text(other)}"
+                for peer, other in others.items()
+                if figure.is_better(other, value)
+            ]
+            if better:
+                found.append(f"{figure.name} {figure.text(value)} ({', '.join(better)})")
+        if found:
+            lines.append(f"- {protocol}, `{system}`: {'; '.join(found)}.")
+    return lines
 
 
 SHOWN_MACHINES = ("8", "128", "2048", "32768", "131072")

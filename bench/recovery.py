@@ -167,7 +167,10 @@ def takeover(job: ShoalJob, directory: Path, pids: Sequence[int]) -> float:
 def has_torchft(*others: str) -> bool:
     """True if the interpreter TORCHFT_PYTHON can import torchft and the other modules."""
     command = [TORCHFT_PYTHON, "-c", f"import {', '.join(('torchft', *others))}"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:  # the variable names no program
+        return False
 
 
 def measure_shoal(directory: Path, num_kills: int) -> dict[str, list[float]]:

@@ -96,6 +96,11 @@ def cell_text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
+def first_line(error: Exception) -> str:
+    """The message without the logs that follow it."""
+    return str(error).partition("\n")[0].rstrip(":")
+
+
 def command_line() -> str:
     """The command by which this script was started, from the root of the repository. A file
     that was given by its full path is shown without its folder."""

@@ -22,7 +22,8 @@ interpreter needs Shoal too, whose order of samples all systems share.
 `training/effective.py` defines the figures of each system; the clock starts once all first machines
 train. `distance`: largest difference of a weight from training in one process after as
 many steps; none for a system that does not train at the end. With `--record` the figures are
-written to docs/benchmarks/results/trace.json, for docs/report.md.
+written to docs/benchmarks/results/trace.json, for docs/report.md; of a system that did not start,
+the reason (`failed`).
 """
 
 import argparse
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
-from rows import print_entries, record
+from rows import first_line, print_entries, record
 from training.changes import (
     KEYS,
     Change,
@@ -43,6 +44,7 @@ from training.changes import (
     changes_asked,
     described,
     interruption_s,
+    seconds,
     starting,
 )
 from training.effective import checkpoint_every, effective
@@ -78,8 +80,9 @@ def replay(
             return figures, 0, None
 
 
-def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
-    changes, length_s = changes_asked(asked)
+def measure(
+    asked: argparse.Namespace, systems: Sequence[str], changes: Sequence[Change], length_s: float
+) -> list[dict[str, Any]]:
     cost_s, step_s = checkpoint_and_step_s()
     every = checkpoint_every(cost_s, interruption_s(changes, length_s), asked.pause + step_s)
     print(f"a checkpoint takes {cost_s * 1e3:.1f} ms: one every {every} steps", flush=True)
@@ -102,7 +105,8 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
             try:
                 figures, *end = replay(system, plan, changes, length_s, asked.notice)
             except NotTraining as error:
-                print(f"{system} is left out: {error}", flush=True)
+                print(f"{system} does not train: {error}", flush=True)
+                entries.append({**entry, "failed": first_line(error)})
                 continue
             entries.append({**entry, **figures})
             ended.append((entries[-1], *end))
@@ -117,17 +121,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds in each step")
+    parser.add_argument("--pause", type=seconds, default=PAUSE_S, help="seconds in each step")
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
-    systems = asked.systems.split(",")
+    changes, length_s = changes_asked(parser, asked)
+    systems = list(dict.fromkeys(asked.systems.split(",")))
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
     if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
+    if not systems:
+        raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
-    entries = measure(asked, systems)
+    entries = measure(asked, systems, changes, length_s)
     print_entries(
         "trace",
         entries,

@@ -6,6 +6,7 @@ A trace and a seed give the same changes for every system.
 import argparse
 import math
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -16,6 +17,8 @@ SETTLED_S = 15.0
 """Time after its start at which a machine is settled: its worker then trains. The last settled
 machine is never lost, since no system keeps its state if all machines with a copy are lost."""
 REPLACED_AFTER_MIN = 5.0
+MOST_MACHINES = 4
+_LINE = re.compile(r"(\d+),(add|remove),([^,]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +40,46 @@ class Level:
 
 def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
     """Read the number of machines over time from lines `milliseconds,add|remove,node`; times are
-    divided by `speed`."""
+    divided by `speed`.
+
+    Lines of one time are applied in the order of the file: a node may be removed and added again.
+    Raises ValueError for a line of another form, or one that adds a present node or removes an
+    absent one.
+    """
+    rows = [_row(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ValueError("the trace is empty")
     present: set[str] = set()
     levels = []
-    rows = sorted(
-        (int(at_ms), kind, node)
-        for at_ms, kind, node in (line.strip().split(",") for line in lines if line.strip())
-    )
-    for at_ms, own in groupby(rows, key=lambda row: row[0]):
-        for _, kind, node in own:
-            if kind not in ("add", "remove"):
-                raise ValueError(f"{kind!r} at {at_ms} ms: expected add or remove")
-            (present.add if kind == "add" else present.discard)(node)
+    for at_ms, own in groupby(sorted(rows, key=_at_ms), key=_at_ms):
+        for row in own:
+            if (row.node in present) == row.adds:
+                state = "present already" if row.adds else "not present"
+                raise ValueError(f"line {row.number}: {row.node} is {state}")
+            (present.add if row.adds else present.remove)(row.node)
         levels.append(Level(at_s=at_ms / 1e3 / speed, machines=len(present)))
     return levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    number: int
+    at_ms: int
+    adds: bool
+    node: str
+
+
+def _row(line: str, number: int) -> _Row:
+    found = _LINE.fullmatch(line.strip())
+    if not found:
+        expected = "expected milliseconds,add|remove,node"
+        raise ValueError(f"line {number}: {line.strip()!r}, {expected}")
+    at_ms, kind, node = found.groups()
+    return _Row(number=number, at_ms=int(at_ms), adds=kind == "add", node=node)
+
+
+def _at_ms(row: _Row) -> int:
+    return row.at_ms
 
 
 def scaled(levels: Sequence[Level], most: int) -> list[Level]:
@@ -164,30 +193,65 @@ def interruption_s(changes: Sequence[Change], length_s: float) -> float:
     return length_s / max(1, len({each.at_s for each in later}))
 
 
-KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
+OF_CHANGES = ("trace", "mtbf_min", "speed", "notice_s", "max_machines")
+"""Keys of an entry that describe its changes; a row of a table has the entries of one value."""
+KEYS = (*OF_CHANGES, "seed", "system")
 """Keys of a measured entry. An entry of a later run with the same values of these keys replaces
 it."""
+
+
+def positive(text: str) -> float:
+    """A finite number above zero, as the type of an option."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return value
+
+
+def positive_number(text: str) -> int:
+    """A whole number above zero, as the type of an option."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A finite time that may be zero, as the type of an option."""
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the changes to replay."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node")
-    source.add_argument("--mtbf", type=float, help="minutes between two losses, on average")
-    parser.add_argument("--speed", type=float, default=60.0, help="trace time over real time")
-    parser.add_argument("--max", type=int, default=4, help="machines at once, at most")
-    parser.add_argument("--seconds", type=float, help="length of the run (600 without a trace)")
+    source.add_argument("--mtbf", type=positive, help="minutes between two losses, on average")
+    parser.add_argument("--speed", type=positive, default=60.0, help="trace time over real time")
+    parser.add_argument(
+        "--max", type=positive_number, default=MOST_MACHINES, help="machines at once, at most"
+    )
+    parser.add_argument("--seconds", type=positive, help="length of the run (600 without a trace)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--notice", type=float, default=0.0, help="seconds from SIGTERM to loss")
+    parser.add_argument("--notice", type=seconds, default=0.0, help="seconds from SIGTERM to loss")
 
 
-def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
-    """Return the changes, and the length of the replay in seconds."""
+def changes_asked(
+    parser: argparse.ArgumentParser, asked: argparse.Namespace
+) -> tuple[list[Change], float]:
+    """Return the changes, and the length of the replay in seconds. Ends the program with a message
+    if the trace cannot be read."""
     if asked.trace:
-        with Path(asked.trace).open() as lines:
-            levels = read_trace(lines, asked.speed)
+        try:
+            with Path(asked.trace).open() as lines:
+                levels = read_trace(lines, asked.speed)
+            scaled_levels = scaled(levels, asked.max)
+        except (OSError, ValueError) as error:
+            parser.error(f"--trace {asked.trace}: {error}")
         whole_s = levels[-1].at_s - levels[0].at_s
-        return changes_of(scaled(levels, asked.max), asked.seed), asked.seconds or whole_s
+        return changes_of(scaled_levels, asked.seed), asked.seconds or whole_s
     length_s = asked.seconds or 600.0
     changes = poisson(
         seed=asked.seed,
@@ -200,11 +264,13 @@ def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
 
 
 def described(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the options under the names that entries of the results use."""
+    """Return the options under the names that entries of the results use. An entry without
+    `max_machines` has MOST_MACHINES."""
     return {
         "trace": Path(asked.trace).stem if asked.trace else "poisson",
         "mtbf_min": None if asked.trace else asked.mtbf,
         "speed": asked.speed,
         "seed": asked.seed,
         "notice_s": asked.notice,
+        **({} if asked.max == MOST_MACHINES else {"max_machines": asked.max}),
     }

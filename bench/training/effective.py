@@ -14,6 +14,8 @@ from statistics import median
 
 from training.steps import Step
 
+LONG_STEPS = 2.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effective:
@@ -33,7 +35,11 @@ class Effective:
     """Steps that no worker ever committed, although later ones were committed."""
     longest_pause_s: float
     paused_s: float
-    """Wall time without a useful step: nothing was trained, or steps were trained again."""
+    """Wall time without a useful step: nothing was trained, or steps were trained again. Steps that
+    were slower than the median count as well."""
+    stalled_s: float
+    """Part of the wall time in gaps of more than LONG_STEPS median steps between two useful steps,
+    without one median step for each gap: what changes cost, and not the spread of the steps."""
 
     def paused_per_change_s(self, num_changes: int) -> float | None:
         """Return the paused time divided by the number of changes; None without changes."""
@@ -57,7 +63,7 @@ def effective(steps: Iterable[Step], start_s: float, end_s: float) -> Effective:
     share = min(1.0, useful * usual_s / wall_s)
     seen = {step.step for step in ordered}
     executed = {(step.formation, step.step) for step in ordered}
-    edges = [start_s, *front, end_s]
+    all_gaps = [after - at for at, after in pairwise([start_s, *front, end_s])]
     return Effective(
         wall_s=wall_s,
         useful_steps=useful,
@@ -66,8 +72,9 @@ def effective(steps: Iterable[Step], start_s: float, end_s: float) -> Effective:
         steps_per_s=useful / wall_s,
         steps_twice=len(executed) - len(seen),
         steps_lost=len(set(range(min(seen), max(seen) + 1)) - seen),
-        longest_pause_s=max(after - at for at, after in pairwise(edges)),
+        longest_pause_s=max(all_gaps),
         paused_s=wall_s * (1.0 - share),
+        stalled_s=sum(gap - usual_s for gap in all_gaps if gap > LONG_STEPS * usual_s),
     )
 
 
@@ -82,6 +89,7 @@ def _nothing(wall_s: float) -> Effective:
         steps_lost=0,
         longest_pause_s=wall_s,
         paused_s=wall_s,
+        stalled_s=wall_s,
     )
 
 

@@ -21,9 +21,10 @@ from shoal_client.local.process import ChildCommand, Process, Supervisor
 NUM_WORKERS = 4
 START_S = 120.0
 HERE = Path(__file__).parent
-TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
-"""Settings of torchrun's rendezvous. With its defaults (30 s, 5 s and 3) losses and joins take
-longer. With 2 attempts, torchrun treated a busy machine as lost, and the job split in two."""
+TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=10"
+"""Settings of torchrun's rendezvous. With its defaults (30 s, 5 s, 3 and 60 s) losses and joins
+take longer. With 2 attempts, torchrun treated a busy machine as lost, and the job split in two. The
+last one limits an agent's wait for what a lost machine has not written to the store."""
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -194,21 +195,33 @@ def torchrun_node(directory: Path, port: int, number: int, script: str) -> Child
 
 
 def torchrun_agent(
-    directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
+    directory: Path,
+    *,
+    name: str,
+    port: int,
+    max_nodes: int,
+    conf: str,
+    script: Sequence[str],
+    attempt: int = 0,
 ) -> ChildCommand:
     """Return the command of a node with one worker. `conf`: options of the rendezvous; `port`: port
-    of its store."""
+    of its store; `attempt`: number of times that the whole job was started anew."""
     return ChildCommand(
         name=name,
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{max_nodes}", "--nproc-per-node=1"),
+            *(f"--rdzv-id={directory.name}-{attempt}", f"--nnodes=1:{max_nodes}"),
+            "--nproc-per-node=1",
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
             *(f"--rdzv-conf={conf}", "--max-restarts=1000"),
             *(str(HERE / script[0]), *script[1:]),
         ),
-        # A new store for every restart: otherwise restarted workers read stale addresses.
-        environment=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        environment=environment(
+            # A new store for every restart: otherwise restarted workers read stale addresses.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            # Each node has one worker: agents know their ranks without a wait for rank 0.
+            TORCH_ELASTIC_WORKER_IDENTICAL="1",
+        ),
         log_path=directory / f"{name}.log",
     )
 

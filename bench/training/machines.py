@@ -33,8 +33,8 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 RELAUNCH_S = 1.0
-"""Delay after which a launcher that ended is restarted while its machine is present, as by a
-scheduler of pods."""
+"""Delay after which a launcher that ended, or the job, is restarted while its machine is present,
+as by a scheduler."""
 START_S = 300.0
 """Limit of the start of all machines, which import torch on the same cores."""
 STEPS_BEFORE = 30
@@ -65,6 +65,9 @@ class Running:
     """Returns the command of the machine with this name."""
     services: Mapping[str, int] = field(default_factory=dict)
     """Process ids of the shared services, by name."""
+    start_anew: Callable[[], None] | None = None
+    """Called after a machine's launcher failed, before all machines are started again; None if
+    that launcher alone is restarted."""
 
 
 @contextmanager
@@ -112,19 +115,28 @@ def _shoal(plan: Plan, script: tuple[str, ...], num_servers: int = 0) -> Iterato
 
 @contextmanager
 def torchrun(plan: Plan) -> Iterator[Running]:
+    """An agent that fails closes the rendezvous of its id for good, as torch says: the job then
+    starts anew under another id, from its checkpoint, as a scheduler or an operator does it."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    attempts = [0]
+
+    def start_anew() -> None:
+        attempts[0] += 1
+
     yield Running(
+        start_anew=start_anew,
         command=lambda name: torchrun_agent(
             plan.directory,
             name=name,
             port=store.port,
             max_nodes=plan.max_machines,
             conf=f"is_host=false,{TUNED_RDZV}",
+            attempt=attempts[0],
             script=(
                 *("on_exactness_torchrun.py", str(plan.directory)),
                 *(str(plan.pause_s), str(plan.checkpoint_every)),
             ),
-        )
+        ),
     )
 
 
@@ -183,7 +195,7 @@ class Machines:
     """The present machines of a job; all are stopped at the end of the `with` block."""
 
     def __init__(self, plan: Plan, running: Running) -> None:
-        self._command = running.command
+        self._command, self._start_anew = running.command, running.start_anew
         self._directory = plan.directory
         self._present: dict[str, Process] = {}
         self._lock = threading.Lock()
@@ -204,9 +216,10 @@ class Machines:
     ) -> None:
         with self._lock:
             self._closing = True
-            present, self._present = list(self._present.values()), {}
-        # Workers of torchrun lead sessions of their own: they outlive their agent.
-        left = [pid for process in present for pid in descendants(process.pid)]
+            self._present = {}
+        # Workers of torchrun lead sessions of their own: they outlive their agent. A machine that
+        # has got its notice is no longer present, and still runs.
+        left = [pid for each in self._supervisor.running for pid in descendants(each.pid)]
         self._supervisor.close()
         kill([*left, *filter(self._is_worker, self.steps.by_pid)])
 
@@ -291,9 +304,17 @@ class Machines:
         with self._lock:
             if self._closing or self._present.get(process.name) is not process:
                 return
+            if process.exit_code == 0 and (self._directory / "stop").exists():
+                return  # The training has ended.
             self.num_relaunches += 1
-            command = self._command(process.name)
-            self._present[process.name] = self._supervisor.spawn(command)
+            names = [process.name]
+            if self._start_anew is not None:
+                self._start_anew()
+                names = list(self._present)
+                for each in self._present.values():
+                    kill_machine(each)
+            for name in names:
+                self._present[name] = self._supervisor.spawn(self._command(name))
 
 
 def kill_machine(process: Process) -> None:

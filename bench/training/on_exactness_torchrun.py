@@ -7,6 +7,7 @@ samples, so that the result does not depend on that number.
 
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,11 +26,16 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from workload import StepLog
 
+TIMEOUT = timedelta(seconds=15)
+"""Limit of the start of a process group: workers start up to 10 s apart on a busy machine. An agent
+restarts its worker only if the worker fails, so workers that wait for a machine lost meanwhile have
+to fail: by default they wait for 30 minutes."""
+
 
 def main() -> None:
     directory, pause_s, every_steps = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     log = StepLog(directory)
     model = new_model()

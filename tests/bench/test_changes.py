@@ -1,5 +1,7 @@
 """Changes of machines that bench/trace.py replays."""
 
+from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +33,51 @@ def test_a_trace_is_read_as_numbers_of_machines_at_the_asked_speed(changes: Any)
     assert levels_of(read) == [(0, 2), (1, 4), (2, 3), (3, 2), (4, 3), (5, 4)]
 
 
-def test_a_line_that_neither_adds_nor_removes_is_refused(changes: Any) -> None:
-    with pytest.raises(ValueError, match="'drain' at 5 ms"):
-        changes.read_trace(["5,drain,node1"], 1.0)
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["0,add,a", "5,drain,a"], "line 2: '5,drain,a', expected milliseconds"),
+        (["time,event,node", "0,add,a"], "line 1: 'time,event,node', expected milliseconds"),
+        (["0,add,a,b"], "line 1: '0,add,a,b', expected milliseconds"),
+        (["0,add,a", "5,add,a"], "line 2: a is present already"),
+        (["0,add,a", "5,remove,b"], "line 2: b is not present"),
+        (["", "\n"], "the trace is empty"),
+    ],
+)
+def test_a_trace_of_another_form_is_refused(changes: Any, lines: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changes.read_trace(lines, 1.0)
+
+
+def test_a_trace_may_be_unsorted_and_have_line_ends_of_another_system(changes: Any) -> None:
+    """Lines of one time keep their order: `a` is replaced by a node of the same name."""
+    lines = ["2000,remove,a\r\n", "2000,add,a\r\n", "\r\n", "0,add,a\r\n", "1000,add,b\r\n"]
+    assert levels_of(changes.read_trace(lines, 1.0)) == [(0, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--mtbf 0",
+        "--mtbf nan",
+        "--mtbf 10 --speed 0",
+        "--mtbf 10 --max 0",
+        "--mtbf 10 --seconds 0",
+        "--mtbf 10 --notice -1",
+        "--trace {empty}",
+        "--trace {empty}-of-another-name",
+    ],
+)
+def test_an_option_without_meaning_is_refused_with_its_name(
+    changes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str
+) -> None:
+    (tmp_path / "empty").touch()
+    asked = arguments.format(empty=tmp_path / "empty").split()
+    parser = ArgumentParser()
+    changes.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        changes.changes_asked(parser, parser.parse_args(asked))
+    assert f"{asked[-2]}" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_each_number_of_machines_has_an_equal_share_of_the_scaled_time(changes: Any) -> None:

@@ -40,7 +40,22 @@ def test_a_pause_is_not_effective(effective: Any, step: Any) -> None:
     assert found.effective == pytest.approx(0.8, abs=0.02)
     assert found.longest_pause_s == pytest.approx(2.1)
     assert found.paused_per_change_s(1) == pytest.approx(2.0, abs=0.2)
+    assert found.stalled_s == pytest.approx(2.0)
     assert found.steps_twice == 0
+
+
+def test_slow_steps_are_no_stall(effective: Any, step: Any) -> None:
+    """A third of the steps takes half as long again: `paused_s` contains that, `stalled_s` only the
+    one pause."""
+    ends, at_s = [], 0.0
+    for number in range(300):
+        at_s += 0.15 if number % 3 == 0 else 0.1
+        at_s += 1.0 if number == 150 else 0.0
+        ends.append(at_s)
+    found = effective.effective([step(at, n) for n, at in enumerate(ends)], 0.0, ends[-1])
+    assert found.step_s == pytest.approx(0.1)
+    assert found.stalled_s == pytest.approx(1.0, abs=0.06)
+    assert found.paused_s > 5.0
 
 
 def test_steps_that_a_restart_took_back_count_once(effective: Any, step: Any) -> None:
@@ -74,7 +89,7 @@ def test_steps_before_the_start_do_not_count(effective: Any, step: Any) -> None:
 
 def test_a_run_of_no_step_is_not_effective_at_all(effective: Any) -> None:
     found = effective.effective([], 0.0, 10.0)
-    assert (found.effective, found.paused_s) == (0.0, 10.0)
+    assert (found.effective, found.paused_s, found.stalled_s) == (0.0, 10.0, 10.0)
 
 
 def test_the_interval_of_daly_is_that_of_young_for_a_cheap_checkpoint(effective: Any) -> None:

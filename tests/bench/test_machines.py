@@ -12,12 +12,18 @@ import pytest
 pytestmark = pytest.mark.nightly
 
 WITHIN_S = 60.0
-WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
-"""A launcher whose worker leads a session of its own, as torchrun's do."""
+WITH_A_SESSION = (
+    "test -e {place}/ignores && trap '' TERM;"
+    " setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
+)
+"""A launcher whose worker leads a session of its own, as torchrun's do. It ignores SIGTERM if the
+file `ignores` exists."""
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     from training import machines as module  # noqa: PLC0415 - bench/ is on the path of a test only
 
     from shoal_client.local.process import ChildCommand  # noqa: PLC0415
@@ -30,7 +36,8 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         )
 
     plan = module.Plan(directory=tmp_path, pause_s=0.0, max_machines=4, checkpoint_every=1)
-    with module.Machines(plan, module.Running(command=command)) as running:
+    anew = (tmp_path / "anew").touch if getattr(request, "param", "") == "anew" else None
+    with module.Machines(plan, module.Running(command=command, start_anew=anew)) as running:
         yield running
     await_true(lambda: not any(is_running(pid) for pid in workers(tmp_path)))
 
@@ -83,6 +90,27 @@ def test_a_launcher_that_ends_alone_is_started_again(machines: Any, tmp_path: Pa
     assert machines.names == ["machine-0"]
 
 
+@pytest.mark.parametrize("machines", ["anew"], indirect=True)
+def test_a_job_that_starts_anew_restarts_all_machines(machines: Any, tmp_path: Path) -> None:
+    """A launcher that fails takes the job with it: no worker of before goes on."""
+    from training.machines import descendants  # noqa: PLC0415
+
+    for number in range(3):
+        machines.join(f"machine-{number}")
+    await_true(lambda: num_starts(tmp_path) == 3)
+    before = workers(tmp_path)
+    machines.lose("machine-2")
+    failed = machines.pid("machine-0")
+    (its_worker,) = descendants(failed)
+    os.kill(failed, 9)
+    os.kill(its_worker, 9)
+    await_true(lambda: num_starts(tmp_path) == 5)
+    await_true(lambda: not any(is_running(pid) for pid in before))
+    assert (tmp_path / "anew").exists()
+    assert machines.names == ["machine-0", "machine-1"]
+    assert machines.num_relaunches == 1
+
+
 def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
     """A launcher that ends by SIGTERM is gone long before the kill that was announced."""
     machines.join("machine-0")
@@ -92,6 +120,17 @@ def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
     await_true(lambda: not is_running(pid))
     for worker in workers(tmp_path):
         os.kill(worker, 9)
+
+
+def test_a_machine_under_notice_ends_with_the_run(machines: Any, tmp_path: Path) -> None:
+    """Its launcher ignores SIGTERM, and the run ends before the kill: the fixture then waits until
+    the worker has ended."""
+    (tmp_path / "ignores").touch()
+    machines.join("machine-0")
+    await_true(lambda: num_starts(tmp_path) == 1)
+    machines.lose("machine-0", notice_s=600.0)
+    assert machines.names == []
+    assert all(is_running(pid) for pid in workers(tmp_path))
 
 
 def test_the_steps_of_a_dropped_worker_are_no_longer_read(tmp_path: Path) -> None:

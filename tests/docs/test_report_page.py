@@ -45,6 +45,11 @@ def results(peer_report: Any) -> dict[str, Any]:
     return {name: json.loads(path.read_text()) for name, path in paths if path.exists()}
 
 
+def empty_page(peer_report: Any) -> str:
+    names = [*peer_report.BLOCKS, peer_report.AHEAD]
+    return "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in names)
+
+
 def test_the_page_shows_the_results(peer_report: Any, results: dict[str, Any]) -> None:
     page = (DOCS / "report.md").read_text()
     assert peer_report.page_with(page, results) == page
@@ -85,14 +90,58 @@ def test_a_run_without_changes_has_no_pause_per_change(peer_report: Any) -> None
     assert alone.endswith("| 36 | 0 |  | 0.9 | 3 | 0 | 1.5e-06 |")
 
 
+def test_runs_with_other_options_have_rows_of_their_own(peer_report: Any) -> None:
+    """Notice and the most machines are part of the row's name; entries of one row share them."""
+    entry = {**OF_TRACE, "system": "shoal-ddp", "seed": 1, "effective": 0.9}
+    others = [{**entry, "notice_s": 5.0}, {**entry, "max_machines": 2}]
+    lines = peer_report.trace_table([entry, *others]).splitlines()[-3:]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| a loss every 10 min, 60 x",
+        "| a loss every 10 min, 60 x, notice 5 s",
+        "| a loss every 10 min, 60 x, 1 to 2 machines",
+    ]
+
+
+def test_a_run_that_failed_is_named_below_the_table(peer_report: Any) -> None:
+    page = empty_page(peer_report)
+    entry = {**OF_TRACE, "system": "torchrun", "seed": 1, "effective": 0.5}
+    failed = {**STAMP, "command": "bench/trace.py", "system": "shoal-ddp", "seed": 2}
+    failed |= {"trace": "poisson", "failed": "no 4 machines train"}
+    shown = peer_report.page_with(page, {"trace": [entry, failed]})
+    assert "Did not get to the end: `shoal-ddp` with seed 2 (no 4 machines train)." in shown
+    assert "| shoal-ddp |" not in shown
+    assert peer_report.page_with(page, {"trace": [entry]}).count("Did not") == 0
+
+
 def test_systems_without_results_are_absent(peer_report: Any) -> None:
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
+    empty = empty_page(peer_report)
     assert peer_report.page_with(empty, {}) == empty
     entries = [{**OF_TRACE, "system": "torchft", "seed": 1, "effective": 0.5}]
     page = peer_report.page_with(empty, {"trace": entries})
     assert ".venv/bin/python bench/trace.py --mtbf 10 --record" in page
     assert page.count("|---") and "shoal-ddp" not in page
     assert peer_report.page_with(page, {}) == empty
+
+
+def test_each_figure_in_which_a_peer_is_better_is_listed(peer_report: Any) -> None:
+    """Equal figures are not listed, nor is one process, to which no change is made."""
+    own = {**OF_TRACE, "system": "shoal-ddp", "seed": 1, "effective": 0.95}
+    better = {**own, "system": "torchft", "effective": 0.97, "longest_pause_s": 0.4}
+    alone = {**own, "system": "one-process", "effective": 0.99}
+    (text,) = peer_report.ahead({"trace": [own, better, alone]})
+    assert text == (
+        "- a loss every 10 min, 60 x, `shoal-ddp`: effective time 95.0 % (torchft 97.0 %);"
+        " longest pause 0.9 s (torchft 0.4 s)."
+    )
+    assert (
+        peer_report.ahead({"trace": [own, {**alone, "system": "torchrun", "effective": 0.9}]}) == []
+    )
+    rows = [
+        {"metric": "worker_rows", "value": 1.5, "peer": peer, "peer_value": value}
+        for peer, value in (("torch-rpc", 2.5), ("ray-actor", 0.5))
+    ]
+    (text,) = peer_report.ahead({"rows": rows})
+    assert text == "- `worker_rows`, million rows a second: 1.5 (torch-rpc 2.5)."
 
 
 def test_a_page_without_one_of_the_blocks_is_refused(peer_report: Any) -> None:
