@@ -19,7 +19,7 @@ from contextlib import aclosing
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError
+from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError, ShoalError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -29,13 +29,13 @@ from shoal_server.etcd.api import (
     created_at,
 )
 from shoal_server.etcd.leader_key import (
-    RETRY_PAUSE_S,
     Leader,
     LeaderCandidate,
     delete_unleased,
     end_term,
     follow,
 )
+from shoal_server.etcd.repeat import new_pauses, until_answered
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -120,18 +120,19 @@ class Leadership:
                 self._lose(f"the lease was not renewed: {error}")
 
     async def _renew_once(self) -> None:
-        while True:
+        sent_s = self._clock()
+
+        async def renew() -> float:
+            nonlocal sent_s
             sent_s = self._clock()
-            try:
-                ttl_s = await self._store.keep_alive(self._lease)
-            except RetryError as error:
-                log.warning("leader_lease_not_renewed", reason=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            if ttl_s <= 0:
-                raise LeaseExpired("etcd has ended the leader's lease")
-            self._own_until_s = sent_s + SAFETY * ttl_s
-            return
+            return await self._store.keep_alive(self._lease)
+
+        ttl_s = await until_answered(
+            renew, lambda error: log.warning("leader_lease_not_renewed", reason=str(error))
+        )
+        if ttl_s <= 0:
+            raise LeaseExpired("etcd has ended the leader's lease")
+        self._own_until_s = sent_s + SAFETY * ttl_s
 
     async def _observe(self) -> None:
         """End the term if its key is deleted or replaced: renewals of the lease do not show
@@ -187,21 +188,24 @@ class Election:
         Retries through outages of etcd, and if the new lease runs out before the key is written.
         Raises AccessDenied and other refusals, and CorruptError if etcd lost history.
         """
-        while True:
-            try:
-                await self._until_vacant()
-                term = await self._try()
-                if term is not None:
-                    return term
-            except RetryError as error:
-                self.on_trouble(str(error))
-                log.warning("campaign_interrupted", reason=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
-            except LeaseExpired as error:
-                # For example, this process was suspended. etcd answered: `on_trouble` is not
-                # called.
-                log.warning("campaign_interrupted", reason=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
+        term: Leadership | None = None
+        while term is None:
+            term = await until_answered(
+                self._campaign_once,
+                self._note_interruption,
+                lambda error: isinstance(error, RetryError | LeaseExpired),
+            )
+        return term
+
+    async def _campaign_once(self) -> Leadership | None:
+        await self._until_vacant()
+        return await self._try()
+
+    def _note_interruption(self, error: ShoalError) -> None:
+        # After LeaseExpired (for example, this process was suspended) etcd has answered.
+        if not isinstance(error, LeaseExpired):
+            self.on_trouble(str(error))
+        log.warning("campaign_interrupted", reason=str(error))
 
     async def leaders(self) -> AsyncGenerator[Leader | None, None]:
         """Yield the leader (None: there is none), and again when it changes, for ever.
@@ -209,21 +213,19 @@ class Election:
         Only the last of several changes that arrive together is seen. Retries through outages of
         etcd; raises other errors, such as AccessDenied.
         """
-        leader, is_first = None, True
+        leader, is_first, pauses = None, True, new_pauses()
         while True:
             try:
                 async with aclosing(follow(self._store)) as found:
                     async for known in found:
+                        pauses.reset()
                         if is_first or known != leader:
                             leader, is_first = known, False
                             yield leader
             except RetryError as error:
-                await self._wait_out(error)
-
-    async def _wait_out(self, error: RetryError) -> None:
-        self.on_trouble(str(error))
-        log.warning("leader_unknown", reason=str(error))
-        await asyncio.sleep(RETRY_PAUSE_S)
+                self.on_trouble(str(error))
+                log.warning("leader_unknown", reason=str(error))
+                await asyncio.sleep(pauses.pause_s())
 
     async def _try(self) -> Leadership | None:
         """Try once to take the leader's key; None if another candidate was faster."""

@@ -1,6 +1,5 @@
 """The leader's key in etcd: reading it, watching it, and ending another coordinator's term."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_proto.errors import RetryError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     NO_LEASE,
@@ -22,10 +20,9 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.mirror import follow_key
+from shoal_server.etcd.repeat import until_answered
 
 log = structlog.get_logger(__name__)
-
-RETRY_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +79,13 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
     Safe even if that leader lives: it watches its key, and each of its writes compares the
     revision that is compared here, so it writes nothing more.
     """
-    while True:
-        try:
-            condition = created_at(keys.LEADER, leader.create_revision)
-            return (await store.transact((condition,), (Delete(keys.LEADER),))).succeeded
-        except RetryError as error:
-            # If the outcome is unknown, the next attempt finds the key deleted or deletes it.
-            log.warning("term_not_ended", leader=leader.address, reason=str(error))
-            await asyncio.sleep(RETRY_PAUSE_S)
+    condition = created_at(keys.LEADER, leader.create_revision)
+    # If the outcome is unknown, the next attempt finds the key deleted or deletes it.
+    result = await until_answered(
+        lambda: store.transact((condition,), (Delete(keys.LEADER),)),
+        lambda error: log.warning("term_not_ended", leader=leader.address, reason=str(error)),
+    )
+    return result.succeeded
 
 
 async def delete_unleased(store: KeyValueStore) -> None:

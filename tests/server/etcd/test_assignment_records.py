@@ -25,8 +25,6 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.parameters.cluster import assignment_changes
-from shoal_server.parameters.cluster.assignment_changes import change_assignments
 
 MAX_OPERATIONS = 128
 """Default limit of operations in one of etcd's transactions."""
@@ -289,7 +287,6 @@ async def test_a_change_returns_once_the_outcome_of_its_write_is_known(
     """etcd is unavailable after the write, and the caller no longer wants the change. The call
     returns once the write took effect or never can. Otherwise a primary might continue without a
     backup that the record names."""
-    monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
     outages = iter([True, True])
@@ -320,8 +317,8 @@ async def test_a_change_returns_once_the_outcome_of_its_write_is_known(
     async with table:
         store.transact = away  # type: ignore[method-assign]
         wishes = iter([True])
-        await change_assignments(
-            table, "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
+        await table.change_until_written(
+            "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
         )
         held = table.of_job("job").get(0)
         assert held is not None

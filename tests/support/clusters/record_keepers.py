@@ -23,7 +23,6 @@ from shoal_server.etcd.api import Compare, KeyValueStore, Operation, Put, Transa
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.client import EtcdClient
-from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.serving.tasks import SupervisedTasks
 
 
@@ -114,12 +113,12 @@ class RecordKeeper:
         for job in self._table.jobs:
             held = self._table.of_job(job)
             mine = [i for i, h in held.items() if h.primary == server and self.me in h.backups]
-            await change_assignments(
-                self._table, job, mine, partial(promote, lost=server, backup=self.me)
+            await self._table.change_until_written(
+                job, mine, partial(promote, lost=server, backup=self.me)
             )
             led = [i for i, h in held.items() if h.primary == self.me and server in h.holders[1:]]
             change = partial(without_backup, primary=self.me, lost=server)
-            await change_assignments(self._table, job, led, change)
+            await self._table.change_until_written(job, led, change)
 
     def _carry_out(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
@@ -146,11 +145,11 @@ class RecordKeeper:
                 return
             for joined in set(joining.values()):
                 ids = [i for i, holder in joining.items() if holder == joined]
-                await change_assignments(
-                    self._table, job, ids, partial(in_step, primary=self.me, joined=joined)
+                await self._table.change_until_written(
+                    job, ids, partial(in_step, primary=self.me, joined=joined)
                 )
-            await change_assignments(
-                self._table, job, leaving, partial(exchange_primary, primary=self.me)
+            await self._table.change_until_written(
+                job, leaving, partial(exchange_primary, primary=self.me)
             )
 
 

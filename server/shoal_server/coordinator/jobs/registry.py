@@ -37,6 +37,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.api import Delete
+from shoal_server.etcd.repeat import until_answered
 from shoal_server.serving.tasks import gather_bounded, run_until_done
 
 log = structlog.get_logger(__name__)
@@ -201,7 +202,7 @@ class Registry:
         self._finished = []
 
     async def _read_in_background(self, name: str) -> None:
-        stored = await _with_retries(partial(self._read, name))
+        stored = await _until_read(partial(self._read, name))
         if stored is not None:
             self._take_up(stored, self._dependencies.clock())
 
@@ -210,8 +211,8 @@ class Registry:
         if actor is None:
             return
         try:
-            await _with_retries(actor.records.fill)
-            await _with_retries(partial(self._prepare, name))
+            await _until_read(actor.records.fill)
+            await _until_read(partial(self._prepare, name))
         except ShoalError as error:
             # The job is over; the error concerns only callers that ask for its records.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
@@ -470,10 +471,11 @@ def _one_of(names: list[str]) -> str:
     return f"one of {', '.join(names[:MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
-async def _with_retries(work: Callable[[], Awaitable[Found]]) -> Found:
-    while True:
-        try:
-            return await work()
-        except (RetryError, AccessDenied) as error:
-            log.warning("job_not_read_yet", reason=str(error))
-            await asyncio.sleep(READ_AGAIN_S)
+async def _until_read(work: Callable[[], Awaitable[Found]]) -> Found:
+    """Repeat a reading of etcd until it succeeds: etcd may not answer, and an operator may correct
+    permissions."""
+    return await until_answered(
+        work,
+        lambda error: log.warning("job_not_read_yet", reason=str(error)),
+        lambda error: isinstance(error, RetryError | AccessDenied),
+    )

@@ -5,13 +5,13 @@ read or wrote last. So no decision is based on a record that another process has
 unknown outcome is repeated. If the first attempt arrives after that, it changes nothing.
 """
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
-from shoal_proto.errors import AccessDenied, InternalError, NotLeader, RetryError
+from shoal_proto.errors import AccessDenied, InternalError, NotLeader, RetryError, ShoalError
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_generations import (
     StoredGenerations,
@@ -31,10 +31,10 @@ from shoal_server.etcd.api import (
     unchanged_since,
 )
 from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.repeat import is_outcome_unknown, transact_until_known, until_answered
 
 log = structlog.get_logger(__name__)
 
-ETCD_RETRY_S = 0.2
 MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 MAX_TRANSACTION_BYTES = 1024 * 1024  # and 1.5 MiB
 
@@ -76,14 +76,7 @@ class DurableJobs:
         error with which etcd refuses the write (a record that is too large). After Unavailable, an
         earlier attempt of unknown outcome may have taken effect.
         """
-        while True:
-            try:
-                await self._store.transact((), operations)
-            except RetryError as error:
-                if error.details.get("outcome") != "unknown":
-                    raise
-            else:
-                return
+        await transact_until_known(self._store, (), operations)
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable in order, in one or more transactions."""
@@ -112,18 +105,11 @@ class DurableJobs:
         # Each transaction is repeated by itself. An earlier one without the job's record would not
         # succeed after the one that wrote the record.
         for batch in _batches(operations):
-            await self._until_applied(job, batch)
-
-    async def _until_applied(self, job: str, batch: Sequence[Operation]) -> None:
-        while True:
-            try:
-                await self.apply_to(job, batch)
-                return
-            except NotLeader:
-                raise
-            except (RetryError, AccessDenied) as error:
-                log.warning("etcd_unreachable", job=job, reason=str(error))
-            await asyncio.sleep(ETCD_RETRY_S)
+            await until_answered(
+                partial(self.apply_to, job, batch),
+                lambda error: log.warning("etcd_unreachable", job=job, reason=str(error)),
+                _is_waited_out,
+            )
 
     async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:
         """Apply the operations as `apply` does, if the job's own record is the one that this
@@ -136,7 +122,7 @@ class DurableJobs:
             try:
                 result = await self._store.transact([is_known], operations, [Get(key)])
             except RetryError as error:
-                if error.details.get("outcome") != "unknown":
+                if not is_outcome_unknown(error):
                     raise
                 self._unsure.add(job)
                 continue
@@ -150,6 +136,11 @@ class DurableJobs:
         if state is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)
+
+
+def _is_waited_out(error: ShoalError) -> bool:
+    """True if a job's write waits for the end of the error: an operator may correct permissions."""
+    return isinstance(error, RetryError | AccessDenied) and not isinstance(error, NotLeader)
 
 
 def _changed(job: str, stored: KeyValue | None, known: Revision) -> InternalError:

@@ -8,8 +8,7 @@ from typing import Any
 
 import structlog
 
-from shoal_proto.back_off import BackOff
-from shoal_proto.errors import InternalError, InvalidSpec, RetryError, ShoalError
+from shoal_proto.errors import InternalError, InvalidSpec, ShoalError
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.coordinator.publications import messages
 from shoal_server.coordinator.publications.layouts import MergedLayouts
@@ -38,6 +37,7 @@ from shoal_server.core.publications.protocol import (
 from shoal_server.core.publications.readers import ReaderReport
 from shoal_server.core.publications.records import PublishedSegment
 from shoal_server.core.publications.series import PublishedSeries
+from shoal_server.etcd.repeat import until_answered
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -218,22 +218,20 @@ class SeriesActor:
     ) -> tuple[PublishedSegment, ...] | int:
         """The segments, each with the holders that confirmed it; or a rank whose segment no server
         has."""
-        pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
             result = verified(segments, await self._stores.held(self.series.name, segments))
             if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
-            await asyncio.sleep(pauses.pause_s())
+            await asyncio.sleep(VERIFY_PAUSE_S)
         return result
 
     async def _keep_layout(self, layout: bytes) -> bytes:
-        pauses = BackOff(VERIFY_PAUSE_S)
-        while True:
-            try:
-                return await self.writer.keep_layout(layout)
-            except RetryError as error:
-                log.warning("layout_not_kept", series=self.series.name, reason=str(error))
-            await asyncio.sleep(pauses.pause_s())
+        return await until_answered(
+            lambda: self.writer.keep_layout(layout),
+            lambda error: log.warning(
+                "layout_not_kept", series=self.series.name, reason=str(error)
+            ),
+        )
 
     async def apply_limits(self) -> None:
         """Apply time limits. Check which servers still hold the versions, drop versions that are

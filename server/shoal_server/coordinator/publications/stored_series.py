@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
-from shoal_proto.back_off import BackOff
-from shoal_proto.errors import InternalError, RetryError, ShoalError, VersionGone
+from shoal_proto.errors import InternalError, ShoalError, VersionGone
 from shoal_server.core.publications.protocol import WriteSeries
 from shoal_server.core.publications.records import PublishedVersion, StoredSeries
 from shoal_server.etcd import keys
@@ -19,11 +18,9 @@ from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import deflated_chunks
 from shoal_server.etcd.records import series as records
+from shoal_server.etcd.repeat import until_answered
 
 log = structlog.get_logger(__name__)
-
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
 
 
 class SeriesWriter:
@@ -73,15 +70,16 @@ class SeriesWriter:
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
         """The revision of the write; None if another coordinator has written the head. Repeats the
         write after each RetryError."""
-        pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         condition = unchanged_since(head.key, self._revision)
-        while True:
-            try:
-                result = await self._store.transact([condition], operations)
-                return result.revision if result.succeeded else await self._made_before(head)
-            except RetryError as error:
-                log.warning("series_not_written", series=self._name, reason=str(error))
-            await asyncio.sleep(pauses.pause_s())
+
+        async def attempt() -> Revision | None:
+            result = await self._store.transact([condition], operations)
+            return result.revision if result.succeeded else await self._made_before(head)
+
+        return await until_answered(
+            attempt,
+            lambda error: log.warning("series_not_written", series=self._name, reason=str(error)),
+        )
 
     async def _made_before(self, head: Put) -> Revision | None:
         """The revision of an earlier attempt that took effect; None if none did."""

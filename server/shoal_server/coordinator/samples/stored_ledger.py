@@ -35,6 +35,7 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.json_fields import UnreadableRecord, as_unreadable
 from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.repeat import is_outcome_unknown
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
@@ -145,7 +146,7 @@ class StoredLedger:
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:
-            if error.details.get("outcome") != "unknown":
+            if not is_outcome_unknown(error):
                 raise
             entry = await self._store.get(put.key)
             if entry is not None and entry.value == put.value:

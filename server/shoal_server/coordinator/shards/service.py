@@ -51,6 +51,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
+from shoal_server.etcd.repeat import is_outcome_unknown
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
@@ -247,7 +248,7 @@ class ShardsService(ShardsServicer):
             is_placed = await self._write(layout, first)
         except RetryError as error:
             # If the outcome is unknown, the layout that is read below decides.
-            if error.details.get("outcome") != "unknown":
+            if not is_outcome_unknown(error):
                 raise
             is_placed = False
         if is_placed:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import structlog
+
 from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
@@ -10,7 +12,10 @@ from shoal_server.etcd.api import Get, Keyspace, KeyValue
 from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignments import Change, JobHead, StoredShard
+from shoal_server.etcd.repeat import is_outcome_unknown, is_transient, until_answered
 from shoal_server.serving.tasks import gather_bounded
+
+log = structlog.get_logger(__name__)
 
 NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
 Run = tuple[str, str]
@@ -144,6 +149,17 @@ class AssignmentMirror:
             remaining, size = [i for each in found for i in each or ()], max(1, size // 10)
         return False
 
+    async def change_until_written(
+        self, job: str, shard_ids: Collection[int], wanted: Change
+    ) -> bool:
+        """Do as `change` does, and repeat it after each RetryError or unknown outcome, however
+        often that happens. Raises any other error of the store."""
+        return await until_answered(
+            lambda: self.change(job, shard_ids, wanted),
+            lambda error: log.warning("assignments_not_changed", job=job, reason=str(error)),
+            lambda error: is_transient(error) or is_outcome_unknown(error),
+        )
+
     async def _write(
         self, changes: Sequence[tuple[StoredShard, ShardAssignment]]
     ) -> list[int] | None:
@@ -154,7 +170,7 @@ class AssignmentMirror:
             is_done, found = await records.change(self._store, shards, targets)
         except BaseException as error:
             # A cancelled call does not know its outcome either.
-            if not isinstance(error, ShoalError) or error.details.get("outcome") == "unknown":
+            if not isinstance(error, ShoalError) or is_outcome_unknown(error):
                 self._unsettled |= {shard.key: shard for shard in shards}
             raise
         self._records.note_all(found)

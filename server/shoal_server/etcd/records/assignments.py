@@ -38,6 +38,7 @@ from shoal_server.etcd.api import (
     unchanged_since,
 )
 from shoal_server.etcd.mirror import MirroredKey
+from shoal_server.etcd.repeat import is_outcome_unknown, transact_until_known
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
@@ -335,14 +336,9 @@ async def _write(
         Put(keys.shard_assignment(assignments.job, run, h.shard_id), encode_shard(run, h))
         for h in batch
     ]
-    while True:
-        try:
-            result = await store.transact([], [*puts, Get(puts[0].key)])
-        except RetryError as error:
-            if error.details.get("outcome") != "unknown":
-                raise
-            continue  # No other process writes these keys: repeating is harmless.
-        return created_at(puts[0].key, result.reads[0][0].create_revision)
+    # No other process writes these keys: repeating is harmless.
+    result = await transact_until_known(store, [], [*puts, Get(puts[0].key)])
+    return created_at(puts[0].key, result.reads[0][0].create_revision)
 
 
 async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
@@ -382,7 +378,7 @@ async def change(
     try:
         result = await store.transact([s.is_unchanged for s in shards], [*puts, *operations], gets)
     except RetryError as error:
-        if error.details.get("outcome") != "unknown":
+        if not is_outcome_unknown(error):
             raise
         return False, await settled(store, shards)
     if result.succeeded:
@@ -403,18 +399,13 @@ async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyVal
 async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
     """Write the record once more, unchanged. The write of unknown outcome, which compares the
     earlier revision, then fails."""
-    while True:
-        try:
-            result = await store.transact(
-                [stored.is_unchanged],
-                [stored.replaced(stored.assignment), Get(stored.key)],
-                [Get(stored.key)],
-            )
-        except RetryError as error:
-            if error.details.get("outcome") != "unknown":
-                raise
-            continue  # Repeating is harmless.
-        return result.reads[0]
+    result = await transact_until_known(
+        store,
+        [stored.is_unchanged],
+        [stored.replaced(stored.assignment), Get(stored.key)],
+        [Get(stored.key)],
+    )
+    return result.reads[0]
 
 
 def _parsed(kind: type[M], entry: MirroredKey | KeyValue) -> M:

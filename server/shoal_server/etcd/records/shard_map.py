@@ -33,6 +33,7 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.records import assignments, deflated_chunks
 from shoal_server.etcd.records import servers as registered
+from shoal_server.etcd.repeat import transact_until_known
 
 log = structlog.get_logger(__name__)
 
@@ -82,14 +83,9 @@ async def write_chunks(store: Keyspace, layout: StoredLayout) -> Compare:
 
 
 async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
-    while True:
-        try:
-            result = await store.transact([], [chunk, Get(chunk.key)])
-        except RetryError as error:
-            if error.details.get("outcome") != "unknown":
-                raise
-            continue  # Its key contains the digest of the content: repeating is harmless.
-        return created_at(chunk.key, result.reads[0][0].create_revision)
+    # Its key contains the digest of the content: repeating is harmless.
+    result = await transact_until_known(store, [], [chunk, Get(chunk.key)])
+    return created_at(chunk.key, result.reads[0][0].create_revision)
 
 
 async def delete_other_layouts(

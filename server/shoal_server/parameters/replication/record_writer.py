@@ -21,7 +21,6 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -57,7 +56,7 @@ class RecordWriter:
     async def _change(self, job: str, shard_ids: set[int]) -> None:
         try:
             change = partial(self._revised, job)
-            await change_assignments(self._records, job, shard_ids, change)
+            await self._records.change_until_written(job, shard_ids, change)
         except ShoalError as error:
             # Tried again later: an operator may correct this server's permissions in etcd.
             log.error("assignments_not_changed", job=job, reason=str(error))

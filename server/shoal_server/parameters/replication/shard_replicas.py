@@ -29,7 +29,6 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -224,8 +223,8 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Change shards' assignments; see the function `change_assignments`."""
-        return await change_assignments(self._record, job, shard_ids, change)
+        """Change shards' assignments; see `AssignmentMirror.change_until_written`."""
+        return await self._record.change_until_written(job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
         """Read the newest record of the job, or of some of its shards, from etcd. Raises what the

@@ -1,0 +1,67 @@
+"""Repetition of calls to etcd by callers that must succeed: through outages, and after an unknown
+outcome. The client's own calls give up after seconds: see `Keyspace`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from shoal_proto.back_off import BackOff
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_server.etcd.api import Compare, Keyspace, Operation, TransactionResult
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 0.5
+"""Longest pause between two calls, so that work goes on soon after an outage."""
+
+T = TypeVar("T")
+
+
+def is_transient(error: ShoalError) -> bool:
+    """True if the same call may succeed later."""
+    return isinstance(error, RetryError)
+
+
+def is_outcome_unknown(error: ShoalError) -> bool:
+    """True if the error of a transaction leaves open if it was carried out."""
+    return error.details.get("outcome") == "unknown"
+
+
+def new_pauses() -> BackOff:
+    """Pauses between the calls of one caller."""
+    return BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+
+
+async def until_answered(
+    call: Callable[[], Awaitable[T]],
+    on_failure: Callable[[ShoalError], object],
+    is_retried: Callable[[ShoalError], bool] = is_transient,
+) -> T:
+    """Repeat a call, with pauses, until it returns, and return its result. `on_failure` is called
+    with each error after which it is repeated; errors for which `is_retried` is False are raised.
+    """
+    pauses = new_pauses()
+    while True:
+        try:
+            return await call()
+        except ShoalError as error:
+            if not is_retried(error):
+                raise
+            on_failure(error)
+        await asyncio.sleep(pauses.pause_s())
+
+
+async def transact_until_known(
+    store: Keyspace,
+    compares: Sequence[Compare],
+    then: Sequence[Operation],
+    otherwise: Sequence[Operation] = (),
+) -> TransactionResult:
+    """Repeat a transaction until its outcome is known. It must be idempotent: earlier attempts may
+    have been carried out. Raises what the store raises, even if an earlier attempt may have been
+    carried out."""
+    while True:
+        try:
+            return await store.transact(compares, then, otherwise)
+        except RetryError as error:
+            if not is_outcome_unknown(error):
+                raise
