@@ -74,6 +74,8 @@ class LeaderStore:
         self._store = store
         self._leadership = leadership
         self._on_deposed = on_deposed
+        self._current_check: asyncio.Task[None] | None = None
+        self._next_check: asyncio.Task[None] | None = None
 
     async def get(self, key: str) -> KeyValue | None:
         return await self._store.get(key)
@@ -118,8 +120,21 @@ class LeaderStore:
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
-        """Check in etcd that this coordinator leads now. Raises NotLeader if it does not, and what
-        the store raises."""
+        """Return once a read of etcd that began after this call has shown that this coordinator
+        leads. One read serves all calls that wait for it. Raises NotLeader if it does not lead, and
+        what the store raises."""
+        if self._next_check is None:
+            self._next_check = asyncio.create_task(
+                self._check_after(self._current_check), name="leading-check"
+            )
+            # Retrieves the error even if no caller waits any more.
+            self._next_check.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._next_check)
+
+    async def _check_after(self, previous: "asyncio.Task[None] | None") -> None:
+        if previous is not None:
+            await asyncio.wait([previous])
+        self._current_check, self._next_check = self._next_check, None
         leadership = self._leadership()
         leader_gets = [Get(each.key) for each in leadership]
         if not (await self._store.transact(leadership, leader_gets, leader_gets)).succeeded:

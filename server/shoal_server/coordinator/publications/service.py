@@ -93,7 +93,6 @@ class WeightSeriesService(WeightSeriesServicer):
         self._clock = clock
         self._call_wait_s = call_wait_s
         self._stores = Stores(store, calls, self._servers_changed)
-        self._check = LeadingCheck(store)
         self._layouts = MergedLayouts()
         self._actors: dict[str, SeriesActor] = {}
         self._broken: dict[str, ShoalError] = {}
@@ -267,7 +266,7 @@ class WeightSeriesService(WeightSeriesServicer):
         )
         assert isinstance(begun, PublicationBegun)
         # A deposed leader would answer from its own state, not from its successor's.
-        await self._check.confirm()
+        await self._store.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
             epoch=begun.epoch,
@@ -407,7 +406,7 @@ class WeightSeriesService(WeightSeriesServicer):
         if leased:
             # A successor keeps all versions until the leases from before its term have ended. This
             # lease is one of them if etcd confirms, after the grant, that this coordinator leads.
-            await self._check.confirm()
+            await self._store.confirm()
         return pb.ReaderReportReply(
             lease_s=LEASE_S,
             leased=leased,
@@ -444,32 +443,6 @@ class WeightSeriesService(WeightSeriesServicer):
         view = messages.view_of(actor.series, self._stores.addresses)
         view.readers.extend(messages.readers_of(actor.series, self._clock()))
         return view
-
-
-class LeadingCheck:
-    """Check that this coordinator leads. One read of etcd serves all callers that wait for it."""
-
-    def __init__(self, store: LeaderStore) -> None:
-        self._store = store
-        self._current: asyncio.Task[None] | None = None
-        self._next: asyncio.Task[None] | None = None
-
-    async def confirm(self) -> None:
-        """Return once a read that began after this call has shown that this coordinator leads.
-
-        Raises NotLeader, and RetryError if etcd does not answer.
-        """
-        if self._next is None:
-            self._next = asyncio.create_task(self._read_after(self._current), name="leading-check")
-            # Retrieves the error even if no caller waits any more.
-            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(self._next)
-
-    async def _read_after(self, previous: "asyncio.Task[None] | None") -> None:
-        if previous is not None:
-            await asyncio.wait([previous])
-        self._current, self._next = self._next, None
-        await self._store.confirm()
 
 
 def _rollback(to: int, call: Call) -> Event:

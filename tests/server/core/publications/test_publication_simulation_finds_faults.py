@@ -6,12 +6,12 @@ import pytest
 from support.sim.publications.schedule import simulate_publications
 
 from shoal_server.coordinator.publications import layouts
-from shoal_server.coordinator.publications.service import LeadingCheck
 from shoal_server.coordinator.snapshots import taking
 from shoal_server.core.publications import keeping, series
 from shoal_server.core.publications.protocol import PartContributed
 from shoal_server.core.publications.records import PublishedSegment, StoredSeries
 from shoal_server.core.publications.series import PublishedSeries
+from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.parameters.snapshot.barrier import SnapshotBarrier
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
@@ -53,10 +53,10 @@ def a_new_leader_drops_at_once(patch: Patch) -> None:
 def a_deposed_leader_grants_leases(patch: Patch) -> None:
     """The new leader does not know of leases that the deposed one still grants."""
 
-    async def confirm(self: LeadingCheck) -> None:
+    async def confirm(self: LeaderStore) -> None:
         return None
 
-    patch.setattr(LeadingCheck, "confirm", confirm)
+    patch.setattr(LeaderStore, "confirm", confirm)
 
 
 def leases_are_ignored(patch: Patch) -> None:
