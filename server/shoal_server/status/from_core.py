@@ -59,7 +59,6 @@ def job_view(
     must count Unix seconds. With `now_s`, on that clock, the view says for how long members have
     been paused.
     """
-    paused, away = job.why_paused(now_s), _in_own_code(job, now_s)
     roster = job.attempt or job.running or job.previous
     result = job.tally.result
     newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
@@ -84,14 +83,7 @@ def job_view(
         generation=job.last_generation,
         synchronous=roster.synchronous if roster else True,
         fields=dict(roster.fields) if roster else {},
-        members=tuple(
-            _while_paused(
-                _while_away(_member_view(job, member, last_seen.get(member.member_id)), away),
-                job.table.pauses.of(member),
-                paused,
-            )
-            for member in job.members.values()
-        ),
+        members=_member_views(job, job.members.values(), last_seen, now_s),
         generations=tuple(generation_view(record) for record in newest),
     )
 
@@ -117,9 +109,8 @@ def member_view(
     job: Job, member: MemberState, seen: LastSeen | None, *, now_s: float | None = None
 ) -> MemberView:
     """One member, as in its job's view."""
-    own = job.table.pauses.of(member)
-    view = _while_away(_member_view(job, member, seen), _in_own_code(job, now_s))
-    return _while_paused(view, own, job.why_paused(now_s))
+    last_seen = {} if seen is None else {member.member_id: seen}
+    return _member_views(job, (member,), last_seen, now_s)[0]
 
 
 def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
@@ -162,6 +153,17 @@ def generation_view(record: GenerationRecord) -> GenerationView:
         conflicts=tuple(
             ConflictView(field=c.field, values=dict(c.values)) for c in record.conflicts
         ),
+    )
+
+
+def _member_views(
+    job: Job, members: Iterable[MemberState], last_seen: Mapping[str, LastSeen], now_s: float | None
+) -> tuple[MemberView, ...]:
+    paused, away = job.why_paused(now_s), _in_own_code(job, now_s)
+    views = ((m, _member_view(job, m, last_seen.get(m.member_id))) for m in members)
+    return tuple(
+        _while_paused(_while_away(view, away), job.table.pauses.of(member), paused)
+        for member, view in views
     )
 
 

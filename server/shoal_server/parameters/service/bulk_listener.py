@@ -19,12 +19,12 @@ from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission.connections import accepted
 from shoal_server.serving.tasks import SupervisedTasks, running
 
 log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
-ACCEPT_AGAIN_S = 0.5
 MAX_CONNECTIONS = 4096
 # The kernel probes a connection that was silent for 10 s, each 5 s, and ends it after 3 probes
 # without an answer: the client's machine has vanished.
@@ -69,15 +69,8 @@ class BulkListener:
                     self._offers.listening("", 0)
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connected, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # Most likely out of descriptors: clients use gRPC until some are free again.
-                log.warning("bulk_connection_not_accepted", reason=str(error))
-                await asyncio.sleep(ACCEPT_AGAIN_S)
-                continue
+        # Clients use gRPC while no connection is accepted.
+        async for connected, _ in accepted(listener, "bulk"):
             is_reserved = descriptors.is_reserved(connected.fileno())
             if is_reserved or len(self._connections) >= self._most:
                 log.warning("bulk_connection_refused", num_connections=len(self._connections))

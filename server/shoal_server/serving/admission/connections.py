@@ -1,15 +1,35 @@
 """Connections that a listening socket accepts, limited in total and for each peer."""
 
+import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import structlog
 
 from shoal_server.serving.admission import descriptors
 
 log = structlog.get_logger(__name__)
+
+ACCEPT_AGAIN_S = 0.5
+
+
+async def accepted(
+    listener: socket.socket, service: str
+) -> AsyncIterator[tuple[socket.socket, Any]]:
+    """Yield each connection to the listener, and its peer's address, for ever. If none can be
+    accepted, most likely because no descriptors are left, this is logged and tried again after a
+    pause. `service`: name of the service, for the log."""
+    while True:
+        try:
+            connection = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:
+            log.warning(f"{service}_connection_not_accepted", reason=str(error))
+            await asyncio.sleep(ACCEPT_AGAIN_S)
+        else:
+            yield connection
 
 
 class ConnectionCounts:

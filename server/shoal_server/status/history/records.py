@@ -1,17 +1,13 @@
 """The history of a job as plain data, for the API and for storage."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+
+from shoal_server.status.views import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChangeView:
+class ChangeView(View):
     """Change from one generation to the next: cause, pause and loss."""
-
-    __pydantic_config__: ClassVar[Any] = {
-        "use_attribute_docstrings": True,
-        "ser_json_inf_nan": "strings",
-    }
 
     generation: int
     unix_s: float
@@ -34,13 +30,8 @@ class ChangeView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedView:
+class LoggedView(View):
     """Values that the script logged under one name, over steps."""
-
-    __pydantic_config__: ClassVar[Any] = {
-        "use_attribute_docstrings": True,
-        "ser_json_inf_nan": "strings",
-    }
 
     name: str
     newest_step: int
@@ -55,13 +46,8 @@ class LoggedView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeriesView:
+class SeriesView(View):
     """Measurements over time, a value for each interval; null if there was none."""
-
-    __pydantic_config__: ClassVar[Any] = {
-        "use_attribute_docstrings": True,
-        "ser_json_inf_nan": "strings",
-    }
 
     interval_s: float
     """Length of each interval: 1, 2, 4 ... seconds, so that there are at most 256 intervals."""

@@ -11,7 +11,7 @@ import uvicorn
 from shoal_proto.errors import Overloaded
 from shoal_server.serving.access.local_users import PEER_USER, user_of_peer
 from shoal_server.serving.admission.config import HttpLimits
-from shoal_server.serving.admission.connections import ConnectionCounts
+from shoal_server.serving.admission.connections import ConnectionCounts, accepted
 from shoal_server.serving.tasks import SupervisedTasks, cancel
 from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 
@@ -19,7 +19,6 @@ log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
 """Size of a connection's kernel buffer: a client that does not read is noticed once it is full."""
-ACCEPT_AGAIN_S = 0.5
 
 
 class BoundedServer(uvicorn.Server):
@@ -62,14 +61,7 @@ class BoundedServer(uvicorn.Server):
         yield
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connected, address = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.warning("http_connection_not_accepted", reason=str(error))
-                await asyncio.sleep(ACCEPT_AGAIN_S)
-                continue
+        async for connected, address in accepted(self._listener, "http"):
             peer = str(address[0])
             if why := self._counts.refusal(connected, peer):
                 _refuse(connected, why, is_plain=self.config.ssl is None)
