@@ -6,23 +6,25 @@ import grpc
 
 from shoal_client.bulk.bulk_transport import BulkTransport
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.parameters.piece_stub import PieceStub
-from shoal_client.shards.blocks import SEND_PIECE_BYTES, encode
+from shoal_client.shards.blocks import SEND_PIECE_BYTES
 from shoal_client.shards.parts import GradientPart
-from shoal_proto import pieces
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
     CreateRequest,
     DescribeRequest,
+    Piece,
     PullRequest,
     PushHeader,
     PushReply,
     PushRequest,
     ShardData,
 )
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 CONNECT_AHEAD_S = 2.0
 """Time limit of each of the two calls that may connect to a server ahead of its first call; a call
@@ -41,7 +43,7 @@ class ParameterCalls:
         *,
         transport: str,
     ) -> None:
-        self._stub = PieceStub(channel)
+        self._stub = ParametersStub(channel)
         self._address = address
         self._token = token
         self._codecs: frozenset[str] | None = None
@@ -57,12 +59,16 @@ class ParameterCalls:
     def create(
         self, header: CreateHeader, parts: Iterable[GradientPart], timeout_s: float
     ) -> CreateReply:
-        requests = _requests(CreateRequest(header=header), parts, pieces.CREATE_REQUEST)
-        return self._stub.Create(requests, timeout=timeout_s)
+        def requests() -> Iterator[CreateRequest]:
+            yield CreateRequest(header=header)
+            for piece in _pieces(parts):
+                yield CreateRequest(piece=piece)
+
+        return self._stub.Create(requests(), timeout=timeout_s)
 
     def pull(
         self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
-    ) -> Iterator[ShardData | pieces.OnlyPiece]:
+    ) -> Iterator[ShardData | OnlyPiece]:
         """Pull shards. `parts`: the requested shards, in the request's order, without data."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
@@ -71,13 +77,17 @@ class ParameterCalls:
 
     def push(
         self, header: PushHeader, parts: Sequence[GradientPart], timeout_s: float
-    ) -> Iterator[PushReply | pieces.OnlyPiece]:
+    ) -> Iterator[PushReply | OnlyPiece]:
         connection = self._connection(parts, timeout_s)
-        request = PushRequest(header=header)
         if connection is not None:
-            return connection.push(request, parts, timeout_s)
-        requests = _requests(request, parts, pieces.PUSH_REQUEST)
-        return self._stub.Push(requests, timeout=timeout_s)
+            return connection.push(PushRequest(header=header), parts, timeout_s)
+
+        def requests() -> Iterator[PushRequest]:
+            yield PushRequest(header=header)
+            for piece in _pieces(parts):
+                yield PushRequest(piece=piece)
+
+        return self._stub.Push(requests(), timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
         """Raise InvalidSpec if the server does not read gradients compressed in one of these
@@ -109,10 +119,13 @@ class ParameterCalls:
         self._bulk.close()
 
 
-def _requests(
-    first: CreateRequest | PushRequest, parts: Iterable[GradientPart], field: int
-) -> Iterator[CreateRequest | PushRequest | bytes]:
-    yield first
+def _pieces(parts: Iterable[GradientPart]) -> Iterator[Piece]:
+    """The parts' data as messages of a gRPC call."""
     for part in parts:
         for offset_bytes, buffers in part.pieces(SEND_PIECE_BYTES):
-            yield encode(field, part.shard_id, offset_bytes, buffers)
+            yield _piece(part.shard_id, offset_bytes, buffers)
+
+
+def _piece(shard_id: int, offset_bytes: int, buffers: Sequence[memoryview]) -> Piece:
+    data = b"".join(buffers)
+    return Piece(shard_id=shard_id, offset_bytes=offset_bytes, data=data, checksum=crc32(data))

@@ -7,7 +7,6 @@ import grpc
 
 from shoal_client.bulk.bulk_transport import BulkTransport
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.parameters.piece_stub import PieceStub
 from shoal_client.parameters.table_rows import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -23,6 +22,7 @@ from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.tables_pb2 import (
     FoundRows,
     RowGradients,
@@ -86,10 +86,9 @@ class TableCalls:
     ) -> None:
         self._token = token
         self._stub = TablesStub(channel)
-        open_bulk = PieceStub(channel).OpenBulk
         self._bulk = BulkTransport(
             address,
-            open_bulk,
+            ParametersStub(channel).OpenBulk,
             token,
             transport=transport,
             slot_bytes_for=_slot_bytes_for,

@@ -21,6 +21,8 @@ from prometheus_client.metrics_core import Metric
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.tls.bulk_offers import BulkOffers
+from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
+from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server
@@ -39,7 +41,6 @@ from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.journal_recovery import DiskRemovalLoop, JournalRecovery
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
-from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
 from shoal_server.parameters.service.bulk_listener import BulkListener
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
@@ -191,13 +192,13 @@ async def running(
             loop_lag=await stack.enter_async_context(LoopLag()),
         )
         await stack.enter_async_context(_metrics_served(config, servicer, durations))
-        handlers.add_parameters(servicer, server)
+        add_ParametersServicer_to_server(servicer, server)
         maker = TableMaker(store, catalog, replicas, memory)
         tables = TablesServicer(
             maker=maker, fence=fence, barriers=barriers, run=run, budget=budget, memory=memory
         )
         add_TablesServicer_to_server(tables, server)
-        handlers.add_replication(replication, server)
+        add_ReplicationServicer_to_server(replication, server)
         # Separate threads, so that slow storage does not delay work on shards.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)

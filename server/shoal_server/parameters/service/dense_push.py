@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from google.protobuf.message import Message
+
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.pieces import AnyPiece
 from shoal_proto.status import to_detail
@@ -230,7 +232,7 @@ def dense(replica: ShardReplica) -> DenseShard:
     return replica.state
 
 
-def messages(answer: ShardAnswer) -> Iterator[PushReply | bytes]:
+def messages(answer: ShardAnswer) -> Iterator[Message | bytes]:
     """Yield the messages that answer one shard's part."""
     yield PushReply(outcome=answer.outcome)
     if answer.values is None:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, 
 from contextlib import aclosing
 from functools import partial
 
+from google.protobuf.message import Message
+
 from shoal_proto import routes
 from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
@@ -28,11 +30,11 @@ from shoal_proto.v1.parameters_pb2 import (
     OpenBulkRequest,
     PullRequest,
     PushHeader,
-    PushReply,
     PushRequest,
     ShardData,
     ShardVersion,
 )
+from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer as Base
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.codecs.codec import CODECS
@@ -76,7 +78,7 @@ FORMING_S = 10.0
 """Longest time for which `Create` waits until the first backup has the values."""
 
 
-class ParametersServicer:
+class ParametersServicer(Base):
     def __init__(
         self,
         *,
@@ -103,11 +105,9 @@ class ParametersServicer:
         self.push_durations = Durations(("outcome",))
         """Durations of pushes to parameters, from the header to the answer for the last shard."""
 
-    async def Create(
-        self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
-    ) -> CreateReply:
+    async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())
-        if isinstance(first, OnlyPiece) or not first.HasField("header"):
+        if not first.HasField("header"):
             raise no_header("CreateHeader")
         header = first.header
         await self._fence.check(header.token)
@@ -129,7 +129,7 @@ class ParametersServicer:
     async def _receive(
         self,
         header: CreateHeader,
-        requests: AsyncIterator[CreateRequest | OnlyPiece],
+        requests: AsyncIterator[CreateRequest],
         reservation: Reservation,
         claim: MemoryClaim,
     ) -> list[int]:
@@ -162,9 +162,7 @@ class ParametersServicer:
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
-    async def Pull(
-        self, request: PullRequest, context: Context
-    ) -> AsyncIterator[ShardData | bytes]:
+    async def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[Message]:
         async with aclosing(self.pull(request, SHARD_DATA)) as batches:
             async for batch in batches:
                 for reply in batch:
@@ -172,7 +170,7 @@ class ParametersServicer:
 
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
-    ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Yield the messages with each shard's values, as `reply_writer` has written them. All
         values of a shard are of one version. Messages yielded together are sent together.
 
@@ -220,8 +218,8 @@ class ParametersServicer:
             yield replica, await result
 
     async def Push(
-        self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
-    ) -> AsyncIterator[PushReply | bytes]:
+        self, requests: AsyncIterator[PushRequest], context: Context
+    ) -> AsyncIterator[Message]:
         async with aclosing(self.push(requests, PUSH_REPLIES)) as batches:
             async for batch in batches:
                 for reply in batch:
@@ -229,7 +227,7 @@ class ParametersServicer:
 
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
-    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Apply a push while it is being received. Yield the messages with each shard's outcome and
         with its values, if requested, as `reply_writer` has written them. Messages yielded together
         are sent together. Raises an error that concerns the whole push."""
@@ -259,7 +257,7 @@ class ParametersServicer:
         session: str,
         pushed: AsyncGenerator[Sequence[ShardAnswer], None],
         began_s: float,
-    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Apply a push within the job's snapshot barrier; count its outcomes and its duration."""
         touched = frozenset(header.all_shard_ids) or None
         async with (
