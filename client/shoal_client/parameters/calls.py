@@ -1,4 +1,4 @@
-"""Create, pull and push at one server: over the bulk transport if there is one, else over gRPC."""
+"""Calls to one server about shards: over the bulk transport if there is one, else over gRPC."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -17,6 +17,9 @@ from shoal_proto.v1.parameters_pb2 import (
     CreateReply,
     CreateRequest,
     DescribeRequest,
+    LookupHeader,
+    LookupReply,
+    LookupRequest,
     Piece,
     PullRequest,
     PushHeader,
@@ -31,9 +34,10 @@ CONNECT_AHEAD_S = 2.0
 made meanwhile waits for them."""
 
 
-class ParameterCalls:
-    """Calls to one server about dense shards. For one thread at a time, except `close`. Raises
-    grpc.RpcError or a ShoalError."""
+class ServerCalls:
+    """Calls to one server. For one thread at a time, except `close`. Raises grpc.RpcError or a
+    ShoalError. `parts`: the data of the call's shards or items, in the header's order, with the
+    largest of their sizes and that of the answer."""
 
     def __init__(
         self,
@@ -42,12 +46,19 @@ class ParameterCalls:
         token: Callable[[], Token],
         *,
         transport: str,
+        slot_bytes_for: Callable[[int], int] = int,
     ) -> None:
         self._stub = ParametersStub(channel)
         self._address = address
         self._token = token
         self._codecs: frozenset[str] | None = None
-        self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
+        self._bulk = BulkTransport(
+            address,
+            self._stub.OpenBulk,
+            token,
+            transport=transport,
+            slot_bytes_for=slot_bytes_for,
+        )
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
         """Connect ahead of calls with about `num_parts` parts of at most `largest_bytes` each.
@@ -69,15 +80,31 @@ class ParameterCalls:
     def pull(
         self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
-        """Pull shards. `parts`: the requested shards, in the request's order, without data."""
+        """Pull shards. The parts have no data."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
             return connection.pull(request, parts, timeout_s)
         return self._stub.Pull(request, timeout=timeout_s)
 
+    def look_up(
+        self, header: LookupHeader, parts: Sequence[GradientPart], timeout_s: float
+    ) -> Iterator[LookupReply | OnlyPiece]:
+        """Look up rows, whose ids the parts have."""
+        connection = self._connection(parts, timeout_s)
+        if connection is not None:
+            return connection.look_up(LookupRequest(header=header), parts, timeout_s)
+
+        def requests() -> Iterator[LookupRequest]:
+            yield LookupRequest(header=header)
+            for piece in _pieces(parts):
+                yield LookupRequest(piece=piece)
+
+        return self._stub.Lookup(requests(), timeout=timeout_s)
+
     def push(
         self, header: PushHeader, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
+        """Push gradients or rows."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
             return connection.push(PushRequest(header=header), parts, timeout_s)
@@ -111,7 +138,7 @@ class ParameterCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last pull or push, as `BulkTransport.name`."""
+        """Transport of the last pull, lookup or push, as `BulkTransport.name`."""
         return self._bulk.name
 
     def close(self) -> None:

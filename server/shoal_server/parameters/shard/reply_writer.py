@@ -7,9 +7,11 @@ from typing import Protocol
 from google.protobuf.message import Message
 
 from shoal_proto.checksum import crc32
-from shoal_proto.v1.parameters_pb2 import Piece, PushReply, ShardData
+from shoal_proto.v1.parameters_pb2 import LookupReply, Piece, PushReply, ShardData
 
 SEND_PIECE_BYTES = 1024 * 1024
+
+ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
 
 
 class CopyOut(Protocol):
@@ -46,7 +48,7 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
         start += len(buffer)
 
 
-def in_messages(reply: type[PushReply] | type[ShardData]) -> CopyOut:
+def in_messages(reply: ReplyType) -> CopyOut:
     """Return a writer that makes messages of this type, each with one piece."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[Message | bytes]:
@@ -65,7 +67,7 @@ def in_messages(reply: type[PushReply] | type[ShardData]) -> CopyOut:
 class MessageReplyWriter:
     """Writes the replies of a gRPC call."""
 
-    def __init__(self, reply: type[PushReply] | type[ShardData]) -> None:
+    def __init__(self, reply: ReplyType) -> None:
         self._writer = in_messages(reply)
 
     async def await_slot(self, shard_id: int) -> None:
@@ -80,3 +82,4 @@ class MessageReplyWriter:
 
 PUSH_REPLIES = MessageReplyWriter(PushReply)
 SHARD_DATA = MessageReplyWriter(ShardData)
+LOOKUP_REPLIES = MessageReplyWriter(LookupReply)
