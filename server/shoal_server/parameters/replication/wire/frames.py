@@ -161,7 +161,7 @@ def as_message(frame: Frame) -> pb.FollowRequest:
     return pb.FollowRequest(bytes=piece)
 
 
-def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
+def checked(message: pieces.AnyPiece) -> pieces.Buffer:
     """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
     verify("a piece of a shard for its backup", message.checksum, message.data)
     return message.data
