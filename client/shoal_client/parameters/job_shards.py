@@ -13,7 +13,6 @@ from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.calls import ServerCalls
 from shoal_client.parameters.receiver import Receiver
-from shoal_client.parameters.seen_versions import SeenVersions
 from shoal_client.parameters.servers import Attempt, ShardServers, most_severe
 from shoal_client.shards.layouts import keep_addresses
 from shoal_client.shards.parts import GradientPart
@@ -31,6 +30,17 @@ log = structlog.get_logger(__name__)
 
 MAP_TIMEOUT_S = 2.0
 """Time that a call in progress spends on fetching a newer map: there may be no coordinator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointStep:
+    """Makes a push of gradients and a push of rows one step: a snapshot of the job has both or
+    neither. Both must be made, or the next snapshot waits in vain for the missing push."""
+
+    sequence: int
+    """Number of both pushes."""
+    shard_ids: Sequence[int]
+    """Ids of all shards of both pushes, on all servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +68,32 @@ class ShardPush:
     lr: Sequence[float] = ()
     counts_rows: bool = False
     """True if `sequence` counts pushes of rows alone."""
+
+
+class SeenVersions:
+    """Newest version seen of each shard, in an answer to a push or with received values. A later
+    epoch is newer: a snapshot that was restored meanwhile has lower versions."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def note(self, shard_id: int, epoch: int, version: int) -> None:
+        """Record a version that a server reported in this epoch. One thread at a time for each
+        shard."""
+        self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
+
+    def explained(self, lost: StateLost, what: str = "") -> StateLost:
+        """The error, with the newest version seen of its shard. `what` replaces the error's `what`,
+        unless it is empty."""
+        _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
+        seen_version = f"version {version}" if version else "no version of it"
+        return StateLost(
+            what or lost.what,
+            seen=f"{lost.seen}; this member has seen {seen_version}",
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"version": str(version)} if version else {})},
+        )
 
 
 class JobShards:

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from shoal_client.parameters.calls import ServerCalls
-from shoal_client.parameters.job_shards import JobShards, ShardPush
-from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
 from shoal_client.parameters.servers import most_severe
 from shoal_client.parameters.table_rows import (
     ID_BYTES,

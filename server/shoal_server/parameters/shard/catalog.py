@@ -11,7 +11,9 @@ from shoal_proto.errors import (
     DtypeMismatch,
     ProposalConflict,
     ShapeMismatch,
+    ShardNotReady,
     ShoalError,
+    StateLost,
     UnknownShard,
     WrongEpoch,
 )
@@ -19,11 +21,11 @@ from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.processes import Holder
+from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
-from shoal_server.parameters.shard.absence import absence_error, not_ready
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
@@ -112,7 +114,7 @@ class Catalog:
             elif replica.epoch != epoch or replica.is_handing_over:
                 results.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(replica, epoch))
             elif replica.is_forming:
-                results.append(not_ready(job, shard_id, "a backup that has its values"))
+                results.append(_not_ready(job, shard_id, "a backup that has its values"))
             else:
                 results.append(replica)
         return results
@@ -233,7 +235,7 @@ class Catalog:
     def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
         """Return the error for a shard of which this server is the primary and has no copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
-        return absence_error(job, assignment, is_kept=is_kept)
+        return _absence_error(job, assignment, is_kept=is_kept)
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
@@ -288,7 +290,7 @@ class Catalog:
             return _unknown(job, shard_id, await self.layout(job))
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
-                return not_ready(job, shard_id, "this server, which is about to be its primary")
+                return _not_ready(job, shard_id, "this server, which is about to be its primary")
             return self.absence_error(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
@@ -318,3 +320,34 @@ def _unknown(job: str, shard_id: int, record: ShardMap | None) -> UnknownShard:
 
 def _one_line(spec: OptimizerSpec) -> str:
     return " ".join(str(spec).split())
+
+
+def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
+    """Return the error for a shard of which its primary has no copy: StateLost if the shard had
+    values and no backup or journal is known to have its newest version, else ShardNotReady.
+
+    `is_kept`: True if the primary's journal has the shard, in whatever version.
+    """
+    if assignment.content is ShardContent.NONE:
+        return _not_ready(job, assignment.shard_id, "a worker that creates it")
+    if assignment.content is ShardContent.LOADING:
+        return _not_ready(job, assignment.shard_id, "a snapshot that is being restored")
+    if is_kept and not assignment.found_version:
+        server_id = assignment.primary.server_id
+        expected = f"server {server_id}, which reads it from its journal once it is known that no"
+        return _not_ready(job, assignment.shard_id, f"{expected} other process has a later version")
+    if assignment.backups:
+        backups = ", ".join(backup.server_id for backup in assignment.backups)
+        return _not_ready(job, assignment.shard_id, f"one of its backups, {backups}, as primary")
+    return _lost(job, assignment)
+
+
+def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
+    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
+
+
+def _lost(job: str, assignment: ShardAssignment) -> StateLost:
+    why = losses.explained(job, assignment)
+    return StateLost(
+        why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
+    )
