@@ -145,10 +145,10 @@ class Line:
         requests = [parameters.PushRequest(header=header), parameters.PushRequest(piece=piece)]
         try:
             for reply in self._stub.Push(iter(requests)):
-                if not reply.HasField("outcome"):
-                    self._take(reply)
-                elif reply.outcome.HasField("error"):
-                    return str(reply.outcome.error.what)
+                for outcome in reply.outcomes:
+                    if outcome.HasField("error"):
+                        return str(outcome.error.what)
+                self._take(reply)
         except grpc.RpcError as error:
             return str(error)
         return ""
@@ -159,7 +159,7 @@ class Line:
     def _take(self, part: parameters.ShardData | parameters.PushReply) -> None:
         if part.HasField("version"):
             self._version = part.version.version
-        else:
+        if part.HasField("piece"):
             assert zlib.crc32(part.piece.data) == part.piece.checksum
             self.values = struct.unpack("<2f", part.piece.data)
 

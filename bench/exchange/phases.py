@@ -17,7 +17,6 @@ from shoal_client.bulk.sending import Sending
 from shoal_client.parameters import calls
 from shoal_client.parameters.dense import Receiver
 from shoal_proto.bulk import FrameReader
-from shoal_proto.pieces import PieceDecoder
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
 from shoal_server.parameters.shard.dense import DenseBody
 from shoal_server.parameters.shard.versioned import VersionedShard
@@ -64,7 +63,7 @@ def of_client() -> PhaseClock:
     """Measure the phases of a worker in this process."""
     clock = PhaseClock()
     clock.time(Sending, "_make_ready", "client encode")
-    clock.time(calls, "encode", "client encode")
+    clock.time(calls, "_piece", "client encode")
     clock.time(Receiver, "take", "client decode")
     return clock
 
@@ -74,7 +73,6 @@ def of_server() -> PhaseClock:
     clock = PhaseClock()
     clock.time(FrameReader, "next", "server receive")
     clock.time(FrameReader, "space", "server receive")
-    clock.time(PieceDecoder, "__call__", "server receive")
     clock.time(ChunkAssembler, "take", "server check")
     clock.time(ChunkAssembler, "join", "server join")
     clock.time(VersionedShard, "push", "server apply")

@@ -43,27 +43,25 @@ class FrameKind(IntEnum):
     END = 7
     """This end sends no more frames of this call."""
     MESSAGE = 8
-    """A message of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest,
-    FollowReply, PutSegmentReply or FetchSegmentReply."""
+    """A message of the call: PushReply, ShardData, LookupReply, FollowRequest, FollowReply,
+    PutSegmentReply or FetchSegmentReply."""
     ERROR = 9
     """The call failed: ErrorDetail."""
     BEAT = 10
     """The server is alive, and works on the call."""
     FOLLOW = 11
     """A call of another server: `Follow` of the Replication service."""
-    TABLE_PUSH = 12
-    """A call: TablePushRequest with the header."""
-    TABLE_LOOKUP = 13
-    """A call: TableLookupRequest with the header. In PIECE, PLACED and FREE_SLOT, `shard_id` is the
+    LOOKUP = 12
+    """A call: LookupRequest with the header. In PIECE, PLACED and FREE_SLOT, `shard_id` is the
     number of an item."""
-    SEGMENT_PUT = 14
+    SEGMENT_PUT = 13
     """A call: PutSegmentRequest. Its chunks or descriptor follow once the server asks for them."""
-    SEGMENT_FETCH = 15
+    SEGMENT_FETCH = 14
     """A call: FetchSegmentRequest."""
-    CHUNK = 16
+    CHUNK = 15
     """`num_bytes` of a segment from `offset_bytes` on, in the body. The frame has no checksum: the
     segment's digests verify the bytes."""
-    DESCRIPTOR = 17
+    DESCRIPTOR = 16
     """A segment as a sealed memory file, whose descriptor is attached to the header, over a Unix
     socket."""
 
@@ -79,8 +77,7 @@ _MAX_BODY_BYTES = {
     FrameKind.PIECE: MAX_PIECE_BYTES,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
     FrameKind.ERROR: MAX_MESSAGE_BYTES,
-    FrameKind.TABLE_PUSH: MAX_MESSAGE_BYTES,
-    FrameKind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
+    FrameKind.LOOKUP: MAX_MESSAGE_BYTES,
     FrameKind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
     FrameKind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
     FrameKind.CHUNK: CHUNK_BYTES,
@@ -92,8 +89,7 @@ _MESSAGES = frozenset(
         FrameKind.PULL,
         FrameKind.MESSAGE,
         FrameKind.ERROR,
-        FrameKind.TABLE_PUSH,
-        FrameKind.TABLE_LOOKUP,
+        FrameKind.LOOKUP,
         FrameKind.SEGMENT_PUT,
         FrameKind.SEGMENT_FETCH,
     }

@@ -18,7 +18,7 @@ import shoal_proto.v1
 
 ANSWER_S = 0.4
 """Deadline of a call: the fuzzer does not wait for longer answers."""
-OF_SERVERS = {"Parameters", "Tables", "Replication", "ShardSnapshots"}
+OF_SERVERS = {"Parameters", "Replication", "ShardSnapshots"}
 """Services of a parameter server; a coordinator has the others."""
 UNHANDLED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 LOST = "Internal error from Core"

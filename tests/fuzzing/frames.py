@@ -9,15 +9,14 @@ from fuzzing.messages import NEAR, MessageMaker
 
 from shoal_proto import bulk
 from shoal_proto.bulk import FrameKind
-from shoal_proto.v1 import parameters_pb2, replication_pb2, tables_pb2
+from shoal_proto.v1 import parameters_pb2, replication_pb2
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 ANSWER_S = 0.1
 MESSAGES = {
     FrameKind.PUSH: parameters_pb2.PushRequest,
     FrameKind.PULL: parameters_pb2.PullRequest,
-    FrameKind.TABLE_PUSH: tables_pb2.TablePushRequest,
-    FrameKind.TABLE_LOOKUP: tables_pb2.TableLookupRequest,
+    FrameKind.LOOKUP: parameters_pb2.LookupRequest,
     FrameKind.MESSAGE: replication_pb2.FollowRequest,
 }
 

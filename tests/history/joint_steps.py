@@ -11,7 +11,7 @@ from history.twin import FIRST_VALUES_SEED, Twin, checksum
 from history.values import Values
 from history.workers import OPTIMIZERS, PARAMETERS, Success
 
-from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.job_shards import JointStep
 from shoal_client.shards.layouts import of_tables
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec

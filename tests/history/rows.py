@@ -12,7 +12,7 @@ from history.workers import MAX_MEMBERS, Success
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.job_shards import JointStep
 from shoal_client.parameters.table_rows import Gradients, Rows, Where, route
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.incarnation import new_incarnation

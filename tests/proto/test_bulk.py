@@ -107,3 +107,9 @@ def test_an_incomplete_frame_is_not_returned() -> None:
 def test_random_bytes_are_refused(noise: bytes) -> None:
     with pytest.raises(ShoalError):
         read_all(noise, [1000])
+
+
+def test_the_checksum_is_that_of_zlib() -> None:
+    """The expected value is the check value of CRC-32's definition."""
+    assert crc32(b"123456789") == 0xCBF43926
+    assert crc32(b"6789", crc32(b"12345")) == 0xCBF43926

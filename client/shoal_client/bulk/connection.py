@@ -20,13 +20,13 @@ from shoal_proto.errors import DeadlineExceeded, MalformedMessage, Unavailable
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail
-from shoal_proto.v1.parameters_pb2 import PullRequest, PushReply, PushRequest, ShardData
-from shoal_proto.v1.tables_pb2 import (
-    FoundRows,
-    TableLookupReply,
-    TableLookupRequest,
-    TablePushReply,
-    TablePushRequest,
+from shoal_proto.v1.parameters_pb2 import (
+    LookupReply,
+    LookupRequest,
+    PullRequest,
+    PushReply,
+    PushRequest,
+    ShardData,
 )
 
 LOOKS_S = 0.0003
@@ -38,7 +38,7 @@ LARGE_BYTES = 4 * 1024 * 1024
 in any case."""
 
 Parsed = TypeVar("Parsed")
-Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
+Reply = TypeVar("Reply", PushReply, ShardData, LookupReply)
 
 
 class BulkConnection:
@@ -83,34 +83,17 @@ class BulkConnection:
     def push(
         self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """Push gradients. Works like `pull`, but the parts hold the gradients, shard by shard."""
+        """Push gradients or rows. Works like `pull`, but the parts hold the shards' data."""
         opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
-        announced = _announced_values if request.header.return_values else _announced_outcome
-        return self._call(opening, parts, timeout_s, PushReply.FromString, announced)
+        return self._call(opening, parts, timeout_s, PushReply.FromString, _announced_outcomes)
 
     def look_up(
-        self, request: TableLookupRequest, parts: Iterable[GradientPart], timeout_s: float
-    ) -> Iterator[FoundRows | OnlyPiece]:
+        self, request: LookupRequest, parts: Iterable[GradientPart], timeout_s: float
+    ) -> Iterator[LookupReply | OnlyPiece]:
         """Look up rows of tables. Works like `pull`, but the parts hold the ids, item by item, and
         space for the rows."""
-        opening = bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString())
-        parse, announced = TableLookupReply.FromString, _announced_rows
-        for reply in self._call(opening, parts, timeout_s, parse, announced):
-            if isinstance(reply, OnlyPiece):
-                yield reply
-            else:
-                yield from reply.rows
-
-    def push_rows(
-        self, request: TablePushRequest, parts: Iterable[GradientPart], timeout_s: float
-    ) -> Iterator[TablePushReply]:
-        """Push rows. Works like `pull`, but the parts hold ids, births and gradients."""
-        opening = bulk.message(FrameKind.TABLE_PUSH, request.SerializeToString())
-        parse, announced = TablePushReply.FromString, _announced_outcomes
-        for reply in self._call(opening, parts, timeout_s, parse, announced):
-            if isinstance(reply, OnlyPiece):
-                raise self._malformed("a piece in answer to rows")
-            yield reply
+        opening = bulk.message(FrameKind.LOOKUP, request.SerializeToString())
+        return self._call(opening, parts, timeout_s, LookupReply.FromString, _announced_rows)
 
     def _call(
         self,
@@ -274,24 +257,19 @@ class BulkConnection:
                 return
 
 
-def _announced_values(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
-    """Parts announced by a reply with values: the shard and its bytes, or 0 if it was refused."""
+def _announced_values(reply: ShardData) -> Iterable[tuple[int, int]]:
+    return [(reply.version.shard_id, reply.version.num_bytes)]
+
+
+def _announced_outcomes(reply: PushReply) -> Iterable[tuple[int, int]]:
+    """The shards of the outcomes; only the last one may return values."""
+    announced = [(outcome.shard_id, 0) for outcome in reply.outcomes]
     if reply.HasField("version"):
-        return [(reply.version.shard_id, reply.version.num_bytes)]
-    if isinstance(reply, PushReply) and reply.outcome.HasField("error"):
-        return [(reply.outcome.shard_id, 0)]
-    return []
+        announced.append((reply.version.shard_id, reply.version.num_bytes))
+    return announced
 
 
-def _announced_outcome(reply: PushReply) -> Iterable[tuple[int, int]]:
-    return [(reply.outcome.shard_id, 0)]
-
-
-def _announced_outcomes(reply: TablePushReply) -> Iterable[tuple[int, int]]:
-    return [(outcome.shard_id, 0) for outcome in reply.outcomes]
-
-
-def _announced_rows(reply: TableLookupReply) -> Iterable[tuple[int, int]]:
+def _announced_rows(reply: LookupReply) -> Iterable[tuple[int, int]]:
     return [(rows.item, rows.num_bytes) for rows in reply.rows]
 
 

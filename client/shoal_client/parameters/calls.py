@@ -1,4 +1,4 @@
-"""Create, pull and push at one server: over the bulk transport if there is one, else over gRPC."""
+"""Calls to one server about shards: over the bulk transport if there is one, else over gRPC."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -6,32 +6,38 @@ import grpc
 
 from shoal_client.bulk.bulk_transport import BulkTransport
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.parameters.piece_stub import PieceStub
-from shoal_client.shards.blocks import SEND_PIECE_BYTES, encode
+from shoal_client.shards.blocks import SEND_PIECE_BYTES
 from shoal_client.shards.parts import GradientPart
-from shoal_proto import pieces
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
     CreateRequest,
     DescribeRequest,
+    LookupHeader,
+    LookupReply,
+    LookupRequest,
+    Piece,
     PullRequest,
     PushHeader,
     PushReply,
     PushRequest,
     ShardData,
 )
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 CONNECT_AHEAD_S = 2.0
 """Time limit of each of the two calls that may connect to a server ahead of its first call; a call
 made meanwhile waits for them."""
 
 
-class ParameterCalls:
-    """Calls to one server about dense shards. For one thread at a time, except `close`. Raises
-    grpc.RpcError or a ShoalError."""
+class ServerCalls:
+    """Calls to one server. For one thread at a time, except `close`. Raises grpc.RpcError or a
+    ShoalError. `parts`: the data of the call's shards or items, in the header's order, with the
+    largest of their sizes and that of the answer."""
 
     def __init__(
         self,
@@ -40,12 +46,19 @@ class ParameterCalls:
         token: Callable[[], Token],
         *,
         transport: str,
+        slot_bytes_for: Callable[[int], int] = int,
     ) -> None:
-        self._stub = PieceStub(channel)
+        self._stub = ParametersStub(channel)
         self._address = address
         self._token = token
         self._codecs: frozenset[str] | None = None
-        self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
+        self._bulk = BulkTransport(
+            address,
+            self._stub.OpenBulk,
+            token,
+            transport=transport,
+            slot_bytes_for=slot_bytes_for,
+        )
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
         """Connect ahead of calls with about `num_parts` parts of at most `largest_bytes` each.
@@ -57,27 +70,51 @@ class ParameterCalls:
     def create(
         self, header: CreateHeader, parts: Iterable[GradientPart], timeout_s: float
     ) -> CreateReply:
-        requests = _requests(CreateRequest(header=header), parts, pieces.CREATE_REQUEST)
-        return self._stub.Create(requests, timeout=timeout_s)
+        def requests() -> Iterator[CreateRequest]:
+            yield CreateRequest(header=header)
+            for piece in _pieces(parts):
+                yield CreateRequest(piece=piece)
+
+        return self._stub.Create(requests(), timeout=timeout_s)
 
     def pull(
         self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
-    ) -> Iterator[ShardData | pieces.OnlyPiece]:
-        """Pull shards. `parts`: the requested shards, in the request's order, without data."""
+    ) -> Iterator[ShardData | OnlyPiece]:
+        """Pull shards. The parts have no data."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
             return connection.pull(request, parts, timeout_s)
         return self._stub.Pull(request, timeout=timeout_s)
 
+    def look_up(
+        self, header: LookupHeader, parts: Sequence[GradientPart], timeout_s: float
+    ) -> Iterator[LookupReply | OnlyPiece]:
+        """Look up rows, whose ids the parts have."""
+        connection = self._connection(parts, timeout_s)
+        if connection is not None:
+            return connection.look_up(LookupRequest(header=header), parts, timeout_s)
+
+        def requests() -> Iterator[LookupRequest]:
+            yield LookupRequest(header=header)
+            for piece in _pieces(parts):
+                yield LookupRequest(piece=piece)
+
+        return self._stub.Lookup(requests(), timeout=timeout_s)
+
     def push(
         self, header: PushHeader, parts: Sequence[GradientPart], timeout_s: float
-    ) -> Iterator[PushReply | pieces.OnlyPiece]:
+    ) -> Iterator[PushReply | OnlyPiece]:
+        """Push gradients or rows."""
         connection = self._connection(parts, timeout_s)
-        request = PushRequest(header=header)
         if connection is not None:
-            return connection.push(request, parts, timeout_s)
-        requests = _requests(request, parts, pieces.PUSH_REQUEST)
-        return self._stub.Push(requests, timeout=timeout_s)
+            return connection.push(PushRequest(header=header), parts, timeout_s)
+
+        def requests() -> Iterator[PushRequest]:
+            yield PushRequest(header=header)
+            for piece in _pieces(parts):
+                yield PushRequest(piece=piece)
+
+        return self._stub.Push(requests(), timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
         """Raise InvalidSpec if the server does not read gradients compressed in one of these
@@ -101,7 +138,7 @@ class ParameterCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last pull or push, as `BulkTransport.name`."""
+        """Transport of the last pull, lookup or push, as `BulkTransport.name`."""
         return self._bulk.name
 
     def close(self) -> None:
@@ -109,10 +146,13 @@ class ParameterCalls:
         self._bulk.close()
 
 
-def _requests(
-    first: CreateRequest | PushRequest, parts: Iterable[GradientPart], field: int
-) -> Iterator[CreateRequest | PushRequest | bytes]:
-    yield first
+def _pieces(parts: Iterable[GradientPart]) -> Iterator[Piece]:
+    """The parts' data as messages of a gRPC call."""
     for part in parts:
         for offset_bytes, buffers in part.pieces(SEND_PIECE_BYTES):
-            yield encode(field, part.shard_id, offset_bytes, buffers)
+            yield _piece(part.shard_id, offset_bytes, buffers)
+
+
+def _piece(shard_id: int, offset_bytes: int, buffers: Sequence[memoryview]) -> Piece:
+    data = b"".join(buffers)
+    return Piece(shard_id=shard_id, offset_bytes=offset_bytes, data=data, checksum=crc32(data))

@@ -3,26 +3,17 @@
 Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
 each part, and repeats calls while a server is unavailable."""
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from shoal_client.connection.transport import transport_of
-from shoal_client.parameters.calls import ParameterCalls
-from shoal_client.parameters.job_shards import JobShards
-from shoal_client.parameters.joint_step import JointStep
-from shoal_client.parameters.seen_versions import SeenVersions
-from shoal_client.parameters.servers import Attempt, most_severe
+from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
+from shoal_client.parameters.receiver import Receiver
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
 from shoal_client.shards.parts import EncodedPush, GradientPart, Pieces
-from shoal_proto import pieces
-from shoal_proto.errors import MalformedMessage, ShoalError, StalePush, StateLost
-from shoal_proto.status import from_detail
-from shoal_proto.traces import tracing
-from shoal_proto.v1.codec_pb2 import GradientCodec
+from shoal_proto.errors import StalePush
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     Acknowledgement,
@@ -30,11 +21,8 @@ from shoal_proto.v1.parameters_pb2 import (
     OptimizerSpec,
     PullItem,
     PullRequest,
-    PushHeader,
     PushItem,
-    PushReply,
-    ShardData,
-    ShardVersion,
+    PushOutcome,
 )
 from shoal_proto.v1.shards_pb2 import (
     ParameterSpec,
@@ -95,25 +83,20 @@ class ParameterClient:
         acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
         transport: str | None = None,
     ) -> None:
-        self._acknowledgement = acknowledgement
         self._token = token
         self._timeout_s = timeout_s
-        chosen = transport_of(transport)
         self._job = JobShards(
             coordinators,
             token,
             timeout_s,
-            stub_of=lambda address, channel: ParameterCalls(
-                address, channel, self._job.token, transport=chosen
-            ),
-            close_stub=ParameterCalls.close,
+            acknowledgement=acknowledgement,
+            transport=transport,
             adopt=self._adopt,
         )
         self._schema_digest = ""
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
-        self._seen = SeenVersions()
         self._sequence = 0
 
     def place(
@@ -124,7 +107,7 @@ class ParameterClient:
         `tables` get shards too, which are not in the returned map: see
         `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
         parameters or tables that differ from the job's, NoServers, and InvalidSpec for a schema
-        that the coordinator refuses."""
+        that the coordinator does not take."""
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 
@@ -141,14 +124,14 @@ class ParameterClient:
         created: list[int] = []
 
         def attempt(
-            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             header = CreateHeader(token=self._job.token(), optimizer=optimizer, shards=shards)
             parts = [self._part(shard, (values,)) for shard in shards]
             created.extend(calls.create(header, parts, timeout_s).created)
             todo.difference_update(shard.shard_id for shard in shards)
 
-        self._until_done(attempt)
+        self._job.run(attempt)
         return len(created)
 
     def _part(self, shard: Shard, sources: Sequence[Buffers]) -> GradientPart:
@@ -173,7 +156,7 @@ class ParameterClient:
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
         def attempt(
-            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
             left_s = max(ready_by_s - time.monotonic(), 0.0)
@@ -189,9 +172,9 @@ class ParameterClient:
             for shard in shards:
                 self._epochs[shard.shard_id] = shard.epoch
                 if shard.shard_id not in todo:
-                    self._seen.note(shard.shard_id, shard.epoch, self._versions[shard.shard_id])
+                    self._job.seen.note(shard.shard_id, shard.epoch, self._versions[shard.shard_id])
 
-        self._until_done(attempt, ready_by_s)
+        self._job.run(attempt, ready_by_s)
 
     def joint_step(self, rows_in: Collection[int]) -> JointStep:
         """Begin a step that includes the next push of this client, to every shard, and a push of
@@ -232,117 +215,60 @@ class ParameterClient:
             bases = {name: bases[name] for name in gradients}
         if step is None:
             self._sequence += 1
-        push = _Push(
-            result=PushResult(sequence=self._sequence if step is None else step.sequence),
-            gradients=gradients,
-            bases=bases or {},
-            lr=lr,
-            encoded=encoded or EncodedPush({}, _nothing),
-            into=into,
-            all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
-            base_versions=dict(self._versions),
-            # For shards without received values: the shard's present epoch.
-            base_epochs={shard.shard_id: shard.epoch for shard in shard_map.shards} | self._epochs,
-        )
+        sequence = self._sequence if step is None else step.sequence
+        result, versions = PushResult(sequence=sequence), dict(self._versions)
+        # For shards without received values: the shard's present epoch.
+        epochs = {shard.shard_id: shard.epoch for shard in shard_map.shards} | self._epochs
+        sources = (gradients, bases) if bases else (gradients,)
+        shards_encoded = {} if encoded is None else encoded.shards
 
-        def attempt(
-            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
-        ) -> None:
-            self._push_once(calls, shards, timeout_s, todo, push)
-
-        with tracing.span("Push"):
-            push = replace(push, traceparent=tracing.current_traceparent())
-            push.result.retries = self._until_done(attempt, shard_ids=only)
-        return push.result
-
-    def _push_once(
-        self,
-        calls: ParameterCalls,
-        shards: Sequence[Shard],
-        timeout_s: float,
-        todo: set[int],
-        push: "_Push",
-    ) -> None:
-        receiver = Receiver(self._blocks, push.into or {}, self._versions, todo)
-        errors: list[ShoalError] = []
-        epochs = {shard.shard_id: shard.epoch for shard in shards}
-        calls.check_codecs(push.kinds(epochs), timeout_s)
-        parts = [self._gradient_part(shard, push) for shard in shards]
-        for reply in calls.push(self._push_header(push, shards), parts, timeout_s):
-            if isinstance(reply, pieces.OnlyPiece) or not reply.HasField("outcome"):
-                receiver.take(reply)
-                continue
-            outcome = reply.outcome
-            if outcome.next_address:
-                self._job.connect_ahead(outcome.next_address, partial(_connect, parts))
-            if outcome.HasField("error"):
-                error = from_detail(outcome.error)
-                if isinstance(error, StalePush):
-                    push.result.stale[outcome.shard_id] = error
-                    todo.discard(outcome.shard_id)
-                else:
-                    errors.append(error)
-                continue
-            if outcome.shard_id in push.encoded.shards:
-                push.encoded.applied(outcome.shard_id)
-            push.result.versions[outcome.shard_id] = outcome.version
-            self._seen.note(outcome.shard_id, epochs[outcome.shard_id], outcome.version)
-            push.result.staleness[outcome.shard_id] = outcome.staleness
-            push.result.duplicates += outcome.duplicate
-            if push.into is None:
-                todo.discard(outcome.shard_id)
-            else:
-                self._epochs[outcome.shard_id] = epochs[outcome.shard_id]
-        if errors:
-            raise most_severe(errors)
-
-    def _gradient_part(self, shard: Shard, push: "_Push") -> GradientPart:
-        gradient = push.encoded.shards.get(shard.shard_id)
-        if gradient is None:
-            return self._part(
-                shard, (push.gradients, push.bases) if push.bases else (push.gradients,)
-            )
-        # The values are returned without a codec.
-        return GradientPart(shard.shard_id, self._blocks[shard.shard_id].num_bytes, gradient.pieces)
-
-    def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
-        items = [
-            PushItem(
+        def item(shard: Shard) -> PushItem:
+            gradient = shards_encoded.get(shard.shard_id)
+            return PushItem(
                 shard_id=shard.shard_id,
                 epoch=shard.epoch,
-                base_version=push.base_versions.get(shard.shard_id, 0),
-                base_epoch=push.base_epochs.get(shard.shard_id, 0),
-                absent_blocks=self._blocks[shard.shard_id].absent(push.gradients),
-                codec=push.codec(shard.shard_id),
+                base_version=versions.get(shard.shard_id, 0),
+                base_epoch=epochs.get(shard.shard_id, 0),
+                absent_blocks=self._blocks[shard.shard_id].absent(gradients),
+                codec=None if gradient is None else gradient.codec,
             )
-            for shard in shards
-        ]
-        token = self._job.token()
-        if push.traceparent:
-            # Parts are sent on other threads, which lack the span.
-            token.traceparent = push.traceparent
-        return PushHeader(
-            token=token,
-            sequence=push.result.sequence,
-            shards=items,
-            lr=push.lr,
-            return_values=push.into is not None,
-            all_shard_ids=push.all_shard_ids,
-            acknowledgement=self._acknowledgement,
-        )
 
-    def _until_done(
-        self,
-        attempt: Attempt[ParameterCalls],
-        ready_by_s: float = math.inf,
-        shard_ids: Collection[int] | None = None,
-    ) -> int:
-        """Run attempts at every server until each shard is done; return the number of rounds beyond
-        the first."""
-        try:
-            return self._job.run(attempt, ready_by_s, shard_ids)
-        except StateLost as lost:
-            raise self._seen.explained(lost) from None
+        def part(shard: Shard) -> GradientPart:
+            gradient = shards_encoded.get(shard.shard_id)
+            if gradient is None:
+                return self._part(shard, sources)
+            # The values are returned without a codec.
+            num_bytes = self._blocks[shard.shard_id].num_bytes
+            return GradientPart(shard.shard_id, num_bytes, gradient.pieces)
+
+        def applied(outcome: PushOutcome, epoch: int) -> None:
+            shard_id = outcome.shard_id
+            if encoded is not None and shard_id in shards_encoded:
+                encoded.applied(shard_id)
+            result.versions[shard_id] = outcome.version
+            result.staleness[shard_id] = outcome.staleness
+            result.duplicates += outcome.duplicate
+            if into is not None:
+                self._epochs[shard_id] = epoch
+
+        def receiver(todo: set[int]) -> Receiver:
+            assert into is not None
+            return Receiver(self._blocks, into, self._versions, todo)
+
+        push = ShardPush(
+            span="Push",
+            sequence=sequence,
+            item=item,
+            part=part,
+            applied=applied,
+            refused=result.stale.__setitem__,
+            receiver=None if into is None else receiver,
+            shard_ids=only,
+            all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
+            lr=lr,
+        )
+        result.retries = self._job.push(push)
+        return result
 
     @property
     def shard_map(self) -> ShardMap:
@@ -365,7 +291,7 @@ class ParameterClient:
     def transports(self) -> Mapping[str, str]:
         """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
         `tcp`, `tls` or `grpc`."""
-        return {address: calls.transport for address, calls in self._job.stubs.items()}
+        return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
         """Make later calls wait for lost shards to come back; after `wait_s` they raise
@@ -375,75 +301,3 @@ class ParameterClient:
     def close(self) -> None:
         """Close every connection; a call in progress on another thread fails."""
         self._job.close()
-
-
-class Receiver:
-    """Writes the values of shards into the caller's buffers as they arrive. A shard is done when
-    its last byte is written."""
-
-    def __init__(
-        self,
-        blocks: Mapping[int, ShardBlocks],
-        into: Buffers,
-        versions: dict[int, int],
-        todo: set[int],
-    ) -> None:
-        self._blocks = blocks
-        self._into = into
-        self._versions = versions
-        self._todo = todo
-        self._version = ShardVersion()
-        self._left_bytes = 0
-
-    def take(self, reply: ShardData | PushReply | pieces.OnlyPiece) -> None:
-        if not isinstance(reply, pieces.OnlyPiece) and reply.HasField("version"):
-            self._version.CopyFrom(reply.version)
-            self._left_bytes = reply.version.num_bytes
-            return
-        piece = reply.piece
-        if piece.shard_id != self._version.shard_id or piece.shard_id not in self._blocks:
-            raise MalformedMessage(
-                "a piece of another shard than the one announced",
-                seen=f"shard {piece.shard_id}",
-                expected=f"shard {self._version.shard_id}",
-            )
-        self._blocks[piece.shard_id].scatter(piece, self._into)
-        self._left_bytes -= len(piece.data)
-        if self._left_bytes == 0:
-            self._versions[piece.shard_id] = self._version.version
-            self._todo.discard(piece.shard_id)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Push:
-    """One push over all its attempts."""
-
-    result: PushResult
-    gradients: Buffers
-    bases: Buffers
-    lr: Sequence[float]
-    encoded: EncodedPush
-    into: Buffers | None
-    all_shard_ids: Sequence[int]
-    """Ids of all shards that the step touches; empty: every dense shard of the job."""
-    base_versions: Mapping[int, int]
-    base_epochs: Mapping[int, int]
-    traceparent: str = ""
-
-    def codec(self, shard_id: int) -> GradientCodec | None:
-        gradient = self.encoded.shards.get(shard_id)
-        return None if gradient is None else gradient.codec
-
-    def kinds(self, shard_ids: Iterable[int]) -> set[str]:
-        """Kinds of the codecs in which these shards' gradients are encoded."""
-        codecs = (self.codec(shard_id) for shard_id in shard_ids)
-        return {codec.kind for codec in codecs if codec is not None}
-
-
-def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
-    """Connect ahead of calls like the one with these parts."""
-    calls.connect(max(part.num_bytes for part in parts), len(parts))
-
-
-def _nothing(shard_id: int) -> None:
-    """Do nothing: the callback of a push without a codec."""

@@ -1,19 +1,29 @@
-"""A job's shard map, and calls to the servers that it names."""
+"""A job's shard map, and calls to the servers that it names: what is the same for parameters and
+for rows."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Generic
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import grpc
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
 from shoal_client.connection.log_limit import LogLimit
-from shoal_client.parameters.servers import Attempt, ShardServers, Stub
+from shoal_client.connection.transport import transport_of
+from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.receiver import Receiver
+from shoal_client.parameters.servers import Attempt, ShardServers, most_severe
 from shoal_client.shards.layouts import keep_addresses
-from shoal_proto.errors import Fenced, InternalError
+from shoal_client.shards.parts import GradientPart
+from shoal_proto.errors import Fenced, InternalError, ShoalError, StalePush, StateLost
+from shoal_proto.pieces import OnlyPiece
+from shoal_proto.status import from_detail
+from shoal_proto.traces import tracing
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest, ShardMap
+from shoal_proto.v1.parameters_pb2 import PushHeader, PushItem, PushOutcome
+from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest, Shard, ShardMap
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 
 log = structlog.get_logger(__name__)
@@ -22,7 +32,71 @@ MAP_TIMEOUT_S = 2.0
 """Time that a call in progress spends on fetching a newer map: there may be no coordinator."""
 
 
-class JobShards(Generic[Stub]):
+@dataclass(frozen=True, kw_only=True)
+class JointStep:
+    """Makes a push of gradients and a push of rows one step: a snapshot of the job has both or
+    neither. Both must be made, or the next snapshot waits in vain for the missing push."""
+
+    sequence: int
+    """Number of both pushes."""
+    shard_ids: Sequence[int]
+    """Ids of all shards of both pushes, on all servers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPush:
+    """One push over all its attempts. The functions are called from several threads, by one thread
+    at a time for each shard."""
+
+    span: str
+    """Name of the push in traces."""
+    sequence: int
+    """The push's number, the same in every attempt."""
+    item: Callable[[Shard], PushItem]
+    part: Callable[[Shard], GradientPart]
+    """Returns the data of a shard."""
+    applied: Callable[[PushOutcome, int], None]
+    """Called with the outcome of each shard that has applied its part, and the shard's epoch."""
+    refused: Callable[[int, StalePush], None]
+    """Called with each shard that has refused its part as too stale: it is done."""
+    receiver: Callable[[set[int]], Receiver] | None = None
+    """Makes the receiver of the values that are returned; None: no values are returned."""
+    shard_ids: Collection[int] | None = None
+    """Ids of the shards to push to; None: all of the map."""
+    all_shard_ids: Sequence[int] = ()
+    """Ids of all shards that the step touches; empty: every dense shard of the job."""
+    lr: Sequence[float] = ()
+    counts_rows: bool = False
+    """True if `sequence` counts pushes of rows alone."""
+
+
+class SeenVersions:
+    """Newest version seen of each shard, in an answer to a push or with received values. A later
+    epoch is newer: a snapshot that was restored meanwhile has lower versions."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def note(self, shard_id: int, epoch: int, version: int) -> None:
+        """Record a version that a server reported in this epoch. One thread at a time for each
+        shard."""
+        self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
+
+    def explained(self, lost: StateLost, what: str = "") -> StateLost:
+        """The error, with the newest version seen of its shard. `what` replaces the error's `what`,
+        unless it is empty."""
+        _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
+        seen_version = f"version {version}" if version else "no version of it"
+        return StateLost(
+            what or lost.what,
+            seen=f"{lost.seen}; this member has seen {seen_version}",
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"version": str(version)} if version else {})},
+        )
+
+
+class JobShards:
     """Shard map of a job and calls to its servers. For one thread at a time, except `close`."""
 
     def __init__(
@@ -31,18 +105,31 @@ class JobShards(Generic[Stub]):
         token: Callable[[], Token],
         timeout_s: float,
         *,
-        stub_of: Callable[[str, grpc.Channel], Stub],
-        close_stub: Callable[[Stub], None],
+        acknowledgement: Acknowledgement.ValueType,
+        transport: str | None,
         adopt: Callable[[ShardMap], ShardMap],
+        slot_bytes_for: Callable[[int], int] = int,
+        table_of: Callable[[StateLost], str] = lambda lost: "",
     ) -> None:
-        """`adopt` gets each map that arrives, and returns the one to use. `stub_of` makes the stub
-        for a server, from its address and a channel to it."""
+        """`adopt` gets each map that arrives, and returns the one to use. `transport`: see
+        `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns the name of the
+        table to which a lost shard belongs, or an empty text."""
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
+        self._acknowledgement = acknowledgement
         self._adopt = adopt
-        self._servers = ShardServers(stub_of, timeout_s, close_stub)
+        self._table_of = table_of
+        chosen = transport_of(transport)
+        self._servers = ShardServers(
+            lambda address, channel: ServerCalls(
+                address, channel, self.token, transport=chosen, slot_bytes_for=slot_bytes_for
+            ),
+            timeout_s,
+            ServerCalls.close,
+        )
         self._map: ShardMap | None = None
+        self.seen = SeenVersions()
         self._log = LogLimit(log)
 
     def token(self) -> Token:
@@ -108,28 +195,105 @@ class JobShards(Generic[Stub]):
 
     def run(
         self,
-        attempt: Attempt[Stub],
+        attempt: Attempt[ServerCalls],
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
         """Run attempts at every server until each shard is done; return the number of rounds beyond
-        the first. See `ShardServers.run`."""
-        return self._servers.run(self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids)
+        the first. See `ShardServers.run`. A StateLost also has the newest version seen, and the
+        table."""
+        try:
+            return self._servers.run(
+                self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids
+            )
+        except StateLost as lost:
+            raise self._explained(lost) from None
 
-    def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
-        """Connect, in the background, to a server that is about to be called."""
-        self._servers.connect_ahead(address, connect)
+    def _explained(self, lost: StateLost) -> StateLost:
+        table = self._table_of(lost)
+        what = f"{lost.what}; it has rows of table {table}" if table else ""
+        explained = self.seen.explained(lost, what)
+        if table:
+            explained.details = {**explained.details, "table": table}
+        return explained
+
+    def push(self, push: ShardPush) -> int:
+        """Push until each shard has applied its part or refused it as stale; return the number of
+        rounds beyond the first."""
+
+        def attempt(
+            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            header = self._header(push, shards)
+            # Parts are sent on other threads, which lack the span.
+            header.token.traceparent = traceparent
+            codecs = {item.codec.kind for item in header.shards if item.HasField("codec")}
+            calls.check_codecs(codecs, timeout_s)
+            parts = [push.part(shard) for shard in shards]
+            epochs = {shard.shard_id: shard.epoch for shard in shards}
+            receiver = None if push.receiver is None else push.receiver(todo)
+            errors: list[ShoalError] = []
+            for reply in calls.push(header, parts, timeout_s):
+                if not isinstance(reply, OnlyPiece):
+                    for outcome in reply.outcomes:
+                        error = self._note(push, outcome, epochs[outcome.shard_id], parts)
+                        if error is not None:
+                            errors.append(error)
+                        elif receiver is None or outcome.HasField("error"):
+                            todo.discard(outcome.shard_id)
+                if receiver is not None and (reply.HasField("version") or reply.HasField("piece")):
+                    receiver.take(reply)
+            if errors:
+                raise most_severe(errors)
+
+        with tracing.span(push.span):
+            traceparent = tracing.current_traceparent()
+            return self.run(attempt, shard_ids=push.shard_ids)
+
+    def _header(self, push: ShardPush, shards: Sequence[Shard]) -> PushHeader:
+        return PushHeader(
+            token=self.token(),
+            sequence=push.sequence,
+            shards=[push.item(shard) for shard in shards],
+            lr=push.lr,
+            return_values=push.receiver is not None,
+            all_shard_ids=push.all_shard_ids,
+            acknowledgement=self._acknowledgement,
+            counts_rows=push.counts_rows,
+        )
+
+    def _note(
+        self, push: ShardPush, outcome: PushOutcome, epoch: int, parts: Sequence[GradientPart]
+    ) -> ShoalError | None:
+        """Note the outcome of one shard; return the error with which its part was refused, unless
+        the shard is done."""
+        if outcome.next_address:
+            self._servers.connect_ahead(outcome.next_address, partial(_connect, parts))
+        if outcome.HasField("error"):
+            error = from_detail(outcome.error)
+            if not isinstance(error, StalePush):
+                return error
+            push.refused(outcome.shard_id, error)
+        else:
+            self.seen.note(outcome.shard_id, epoch, outcome.version)
+            push.applied(outcome, epoch)
+        return None
 
     def wait_for_lost(self, wait_s: float) -> None:
         """Make later calls wait for lost shards to come back, for at most `wait_s` each."""
         self._servers.lost_wait_s = wait_s
 
     @property
-    def stubs(self) -> dict[str, Stub]:
-        """Stubs by address, for the connected servers."""
-        return self._servers.stubs
+    def transports(self) -> Mapping[str, str]:
+        """Transport of the last pull, lookup or push, by server address."""
+        return {address: calls.transport for address, calls in self._servers.stubs.items()}
 
     def close(self) -> None:
         """Close every connection; a call in progress on another thread fails."""
         self._servers.close()
         self._coordinators.close()
+
+
+def _connect(parts: Sequence[GradientPart], calls: ServerCalls) -> None:
+    """Connect ahead of calls like the one with these parts."""
+    calls.connect(max(part.num_bytes for part in parts), len(parts))

@@ -1,25 +1,35 @@
-"""Rows of tables in messages: requested, pushed and returned rows, sorted by shard."""
+"""Rows of tables: requested, pushed and returned rows, sorted by shard."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from shoal_client.parameters.calls import ServerCalls
+from shoal_client.shards.parts import GradientPart, in_pieces
 from shoal_proto.checksum import verify
-from shoal_proto.errors import StalePush
+from shoal_proto.errors import MalformedMessage, ShoalError, StalePush
+from shoal_proto.pieces import AnyPiece, OnlyPiece
 from shoal_proto.row_hash import shard_of
+from shoal_proto.status import from_detail
 from shoal_proto.v1.codec_pb2 import GradientCodec
-from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import (
+    FoundRows,
+    LookupHeader,
+    LookupItem,
+    LookupReply,
+    PushOutcome,
+)
 
 ID_BYTES = 8
-MESSAGE_BYTES = 1024 * 1024
-"""Maximum bytes of values, or of ids and births, in one message, unless one row has more: both
-together are at most twice as many."""
+ITEM_BYTES = 1024 * 1024
+"""Maximum bytes of values, or of ids and births, of one item of a lookup, unless one row has more:
+both together are at most twice as many."""
+MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
 """Name of a table, index of one of its virtual shards."""
 Bytes = bytes | memoryview
-Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,30 +102,12 @@ def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
     return routed
 
 
-def packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[Piece]]:
-    """Pack pieces, each given with its size in bytes, into messages of about MESSAGE_BYTES. Yields
-    at least one message, which may be empty."""
-    message: list[Piece] = []
-    held_bytes = 0
-    for piece, num_bytes in pieces:
-        if message and held_bytes + num_bytes > MESSAGE_BYTES:
-            yield message
-            message, held_bytes = [], 0
-        message.append(piece)
-        held_bytes += num_bytes
-    yield message
-
-
-def note(result: TablePushResult, where: Where, reply: TablePushOutcome) -> None:
+def note(result: TablePushResult, where: Where, reply: PushOutcome) -> None:
     result.versions[where] = reply.version
     result.staleness[where] = reply.staleness
     result.fates[where] = reply.fates
     result.steps[where] = reply.step
     result.duplicates += reply.duplicate
-
-
-def check(reply: FoundRows) -> None:
-    verify(f"rows of shard {reply.shard_id}", reply.checksum, reply.births, reply.values)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -128,4 +120,122 @@ def joined(parts: Sequence[Rows]) -> Rows:
         births=b"".join(part.births for part in parts),
         values=b"".join(part.values for part in parts),
         step=max(part.step for part in parts),
+    )
+
+
+def slot_bytes_for(num_bytes: int) -> int:
+    """Size of a slot for parts of this size, with a reserve: the number of rows of a shard differs
+    from step to step."""
+    return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
+
+
+def part_of(shard_id: int, rows: Gradients) -> GradientPart:
+    """The data of one shard's rows in a push: ids, births and gradients."""
+    buffers = [memoryview(rows.ids), memoryview(rows.births), memoryview(rows.gradients)]
+    return GradientPart(shard_id, sum(map(len, buffers)), in_pieces(buffers))
+
+
+def rows_an_item(row_bytes: int) -> int:
+    """Number of rows in one item of a lookup: as many as have ITEM_BYTES of values, or of ids and
+    births if these are larger; at least one."""
+    return max(1, ITEM_BYTES // max(row_bytes, 2 * ID_BYTES))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedRows:
+    """Requested rows of one shard: one item of a lookup."""
+
+    shard_id: int
+    epoch: int
+    ids: Bytes
+    row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    @property
+    def answer_bytes(self) -> int:
+        return self.num_rows * (ID_BYTES + self.row_bytes)
+
+
+def look_up(
+    calls: ServerCalls, token: Token, asked: Sequence[AskedRows], timeout_s: float
+) -> Iterator[tuple[int, Rows | ShoalError]]:
+    """Look rows up at one server. Yield for each item, by its number and in order of arrival, the
+    rows or the error."""
+    items = [LookupItem(shard_id=a.shard_id, epoch=a.epoch, num_rows=a.num_rows) for a in asked]
+    parts = [
+        GradientPart(number, a.answer_bytes, in_pieces([memoryview(a.ids)]))
+        for number, a in enumerate(asked)
+    ]
+    return received(asked, calls.look_up(LookupHeader(token=token, items=items), parts, timeout_s))
+
+
+def received(
+    asked: Sequence[AskedRows], replies: "Iterable[LookupReply | OnlyPiece]"
+) -> Iterator[tuple[int, Rows | ShoalError]]:
+    """Yield each item's rows, once all its bytes have arrived, or its error. Raises
+    MalformedMessage or ChecksumMismatch."""
+    incoming: dict[int, _IncomingRows] = {}
+    for reply in replies:
+        if isinstance(reply, OnlyPiece) or reply.HasField("piece"):
+            number = reply.piece.shard_id
+            if number not in incoming:
+                raise _unexpected(f"a piece of item {number}, which was not announced")
+            incoming[number].take(reply.piece)
+            announced = [number]
+        else:
+            announced = []
+            for found in reply.rows:
+                if not found.item < len(asked):
+                    raise _unexpected(f"an answer to item {found.item} of {len(asked)}")
+                if found.HasField("error"):
+                    yield found.item, from_detail(found.error)
+                    continue
+                item = asked[found.item]
+                if found.num_bytes != item.answer_bytes:
+                    raise _unexpected(f"{found.num_bytes} bytes for {item.num_rows} rows")
+                incoming[found.item] = _IncomingRows(found, item.num_rows)
+                announced.append(found.item)
+        for number in announced:
+            rows = incoming[number].whole()
+            if rows is not None:
+                del incoming[number]
+                yield number, rows
+
+
+class _IncomingRows:
+    """Received bytes of one item: births, then values."""
+
+    def __init__(self, found: FoundRows, num_rows: int) -> None:
+        self._found = found
+        self._births_bytes = num_rows * ID_BYTES
+        self._data = bytearray()
+
+    def take(self, piece: AnyPiece) -> None:
+        if piece.offset_bytes != len(self._data):
+            raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
+        if len(self._data) + len(piece.data) > self._found.num_bytes:
+            raise _unexpected(f"more than the {self._found.num_bytes} bytes that were announced")
+        verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
+        self._data += piece.data
+
+    def whole(self) -> Rows | None:
+        """The rows; None until all bytes have arrived."""
+        if len(self._data) < self._found.num_bytes:
+            return None
+        births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]
+        return Rows(
+            version=self._found.version,
+            epoch=self._found.epoch,
+            births=bytes(births),
+            values=bytes(values),
+            step=self._found.step,
+        )
+
+
+def _unexpected(seen: str) -> MalformedMessage:
+    return MalformedMessage(
+        "the answer to a lookup is malformed", seen=seen, expected="the rows asked for"
     )

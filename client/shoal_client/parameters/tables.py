@@ -6,36 +6,33 @@ module finds the server of each shard, and repeats calls while a server is unava
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from shoal_client.connection.transport import transport_of
-from shoal_client.parameters.job_shards import JobShards
-from shoal_client.parameters.joint_step import JointStep
-from shoal_client.parameters.seen_versions import SeenVersions
-from shoal_client.parameters.servers import Attempt, most_severe
-from shoal_client.parameters.table_calls import (
-    AskedRows,
-    PushedRows,
-    TableCalls,
-    rows_a_message,
-)
+from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
+from shoal_client.parameters.servers import most_severe
 from shoal_client.parameters.table_rows import (
     ID_BYTES,
+    AskedRows,
     Bytes,
     Gradients,
     Rows,
     TablePushResult,
     Where,
     joined,
+    look_up,
     note,
+    part_of,
+    rows_an_item,
+    slot_bytes_for,
 )
 from shoal_client.shards.layouts import of_tables
+from shoal_client.shards.parts import GradientPart
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import ShapeMismatch, ShoalError, StalePush, StateLost, UnknownShard
-from shoal_proto.status import from_detail
-from shoal_proto.traces import tracing
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import PushedRows, PushItem, PushOutcome
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_proto.v1.tables_pb2 import TablePushHeader, TablePushItem, TableSpec
+from shoal_proto.v1.tables_pb2 import TableSpec
 
 
 class TableClient:
@@ -55,21 +52,18 @@ class TableClient:
         acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
         transport: str | None = None,
     ) -> None:
-        self._acknowledgement = acknowledgement
-        chosen = transport_of(transport)
         self._job = JobShards(
             coordinators,
             token,
             timeout_s,
-            stub_of=lambda address, channel: TableCalls(
-                address, channel, self._job.token, transport=chosen
-            ),
-            close_stub=TableCalls.close,
+            acknowledgement=acknowledgement,
+            transport=transport,
             adopt=self._adopt,
+            slot_bytes_for=slot_bytes_for,
+            table_of=self._table_of,
         )
         self._shards: dict[Where, Shard] = {}
         self._tables: dict[str, TableSpec] = {}
-        self._seen = SeenVersions()
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
@@ -87,14 +81,14 @@ class TableClient:
         found: dict[Where, Rows] = {}
 
         def attempt(
-            calls: TableCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             where = {shard.shard_id: _where(shard) for shard in shards}
             asked = [piece for s in shards for piece in self._cut(wanted[_where(s)], s)]
             left = Counter(piece.shard_id for piece in asked)
             taken: dict[int, dict[int, Rows]] = {shard_id: {} for shard_id in where}
             errors: list[ShoalError] = []
-            for number, rows in calls.look_up(asked, timeout_s):
+            for number, rows in look_up(calls, self._job.token(), asked, timeout_s):
                 if isinstance(rows, ShoalError):
                     errors.append(rows)
                     continue
@@ -103,18 +97,18 @@ class TableClient:
                 if len(taken[shard_id]) == left[shard_id]:
                     in_order = [rows for _, rows in sorted(taken[shard_id].items())]
                     whole = found[where[shard_id]] = joined(in_order)
-                    self._seen.note(shard_id, whole.epoch, whole.version)
+                    self._job.seen.note(shard_id, whole.epoch, whole.version)
                     todo.discard(shard_id)
             if errors:
                 raise most_severe(errors)
 
-        self._until_done(attempt, wanted)
+        self._job.run(attempt, shard_ids=set(self.shard_ids(wanted)))
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """The ids in pieces whose rows go into one message; at least one, which may be empty."""
+        """The ids in items of bounded size; at least one item, which may be empty."""
         row_bytes = self._row_bytes(shard)
-        size = rows_a_message(row_bytes)
+        size = rows_an_item(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):
             yield AskedRows(
                 shard_id=shard.shard_id,
@@ -143,79 +137,42 @@ class TableClient:
                 _check_lengths(name, rows, plain if rows.codec is None else rows.row_bytes)
         self._sequence = self._sequence + 1 if step is None else step.sequence
         result = TablePushResult(sequence=self._sequence)
+        shard_ids = self.shard_ids(pushed)
+        where = dict(zip(shard_ids, pushed, strict=True))
 
-        def attempt(
-            calls: TableCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
-        ) -> None:
-            by_id = {shard.shard_id: _where(shard) for shard in shards}
-            epochs = {shard.shard_id: shard.epoch for shard in shards}
-            errors: list[ShoalError] = []
-            rows = [
-                PushedRows(
-                    shard_id=s.shard_id,
-                    gradients=pushed[_where(s)],
-                    row_bytes=pushed[_where(s)].row_bytes or self._row_bytes(s),
-                )
-                for s in shards
-            ]
-            header = self._push_header(pushed, shards, result.sequence, step)
-            if traced:
-                # Parts are sent on other threads, which lack the span.
-                header.token.traceparent = traced
-            for outcome in calls.push(header, rows, timeout_s):
-                if outcome.HasField("error"):
-                    error = from_detail(outcome.error)
-                    if isinstance(error, StalePush):
-                        result.stale[by_id[outcome.shard_id]] = error
-                        todo.discard(outcome.shard_id)
-                    else:
-                        errors.append(error)
-                    continue
-                note(result, by_id[outcome.shard_id], outcome)
-                self._seen.note(outcome.shard_id, epochs[outcome.shard_id], outcome.version)
-                todo.discard(outcome.shard_id)
-            if errors:
-                raise most_severe(errors)
+        def item(shard: Shard) -> PushItem:
+            return _item(shard, pushed[_where(shard)])
 
-        with tracing.span("PushRows"):
-            traced = tracing.current_traceparent()
-            result.retries = self._until_done(attempt, pushed)
-        return result
+        def part(shard: Shard) -> GradientPart:
+            return part_of(shard.shard_id, pushed[_where(shard)])
 
-    def _push_header(
-        self,
-        pushed: Mapping[Where, Gradients],
-        shards: Sequence[Shard],
-        sequence: int,
-        step: JointStep | None,
-    ) -> TablePushHeader:
-        return TablePushHeader(
-            token=self._job.token(),
-            sequence=sequence,
-            shards=[_item(shard, pushed[_where(shard)]) for shard in shards],
-            all_shard_ids=sorted(self.shard_ids(pushed)) if step is None else step.shard_ids,
-            acknowledgement=self._acknowledgement,
-            with_parameters=step is not None,
+        def applied(outcome: PushOutcome, epoch: int) -> None:
+            note(result, where[outcome.shard_id], outcome)
+
+        def refused(shard_id: int, error: StalePush) -> None:
+            result.stale[where[shard_id]] = error
+
+        push = ShardPush(
+            span="PushRows",
+            sequence=result.sequence,
+            item=item,
+            part=part,
+            applied=applied,
+            refused=refused,
+            shard_ids=set(shard_ids),
+            all_shard_ids=sorted(shard_ids) if step is None else step.shard_ids,
+            counts_rows=step is None,
         )
+        result.retries = self._job.push(push)
+        return result
 
     def _row_bytes(self, shard: Shard) -> int:
         return row_bytes_of(self._tables[shard.table])
 
-    def _until_done(self, attempt: Attempt[TableCalls], wanted: Mapping[Where, object]) -> int:
-        try:
-            return self._job.run(attempt, shard_ids=set(self.shard_ids(wanted)))
-        except StateLost as lost:
-            raise self._with_table(lost) from None
-
-    def _with_table(self, lost: StateLost) -> StateLost:
-        """The error, with the name of the shard's table."""
+    def _table_of(self, lost: StateLost) -> str:
+        """The name of the lost shard's table."""
         names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
-        table = names.get(lost.details.get("shard", ""), "")
-        what = f"{lost.what}; it has rows of table {table}" if table else ""
-        explained = self._seen.explained(lost, what)
-        if table:
-            explained.details = {**explained.details, "table": table}
-        return explained
+        return names.get(lost.details.get("shard", ""), "")
 
     def _check_known(self, wanted: Iterable[Where]) -> None:
         unknown = [where for where in wanted if where not in self._shards]
@@ -230,7 +187,7 @@ class TableClient:
     def transports(self) -> Mapping[str, str]:
         """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
         `tcp`, `tls` or `grpc`."""
-        return {address: calls.transport for address, calls in self._job.stubs.items()}
+        return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
         """Make later calls wait for lost shards to come back; after `wait_s` they raise
@@ -263,14 +220,12 @@ def _where(shard: Shard) -> Where:
     return shard.table, shard.table_index
 
 
-def _item(shard: Shard, part: Gradients) -> TablePushItem:
-    return TablePushItem(
+def _item(shard: Shard, part: Gradients) -> PushItem:
+    return PushItem(
         shard_id=shard.shard_id,
         epoch=shard.epoch,
         base_version=part.base_version,
         base_epoch=part.base_epoch,
-        num_rows=part.num_rows,
-        step=part.step,
-        lr=part.lr,
         codec=part.codec,
+        rows=PushedRows(num_rows=part.num_rows, step=part.step, lr=part.lr),
     )

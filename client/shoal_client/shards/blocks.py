@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shoal_proto import pieces
-from shoal_proto.checksum import crc32, verify
+from shoal_proto.checksum import verify
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import MalformedMessage, ShapeMismatch
 from shoal_proto.pieces import AnyPiece
@@ -131,12 +130,3 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
             seen=f"none for {', '.join(missing[:8])}",
             expected=f"{len(sizes)} buffers",
         )
-
-
-def encode(field: int, shard_id: int, offset_bytes: int, parts: Sequence[memoryview]) -> bytes:
-    """The serialized message whose field number `field` is a piece with this data. Each byte is
-    copied once."""
-    checksum = 0
-    for part in parts:
-        checksum = crc32(part, checksum)
-    return pieces.encode(field, shard_id, offset_bytes, parts, checksum)

@@ -32,7 +32,7 @@ from shoal_proto.v1.acknowledgement_pb2 import *
 from shoal_proto.v1.codec_pb2 import *
 from shoal_proto.v1.optimizer_pb2 import *
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal_proto/v1/parameters.proto\x12\x08shoal.v1\x1a$shoal_proto/v1/acknowledgement.proto\x1a\x1ashoal_proto/v1/codec.proto\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1bshoal_proto/v1/shards.proto\"c\n\rCreateRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.shoal.v1.CreateHeaderH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"{\n\x0c\x43reateHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\x12\x1f\n\x06shards\x18\x03 \x03(\x0b\x32\x0f.shoal.v1.Shard\"O\n\x05Piece\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\"\x1e\n\x0b\x43reateReply\x12\x0f\n\x07\x63reated\x18\x01 \x03(\r\"a\n\x0bPullRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.shoal.v1.PullItem\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"B\n\x08PullItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rknown_version\x18\x03 \x01(\x04\"`\n\tShardData\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x16.shoal.v1.ShardVersionH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"D\n\x0cShardVersion\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"_\n\x0bPushRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.shoal.v1.PushHeaderH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"\xd0\x01\n\nPushHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\"\n\x06shards\x18\x03 \x03(\x0b\x32\x12.shoal.v1.PushItem\x12\n\n\x02lr\x18\x04 \x03(\x01\x12\x15\n\rreturn_values\x18\x05 \x01(\x08\x12\x32\n\x0f\x61\x63knowledgement\x18\x06 \x01(\x0e\x32\x19.shoal.v1.Acknowledgement\x12\x15\n\rall_shard_ids\x18\x07 \x03(\r\"\x94\x01\n\x08PushItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x15\n\rabsent_blocks\x18\x04 \x03(\r\x12\x12\n\nbase_epoch\x18\x05 \x01(\x04\x12&\n\x05\x63odec\x18\x06 \x01(\x0b\x32\x17.shoal.v1.GradientCodec\"\x8a\x01\n\tPushReply\x12(\n\x07outcome\x18\x01 \x01(\x0b\x32\x15.shoal.v1.PushOutcomeH\x00\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x16.shoal.v1.ShardVersionH\x00\x12 \n\x05piece\x18\x03 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"\x92\x01\n\x0bPushOutcome\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tstaleness\x18\x03 \x01(\x04\x12\x11\n\tduplicate\x18\x04 \x01(\x08\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail\x12\x14\n\x0cnext_address\x18\x06 \x01(\t\"\x1e\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x89\x03\n\rDescribeReply\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12$\n\x06shards\x18\x02 \x03(\x0b\x32\x14.shoal.v1.ShardState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_copies\x18\x04 \x01(\r\x12\x18\n\x10unfinished_bytes\x18\x05 \x01(\x04\x12\x18\n\x10refused_by_epoch\x18\x06 \x01(\x04\x12\x16\n\x0epartial_pushes\x18\x07 \x01(\x04\x12\x12\n\nheld_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\t \x01(\x04\x12&\n\nfull_peers\x18\n \x03(\x0b\x32\x12.shoal.v1.FullPeer\x12\x0e\n\x06\x63odecs\x18\x0b \x03(\t\x12\x16\n\x0eloop_lag_p99_s\x18\x0c \x01(\x01\x12\x16\n\x0eloop_lag_max_s\x18\r \x01(\x01\x12\x17\n\x0f\x63ompared_pieces\x18\x0e \x01(\x04\x12\x18\n\x10\x64iffering_pieces\x18\x0f \x01(\x04\"-\n\x08\x46ullPeer\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"@\n\tCopyState\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07joining\x18\x03 \x01(\x08\"\x84\x02\n\nShardState\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06pushes\x18\x06 \x01(\x04\x12\x12\n\nduplicates\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x18\n\x10staleness_counts\x18\t \x03(\x04\x12#\n\x06\x63opies\x18\n \x03(\x0b\x32\x13.shoal.v1.CopyState\x12\x1a\n\x12unreplicated_bytes\x18\x0b \x01(\x04\x12\x14\n\x0cpushed_bytes\x18\x0c \x01(\x04\"-\n\x0b\x44ropRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\"\x1c\n\tDropReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"1\n\x0fOpenBulkRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\">\n\rOpenBulkReply\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nlocal_name\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r2\xea\x02\n\nParameters\x12:\n\x06\x43reate\x12\x17.shoal.v1.CreateRequest\x1a\x15.shoal.v1.CreateReply(\x01\x12\x34\n\x04Pull\x12\x15.shoal.v1.PullRequest\x1a\x13.shoal.v1.ShardData0\x01\x12\x36\n\x04Push\x12\x15.shoal.v1.PushRequest\x1a\x13.shoal.v1.PushReply(\x01\x30\x01\x12>\n\x08\x44\x65scribe\x12\x19.shoal.v1.DescribeRequest\x1a\x17.shoal.v1.DescribeReply\x12\x32\n\x04\x44rop\x12\x15.shoal.v1.DropRequest\x1a\x13.shoal.v1.DropReply\x12>\n\x08OpenBulk\x12\x19.shoal.v1.OpenBulkRequest\x1a\x17.shoal.v1.OpenBulkReplyP\x00P\x01P\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal_proto/v1/parameters.proto\x12\x08shoal.v1\x1a$shoal_proto/v1/acknowledgement.proto\x1a\x1ashoal_proto/v1/codec.proto\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1bshoal_proto/v1/shards.proto\"c\n\rCreateRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.shoal.v1.CreateHeaderH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"{\n\x0c\x43reateHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\x12\x1f\n\x06shards\x18\x03 \x03(\x0b\x32\x0f.shoal.v1.Shard\"O\n\x05Piece\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\"\x1e\n\x0b\x43reateReply\x12\x0f\n\x07\x63reated\x18\x01 \x03(\r\"a\n\x0bPullRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.shoal.v1.PullItem\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"B\n\x08PullItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rknown_version\x18\x03 \x01(\x04\"`\n\tShardData\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x16.shoal.v1.ShardVersionH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"D\n\x0cShardVersion\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"c\n\rLookupRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.shoal.v1.LookupHeaderH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"S\n\x0cLookupHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.shoal.v1.LookupItem\"?\n\nLookupItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08num_rows\x18\x03 \x01(\x04\"P\n\x0bLookupReply\x12!\n\x04rows\x18\x01 \x03(\x0b\x32\x13.shoal.v1.FoundRows\x12\x1e\n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.Piece\"\x92\x01\n\tFoundRows\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail\x12\x0c\n\x04item\x18\x06 \x01(\r\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\"_\n\x0bPushRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.shoal.v1.PushHeaderH\x00\x12 \n\x05piece\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x42\x06\n\x04part\"\xe5\x01\n\nPushHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\"\n\x06shards\x18\x03 \x03(\x0b\x32\x12.shoal.v1.PushItem\x12\n\n\x02lr\x18\x04 \x03(\x01\x12\x15\n\rreturn_values\x18\x05 \x01(\x08\x12\x32\n\x0f\x61\x63knowledgement\x18\x06 \x01(\x0e\x32\x19.shoal.v1.Acknowledgement\x12\x15\n\rall_shard_ids\x18\x07 \x03(\r\x12\x13\n\x0b\x63ounts_rows\x18\x08 \x01(\x08\"\xb8\x01\n\x08PushItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x15\n\rabsent_blocks\x18\x04 \x03(\r\x12\x12\n\nbase_epoch\x18\x05 \x01(\x04\x12&\n\x05\x63odec\x18\x06 \x01(\x0b\x32\x17.shoal.v1.GradientCodec\x12\"\n\x04rows\x18\x07 \x01(\x0b\x32\x14.shoal.v1.PushedRows\"D\n\nPushedRows\x12\x10\n\x08num_rows\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x02lr\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x05\n\x03_lr\"}\n\tPushReply\x12\'\n\x08outcomes\x18\x01 \x03(\x0b\x32\x15.shoal.v1.PushOutcome\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.shoal.v1.ShardVersion\x12\x1e\n\x05piece\x18\x03 \x01(\x0b\x32\x0f.shoal.v1.Piece\"\xaf\x01\n\x0bPushOutcome\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tstaleness\x18\x03 \x01(\x04\x12\x11\n\tduplicate\x18\x04 \x01(\x08\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail\x12\x14\n\x0cnext_address\x18\x06 \x01(\t\x12\r\n\x05\x66\x61tes\x18\x07 \x01(\x0c\x12\x0c\n\x04step\x18\x08 \x01(\x04\"\x1e\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x89\x03\n\rDescribeReply\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12$\n\x06shards\x18\x02 \x03(\x0b\x32\x14.shoal.v1.ShardState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_copies\x18\x04 \x01(\r\x12\x18\n\x10unfinished_bytes\x18\x05 \x01(\x04\x12\x18\n\x10refused_by_epoch\x18\x06 \x01(\x04\x12\x16\n\x0epartial_pushes\x18\x07 \x01(\x04\x12\x12\n\nheld_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\t \x01(\x04\x12&\n\nfull_peers\x18\n \x03(\x0b\x32\x12.shoal.v1.FullPeer\x12\x0e\n\x06\x63odecs\x18\x0b \x03(\t\x12\x16\n\x0eloop_lag_p99_s\x18\x0c \x01(\x01\x12\x16\n\x0eloop_lag_max_s\x18\r \x01(\x01\x12\x17\n\x0f\x63ompared_pieces\x18\x0e \x01(\x04\x12\x18\n\x10\x64iffering_pieces\x18\x0f \x01(\x04\"-\n\x08\x46ullPeer\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"@\n\tCopyState\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07joining\x18\x03 \x01(\x08\"\x84\x02\n\nShardState\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06pushes\x18\x06 \x01(\x04\x12\x12\n\nduplicates\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x18\n\x10staleness_counts\x18\t \x03(\x04\x12#\n\x06\x63opies\x18\n \x03(\x0b\x32\x13.shoal.v1.CopyState\x12\x1a\n\x12unreplicated_bytes\x18\x0b \x01(\x04\x12\x14\n\x0cpushed_bytes\x18\x0c \x01(\x04\"-\n\x0b\x44ropRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\"\x1c\n\tDropReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"1\n\x0fOpenBulkRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\">\n\rOpenBulkReply\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nlocal_name\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r2\xa8\x03\n\nParameters\x12:\n\x06\x43reate\x12\x17.shoal.v1.CreateRequest\x1a\x15.shoal.v1.CreateReply(\x01\x12\x34\n\x04Pull\x12\x15.shoal.v1.PullRequest\x1a\x13.shoal.v1.ShardData0\x01\x12<\n\x06Lookup\x12\x17.shoal.v1.LookupRequest\x1a\x15.shoal.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x15.shoal.v1.PushRequest\x1a\x13.shoal.v1.PushReply(\x01\x30\x01\x12>\n\x08\x44\x65scribe\x12\x19.shoal.v1.DescribeRequest\x1a\x17.shoal.v1.DescribeReply\x12\x32\n\x04\x44rop\x12\x15.shoal.v1.DropRequest\x1a\x13.shoal.v1.DropReply\x12>\n\x08OpenBulk\x12\x19.shoal.v1.OpenBulkRequest\x1a\x17.shoal.v1.OpenBulkReplyP\x00P\x01P\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,34 +55,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDDATA']._serialized_end=805
   _globals['_SHARDVERSION']._serialized_start=807
   _globals['_SHARDVERSION']._serialized_end=875
-  _globals['_PUSHREQUEST']._serialized_start=877
-  _globals['_PUSHREQUEST']._serialized_end=972
-  _globals['_PUSHHEADER']._serialized_start=975
-  _globals['_PUSHHEADER']._serialized_end=1183
-  _globals['_PUSHITEM']._serialized_start=1186
-  _globals['_PUSHITEM']._serialized_end=1334
-  _globals['_PUSHREPLY']._serialized_start=1337
-  _globals['_PUSHREPLY']._serialized_end=1475
-  _globals['_PUSHOUTCOME']._serialized_start=1478
-  _globals['_PUSHOUTCOME']._serialized_end=1624
-  _globals['_DESCRIBEREQUEST']._serialized_start=1626
-  _globals['_DESCRIBEREQUEST']._serialized_end=1656
-  _globals['_DESCRIBEREPLY']._serialized_start=1659
-  _globals['_DESCRIBEREPLY']._serialized_end=2052
-  _globals['_FULLPEER']._serialized_start=2054
-  _globals['_FULLPEER']._serialized_end=2099
-  _globals['_COPYSTATE']._serialized_start=2101
-  _globals['_COPYSTATE']._serialized_end=2165
-  _globals['_SHARDSTATE']._serialized_start=2168
-  _globals['_SHARDSTATE']._serialized_end=2428
-  _globals['_DROPREQUEST']._serialized_start=2430
-  _globals['_DROPREQUEST']._serialized_end=2475
-  _globals['_DROPREPLY']._serialized_start=2477
-  _globals['_DROPREPLY']._serialized_end=2505
-  _globals['_OPENBULKREQUEST']._serialized_start=2507
-  _globals['_OPENBULKREQUEST']._serialized_end=2556
-  _globals['_OPENBULKREPLY']._serialized_start=2558
-  _globals['_OPENBULKREPLY']._serialized_end=2620
-  _globals['_PARAMETERS']._serialized_start=2623
-  _globals['_PARAMETERS']._serialized_end=2985
+  _globals['_LOOKUPREQUEST']._serialized_start=877
+  _globals['_LOOKUPREQUEST']._serialized_end=976
+  _globals['_LOOKUPHEADER']._serialized_start=978
+  _globals['_LOOKUPHEADER']._serialized_end=1061
+  _globals['_LOOKUPITEM']._serialized_start=1063
+  _globals['_LOOKUPITEM']._serialized_end=1126
+  _globals['_LOOKUPREPLY']._serialized_start=1128
+  _globals['_LOOKUPREPLY']._serialized_end=1208
+  _globals['_FOUNDROWS']._serialized_start=1211
+  _globals['_FOUNDROWS']._serialized_end=1357
+  _globals['_PUSHREQUEST']._serialized_start=1359
+  _globals['_PUSHREQUEST']._serialized_end=1454
+  _globals['_PUSHHEADER']._serialized_start=1457
+  _globals['_PUSHHEADER']._serialized_end=1686
+  _globals['_PUSHITEM']._serialized_start=1689
+  _globals['_PUSHITEM']._serialized_end=1873
+  _globals['_PUSHEDROWS']._serialized_start=1875
+  _globals['_PUSHEDROWS']._serialized_end=1943
+  _globals['_PUSHREPLY']._serialized_start=1945
+  _globals['_PUSHREPLY']._serialized_end=2070
+  _globals['_PUSHOUTCOME']._serialized_start=2073
+  _globals['_PUSHOUTCOME']._serialized_end=2248
+  _globals['_DESCRIBEREQUEST']._serialized_start=2250
+  _globals['_DESCRIBEREQUEST']._serialized_end=2280
+  _globals['_DESCRIBEREPLY']._serialized_start=2283
+  _globals['_DESCRIBEREPLY']._serialized_end=2676
+  _globals['_FULLPEER']._serialized_start=2678
+  _globals['_FULLPEER']._serialized_end=2723
+  _globals['_COPYSTATE']._serialized_start=2725
+  _globals['_COPYSTATE']._serialized_end=2789
+  _globals['_SHARDSTATE']._serialized_start=2792
+  _globals['_SHARDSTATE']._serialized_end=3052
+  _globals['_DROPREQUEST']._serialized_start=3054
+  _globals['_DROPREQUEST']._serialized_end=3099
+  _globals['_DROPREPLY']._serialized_start=3101
+  _globals['_DROPREPLY']._serialized_end=3129
+  _globals['_OPENBULKREQUEST']._serialized_start=3131
+  _globals['_OPENBULKREQUEST']._serialized_end=3180
+  _globals['_OPENBULKREPLY']._serialized_start=3182
+  _globals['_OPENBULKREPLY']._serialized_end=3244
+  _globals['_PARAMETERS']._serialized_start=3247
+  _globals['_PARAMETERS']._serialized_end=3671
 # @@protoc_insertion_point(module_scope)

@@ -259,6 +259,163 @@ class ShardVersion(_message.Message):
 Global___ShardVersion: _TypeAlias = ShardVersion  # noqa: Y015
 
 @_typing.final
+class LookupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___LookupHeader: ...
+    @_builtins.property
+    def piece(self) -> Global___Piece:
+        """A piece of an item's ids: little-endian int64, each once. Its shard_id is the number of the
+        item.
+        """
+
+    def __init__(
+        self,
+        *,
+        header: Global___LookupHeader | None = ...,
+        piece: Global___Piece | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "piece"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class LookupHeader(_message.Message):
+    """First message of the stream. The ids of the items follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token(self) -> _identity_pb2.Token: ...
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupItem]: ...
+    def __init__(
+        self,
+        *,
+        token: _identity_pb2.Token | None = ...,
+        items: _abc.Iterable[Global___LookupItem] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupHeader: _TypeAlias = LookupHeader  # noqa: Y015
+
+@_typing.final
+class LookupItem(_message.Message):
+    """Rows of one shard of a table. Several items may name the same shard. Items are numbered from 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    num_rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_rows", b"num_rows", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupItem: _TypeAlias = LookupItem  # noqa: Y015
+
+@_typing.final
+class LookupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FoundRows]: ...
+    @_builtins.property
+    def piece(self) -> Global___Piece:
+        """A piece of an item's births, then values. Its shard_id is the number of the item."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___FoundRows] | None = ...,
+        piece: Global___Piece | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
+
+@_typing.final
+class FoundRows(_message.Message):
+    """The answer to one item. Its pieces follow: one little-endian uint64 per row, the version that
+    made the row, or 0 for a row that does not exist and has its initial values; then the values of
+    the rows, little-endian. Both are in the order of the ids.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ITEM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    version: _builtins.int
+    step: _builtins.int
+    """The table's step, as far as the shard knows."""
+    item: _builtins.int
+    """The number of the item."""
+    num_bytes: _builtins.int
+    """Bytes of all pieces."""
+    @_builtins.property
+    def error(self) -> _identity_pb2.ErrorDetail:
+        """Set if these rows cannot be looked up; the others are answered."""
+
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        error: _identity_pb2.ErrorDetail | None = ...,
+        item: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "item", b"item", "num_bytes", b"num_bytes", "shard_id", b"shard_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FoundRows: _TypeAlias = FoundRows  # noqa: Y015
+
+@_typing.final
 class PushRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -270,7 +427,10 @@ class PushRequest(_message.Message):
     def piece(self) -> Global___Piece:
         """A piece of a shard's gradient; if the job compensates for delay, also of the values on which
         the gradient was computed, which follow it (see StalenessPolicy). With a codec: a piece of
-        the encoded gradient, at offsets from 0.
+        the encoded gradient, at offsets from 0. Of rows: a piece of all ids (little-endian int64;
+        the gradients of an id that occurs twice are added in the order of the push), then all
+        births (as looked up), then all gradients (little-endian, in the table's dtype or the item's
+        codec).
         """
 
     def __init__(
@@ -300,13 +460,18 @@ class PushHeader(_message.Message):
     RETURN_VALUES_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
     ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
+    COUNTS_ROWS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts the pushes of this incarnation from 1. A repeated push is answered with its first
-    outcome and not applied again.
+    """Counts the pushes of this incarnation from 1; see also counts_rows. A repeated push is answered
+    with its first outcome and not applied again.
     """
     return_values: _builtins.bool
     """Also send each shard's values right after this push."""
     acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
+    counts_rows: _builtins.bool
+    """The number counts this incarnation's pushes of rows, apart from its pushes of parameters. An
+    incarnation numbers all of its pushes of rows like this, or none.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -317,9 +482,9 @@ class PushHeader(_message.Message):
 
     @_builtins.property
     def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All shards that this push touches, on any server; empty: every dense shard of the job. A
-        snapshot has the push on all of these or on none. They include shards of tables if rows are
-        pushed under the same number (TablePushHeader.with_parameters).
+        """All shards that this push touches, on any server; empty, unless it has rows: every dense shard
+        of the job. A snapshot has the push on all of these or on none. If parameters and rows are
+        pushed under the same number, the two pushes are one step, and each has the shards of both.
         """
 
     def __init__(
@@ -332,10 +497,11 @@ class PushHeader(_message.Message):
         return_values: _builtins.bool = ...,
         acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType = ...,
         all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
+        counts_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "counts_rows", b"counts_rows", "lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,10 +517,13 @@ class PushItem(_message.Message):
     ABSENT_BLOCKS_FIELD_NUMBER: _builtins.int
     BASE_EPOCH_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
-    """The version on which the gradient was computed."""
+    """The version on which the gradient was computed; of rows: the oldest version at which these rows
+    were looked up.
+    """
     base_epoch: _builtins.int
     """The epoch of the shard when that version was received. A version of an earlier epoch may have
     been lost with its primary; it then counts as the newest.
@@ -368,8 +537,12 @@ class PushItem(_message.Message):
     @_builtins.property
     def codec(self) -> _codec_pb2.GradientCodec:
         """The encoding of the gradient; not set: uncompressed. Only if the job does not compensate for
-        delay, and of a kind in DescribeReply.codecs.
+        delay, and of a kind in DescribeReply.codecs. Of rows: "fp16", "bf16" or "int8".
         """
+
+    @_builtins.property
+    def rows(self) -> Global___PushedRows:
+        """Set if the shard is of a table."""
 
     def __init__(
         self,
@@ -380,42 +553,72 @@ class PushItem(_message.Message):
         absent_blocks: _abc.Iterable[_builtins.int] | None = ...,
         base_epoch: _builtins.int = ...,
         codec: _codec_pb2.GradientCodec | None = ...,
+        rows: Global___PushedRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_epoch", b"base_epoch", "base_version", b"base_version", "codec", b"codec", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_epoch", b"base_epoch", "base_version", b"base_version", "codec", b"codec", "epoch", b"epoch", "rows", b"rows", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushItem: _TypeAlias = PushItem  # noqa: Y015
 
 @_typing.final
+class PushedRows(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LR_FIELD_NUMBER: _builtins.int
+    num_rows: _builtins.int
+    step: _builtins.int
+    """The table's step of which the push is part, as far as the sender knows."""
+    lr: _builtins.float
+    """Not set: the table's own."""
+    def __init__(
+        self,
+        *,
+        num_rows: _builtins.int = ...,
+        step: _builtins.int = ...,
+        lr: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "lr", b"lr"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "lr", b"lr", "num_rows", b"num_rows", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
+    _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lr) -> _WhichOneofReturnType__lr | None: ...
+
+Global___PushedRows: _TypeAlias = PushedRows  # noqa: Y015
+
+@_typing.final
 class PushReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    OUTCOME_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PIECE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def outcome(self) -> Global___PushOutcome: ...
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushOutcome]: ...
     @_builtins.property
-    def version(self) -> Global___ShardVersion: ...
+    def version(self) -> Global___ShardVersion:
+        """The values that the shard of the last outcome returns: their pieces follow."""
+
     @_builtins.property
     def piece(self) -> Global___Piece: ...
     def __init__(
         self,
         *,
-        outcome: Global___PushOutcome | None = ...,
+        outcomes: _abc.Iterable[Global___PushOutcome] | None = ...,
         version: Global___ShardVersion | None = ...,
         piece: Global___Piece | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "part", b"part", "piece", b"piece", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "part", b"part", "piece", b"piece", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "piece", b"piece", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["outcome", "version", "piece"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
 
@@ -429,6 +632,8 @@ class PushOutcome(_message.Message):
     DUPLICATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
+    FATES_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     version: _builtins.int
     """Version right after this push."""
@@ -440,6 +645,10 @@ class PushOutcome(_message.Message):
     """host:port of the server to which the shard is being handed over, so that the client can connect
     to it in advance. Empty: none.
     """
+    fates: _builtins.bytes
+    """Of rows: one byte per row, a RowFate, in the order of the push; empty: all were applied."""
+    step: _builtins.int
+    """Of rows: the table's step, as far as the shard knows."""
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
         """Set if this shard's part was refused: then the shard was not changed by it. Also set if the
@@ -456,10 +665,12 @@ class PushOutcome(_message.Message):
         duplicate: _builtins.bool = ...,
         error: _identity_pb2.ErrorDetail | None = ...,
         next_address: _builtins.str = ...,
+        fates: _builtins.bytes = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "next_address", b"next_address", "shard_id", b"shard_id", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "fates", b"fates", "next_address", b"next_address", "shard_id", b"shard_id", "staleness", b"staleness", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ class ParametersStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_parameters__pb2.PullRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.ShardData.FromString,
                 _registered_method=True)
+        self.Lookup = channel.stream_stream(
+                '/shoal.v1.Parameters/Lookup',
+                request_serializer=shoal__proto_dot_v1_dot_parameters__pb2.LookupRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.LookupReply.FromString,
+                _registered_method=True)
         self.Push = channel.stream_stream(
                 '/shoal.v1.Parameters/Push',
                 request_serializer=shoal__proto_dot_v1_dot_parameters__pb2.PushRequest.SerializeToString,
@@ -87,9 +92,17 @@ class ParametersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lookup(self, request_iterator, context):
+        """Sends rows of tables, each item as of one version. Makes no rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Push(self, request_iterator, context):
-        """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
-        is known, followed by the shard's new values if requested.
+        """Applies gradients of parameters or of rows, exactly once for each (incarnation, sequence,
+        shard). One push may touch many shards; each shard's outcome is sent as soon as it is known,
+        followed by the shard's new values if requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +122,7 @@ class ParametersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenBulk(self, request, context):
-        """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
-        (shoal_proto/bulk.py).
+        """Returns a key and addresses for Pull, Lookup and Push without gRPC (shoal_proto/bulk.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +140,11 @@ def add_ParametersServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.PullRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.ShardData.SerializeToString,
+            ),
+            'Lookup': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lookup,
+                    request_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.LookupRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.LookupReply.SerializeToString,
             ),
             'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
@@ -206,6 +223,33 @@ class Parameters(object):
             '/shoal.v1.Parameters/Pull',
             shoal__proto_dot_v1_dot_parameters__pb2.PullRequest.SerializeToString,
             shoal__proto_dot_v1_dot_parameters__pb2.ShardData.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lookup(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/shoal.v1.Parameters/Lookup',
+            shoal__proto_dot_v1_dot_parameters__pb2.LookupRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_parameters__pb2.LookupReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,17 +57,18 @@ class ParametersStub:
     """Creates shards with their first values. Idempotent: a shard that exists is left as it is."""
     Pull: _grpc.UnaryStreamMultiCallable[_parameters_pb2.PullRequest, _parameters_pb2.ShardData]
     """Sends shards as of one version each."""
+    Lookup: _grpc.StreamStreamMultiCallable[_parameters_pb2.LookupRequest, _parameters_pb2.LookupReply]
+    """Sends rows of tables, each item as of one version. Makes no rows."""
     Push: _grpc.StreamStreamMultiCallable[_parameters_pb2.PushRequest, _parameters_pb2.PushReply]
-    """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
-    is known, followed by the shard's new values if requested.
+    """Applies gradients of parameters or of rows, exactly once for each (incarnation, sequence,
+    shard). One push may touch many shards; each shard's outcome is sent as soon as it is known,
+    followed by the shard's new values if requested.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]
     """Drops this server's shards of the job; only a member of the job can request it."""
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]
-    """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
-    (shoal_proto/bulk.py).
-    """
+    """Returns a key and addresses for Pull, Lookup and Push without gRPC (shoal_proto/bulk.py)."""
 
 @_typing.type_check_only
 class ParametersAsyncStub(ParametersStub):
@@ -80,17 +81,18 @@ class ParametersAsyncStub(ParametersStub):
     """Creates shards with their first values. Idempotent: a shard that exists is left as it is."""
     Pull: _aio.UnaryStreamMultiCallable[_parameters_pb2.PullRequest, _parameters_pb2.ShardData]  # type: ignore[assignment]
     """Sends shards as of one version each."""
+    Lookup: _aio.StreamStreamMultiCallable[_parameters_pb2.LookupRequest, _parameters_pb2.LookupReply]  # type: ignore[assignment]
+    """Sends rows of tables, each item as of one version. Makes no rows."""
     Push: _aio.StreamStreamMultiCallable[_parameters_pb2.PushRequest, _parameters_pb2.PushReply]  # type: ignore[assignment]
-    """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
-    is known, followed by the shard's new values if requested.
+    """Applies gradients of parameters or of rows, exactly once for each (incarnation, sequence,
+    shard). One push may touch many shards; each shard's outcome is sent as soon as it is known,
+    followed by the shard's new values if requested.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]  # type: ignore[assignment]
     """Drops this server's shards of the job; only a member of the job can request it."""
     OpenBulk: _aio.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
-    (shoal_proto/bulk.py).
-    """
+    """Returns a key and addresses for Pull, Lookup and Push without gRPC (shoal_proto/bulk.py)."""
 
 class ParametersServicer(metaclass=_abc_1.ABCMeta):
     """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
@@ -114,13 +116,22 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         """Sends shards as of one version each."""
 
     @_abc_1.abstractmethod
+    def Lookup(
+        self,
+        request_iterator: _MaybeAsyncIterator[_parameters_pb2.LookupRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameters_pb2.LookupReply], _abc.AsyncIterator[_parameters_pb2.LookupReply]]:
+        """Sends rows of tables, each item as of one version. Makes no rows."""
+
+    @_abc_1.abstractmethod
     def Push(
         self,
         request_iterator: _MaybeAsyncIterator[_parameters_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parameters_pb2.PushReply], _abc.AsyncIterator[_parameters_pb2.PushReply]]:
-        """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
-        is known, followed by the shard's new values if requested.
+        """Applies gradients of parameters or of rows, exactly once for each (incarnation, sequence,
+        shard). One push may touch many shards; each shard's outcome is sent as soon as it is known,
+        followed by the shard's new values if requested.
         """
 
     @_abc_1.abstractmethod
@@ -144,8 +155,6 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.OpenBulkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
-        """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
-        (shoal_proto/bulk.py).
-        """
+        """Returns a key and addresses for Pull, Lookup and Push without gRPC (shoal_proto/bulk.py)."""
 
 def add_ParametersServicer_to_server(servicer: ParametersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

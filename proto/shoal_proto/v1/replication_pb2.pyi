@@ -949,7 +949,7 @@ class RecordStart(_message.Message):
     @_builtins.property
     def record(self) -> Global___PushRecord: ...
     @_builtins.property
-    def first(self) -> Global___Bytes: ...
+    def first(self) -> _parameters_pb2.Piece: ...
     def __init__(
         self,
         *,
@@ -958,7 +958,7 @@ class RecordStart(_message.Message):
         epoch: _builtins.int = ...,
         record: Global___PushRecord | None = ...,
         num_bytes: _builtins.int = ...,
-        first: Global___Bytes | None = ...,
+        first: _parameters_pb2.Piece | None = ...,
         answer_may_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "record", b"record"]  # noqa: Y015
@@ -1045,29 +1045,6 @@ class ChunkStart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChunkStart: _TypeAlias = ChunkStart  # noqa: Y015
-
-@_typing.final
-class Bytes(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    checksum: _builtins.int
-    """CRC-32 of data."""
-    def __init__(
-        self,
-        *,
-        data: _builtins.bytes = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Bytes: _TypeAlias = Bytes  # noqa: Y015
 
 @_typing.final
 class FollowBeat(_message.Message):

@@ -22,54 +22,25 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from shoal_proto.v1 import acknowledgement_pb2 as shoal__proto_dot_v1_dot_acknowledgement__pb2
-from shoal_proto.v1 import codec_pb2 as shoal__proto_dot_v1_dot_codec__pb2
-from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/tables.proto\x12\x08shoal.v1\x1a$shoal_proto/v1/acknowledgement.proto\x1a\x1ashoal_proto/v1/codec.proto\x1a\x1dshoal_proto/v1/identity.proto\"\xa7\x02\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12*\n\x0binitialiser\x18\x05 \x01(\x0b\x32\x15.shoal.v1.Initialiser\x12)\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.shoal.v1.RowOptimizer\x12&\n\tadmission\x18\x07 \x01(\x0b\x32\x13.shoal.v1.Admission\x12$\n\x08\x65viction\x18\x08 \x01(\x0b\x32\x12.shoal.v1.Eviction\x12\x12\n\nnum_shards\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\x04\x12\x17\n\x0fmax_shard_bytes\x18\x0b \x01(\x04\";\n\x0bInitialiser\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x65nter\x18\x02 \x01(\x01\x12\x0e\n\x06spread\x18\x03 \x01(\x01\"\xaa\x01\n\x0cRowOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\n\n\x02lr\x18\x02 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x03 \x01(\x01\x12\x10\n\x08momentum\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65ta1\x18\x06 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x07 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x08 \x01(\x01\x12\x1b\n\x13initial_accumulator\x18\t \x01(\x01\"B\n\tAdmission\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nmin_pushes\x18\x02 \x01(\r\x12\x13\n\x0bprobability\x18\x03 \x01(\x01\"8\n\x08\x45viction\x12\x12\n\nmax_idle_s\x18\x01 \x01(\x01\x12\x18\n\x10oldest_when_full\x18\x02 \x01(\x08\"a\n\x12TableLookupRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.shoal.v1.TableLookupHeader\x12\x1e\n\x04rows\x18\x02 \x03(\x0b\x32\x10.shoal.v1.RowIds\"]\n\x11TableLookupHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12(\n\x05items\x18\x02 \x03(\x0b\x32\x19.shoal.v1.TableLookupItem\"D\n\x0fTableLookupItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08num_rows\x18\x03 \x01(\x04\"6\n\x06RowIds\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\"5\n\x10TableLookupReply\x12!\n\x04rows\x18\x01 \x03(\x0b\x32\x13.shoal.v1.FoundRows\"\xc4\x01\n\tFoundRows\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06\x62irths\x18\x04 \x01(\x0c\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x07\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail\x12\x0c\n\x04item\x18\t \x01(\r\x12\x11\n\tnum_bytes\x18\n \x01(\x04\"c\n\x10TablePushRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.shoal.v1.TablePushHeader\x12$\n\x04rows\x18\x02 \x03(\x0b\x32\x16.shoal.v1.RowGradients\"\xd0\x01\n\x0fTablePushHeader\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.shoal.v1.TablePushItem\x12\x15\n\rall_shard_ids\x18\x04 \x03(\r\x12\x32\n\x0f\x61\x63knowledgement\x18\x05 \x01(\x0e\x32\x19.shoal.v1.Acknowledgement\x12\x17\n\x0fwith_parameters\x18\x06 \x01(\x08\"\xba\x01\n\rTablePushItem\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x12\n\nbase_epoch\x18\x04 \x01(\x04\x12\x10\n\x08num_rows\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0f\n\x02lr\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12&\n\x05\x63odec\x18\x08 \x01(\x0b\x32\x17.shoal.v1.GradientCodecB\x05\n\x03_lr\"b\n\x0cRowGradients\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62irths\x18\x03 \x01(\x0c\x12\x11\n\tgradients\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x07\">\n\x0eTablePushReply\x12,\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1a.shoal.v1.TablePushOutcome\"\xad\x01\n\x10TablePushOutcome\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tstaleness\x18\x03 \x01(\x04\x12\x11\n\tduplicate\x18\x04 \x01(\x08\x12\r\n\x05\x66\x61tes\x18\x05 \x01(\x0c\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail*v\n\x07RowFate\x12\x14\n\x10ROW_FATE_APPLIED\x10\x00\x12\x11\n\rROW_FATE_MADE\x10\x01\x12\x19\n\x15ROW_FATE_NOT_ADMITTED\x10\x02\x12\x14\n\x10ROW_FATE_EVICTED\x10\x03\x12\x11\n\rROW_FATE_FULL\x10\x04\x32\x92\x01\n\x06Tables\x12\x46\n\x06Lookup\x12\x1c.shoal.v1.TableLookupRequest\x1a\x1a.shoal.v1.TableLookupReply(\x01\x30\x01\x12@\n\x04Push\x12\x1a.shoal.v1.TablePushRequest\x1a\x18.shoal.v1.TablePushReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/tables.proto\x12\x08shoal.v1\"\xa7\x02\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12*\n\x0binitialiser\x18\x05 \x01(\x0b\x32\x15.shoal.v1.Initialiser\x12)\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.shoal.v1.RowOptimizer\x12&\n\tadmission\x18\x07 \x01(\x0b\x32\x13.shoal.v1.Admission\x12$\n\x08\x65viction\x18\x08 \x01(\x0b\x32\x12.shoal.v1.Eviction\x12\x12\n\nnum_shards\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\x04\x12\x17\n\x0fmax_shard_bytes\x18\x0b \x01(\x04\";\n\x0bInitialiser\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x65nter\x18\x02 \x01(\x01\x12\x0e\n\x06spread\x18\x03 \x01(\x01\"\xaa\x01\n\x0cRowOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\n\n\x02lr\x18\x02 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x03 \x01(\x01\x12\x10\n\x08momentum\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65ta1\x18\x06 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x07 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x08 \x01(\x01\x12\x1b\n\x13initial_accumulator\x18\t \x01(\x01\"B\n\tAdmission\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nmin_pushes\x18\x02 \x01(\r\x12\x13\n\x0bprobability\x18\x03 \x01(\x01\"8\n\x08\x45viction\x12\x12\n\nmax_idle_s\x18\x01 \x01(\x01\x12\x18\n\x10oldest_when_full\x18\x02 \x01(\x08*v\n\x07RowFate\x12\x14\n\x10ROW_FATE_APPLIED\x10\x00\x12\x11\n\rROW_FATE_MADE\x10\x01\x12\x19\n\x15ROW_FATE_NOT_ADMITTED\x10\x02\x12\x14\n\x10ROW_FATE_EVICTED\x10\x03\x12\x11\n\rROW_FATE_FULL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.tables_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWFATE']._serialized_start=2211
-  _globals['_ROWFATE']._serialized_end=2329
-  _globals['_TABLESPEC']._serialized_start=139
-  _globals['_TABLESPEC']._serialized_end=434
-  _globals['_INITIALISER']._serialized_start=436
-  _globals['_INITIALISER']._serialized_end=495
-  _globals['_ROWOPTIMIZER']._serialized_start=498
-  _globals['_ROWOPTIMIZER']._serialized_end=668
-  _globals['_ADMISSION']._serialized_start=670
-  _globals['_ADMISSION']._serialized_end=736
-  _globals['_EVICTION']._serialized_start=738
-  _globals['_EVICTION']._serialized_end=794
-  _globals['_TABLELOOKUPREQUEST']._serialized_start=796
-  _globals['_TABLELOOKUPREQUEST']._serialized_end=893
-  _globals['_TABLELOOKUPHEADER']._serialized_start=895
-  _globals['_TABLELOOKUPHEADER']._serialized_end=988
-  _globals['_TABLELOOKUPITEM']._serialized_start=990
-  _globals['_TABLELOOKUPITEM']._serialized_end=1058
-  _globals['_ROWIDS']._serialized_start=1060
-  _globals['_ROWIDS']._serialized_end=1114
-  _globals['_TABLELOOKUPREPLY']._serialized_start=1116
-  _globals['_TABLELOOKUPREPLY']._serialized_end=1169
-  _globals['_FOUNDROWS']._serialized_start=1172
-  _globals['_FOUNDROWS']._serialized_end=1368
-  _globals['_TABLEPUSHREQUEST']._serialized_start=1370
-  _globals['_TABLEPUSHREQUEST']._serialized_end=1469
-  _globals['_TABLEPUSHHEADER']._serialized_start=1472
-  _globals['_TABLEPUSHHEADER']._serialized_end=1680
-  _globals['_TABLEPUSHITEM']._serialized_start=1683
-  _globals['_TABLEPUSHITEM']._serialized_end=1869
-  _globals['_ROWGRADIENTS']._serialized_start=1871
-  _globals['_ROWGRADIENTS']._serialized_end=1969
-  _globals['_TABLEPUSHREPLY']._serialized_start=1971
-  _globals['_TABLEPUSHREPLY']._serialized_end=2033
-  _globals['_TABLEPUSHOUTCOME']._serialized_start=2036
-  _globals['_TABLEPUSHOUTCOME']._serialized_end=2209
-  _globals['_TABLES']._serialized_start=2332
-  _globals['_TABLES']._serialized_end=2478
+  _globals['_ROWFATE']._serialized_start=699
+  _globals['_ROWFATE']._serialized_end=817
+  _globals['_TABLESPEC']._serialized_start=42
+  _globals['_TABLESPEC']._serialized_end=337
+  _globals['_INITIALISER']._serialized_start=339
+  _globals['_INITIALISER']._serialized_end=398
+  _globals['_ROWOPTIMIZER']._serialized_start=401
+  _globals['_ROWOPTIMIZER']._serialized_end=571
+  _globals['_ADMISSION']._serialized_start=573
+  _globals['_ADMISSION']._serialized_end=639
+  _globals['_EVICTION']._serialized_start=641
+  _globals['_EVICTION']._serialized_end=697
 # @@protoc_insertion_point(module_scope)

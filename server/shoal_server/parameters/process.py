@@ -22,8 +22,9 @@ from prometheus_client.metrics_core import Metric
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.tls.bulk_offers import BulkOffers
+from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
+from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
-from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.replication_core import ReplicationCore
@@ -39,13 +40,11 @@ from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.journal_recovery import DiskRemovalLoop, JournalRecovery
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
-from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
 from shoal_server.parameters.service.bulk_listener import BulkListener
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.service.snapshots_servicer import SnapshotsServicer
 from shoal_server.parameters.service.table_maker import TableMaker
-from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory
@@ -185,8 +184,10 @@ async def running(
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
         barriers = SnapshotBarriers(catalog, fence, replicas.run)
+        maker = TableMaker(store, catalog, replicas, memory)
         servicer = ParametersServicer(
             catalog=catalog,
+            maker=maker,
             replicas=replicas,
             fence=fence,
             barriers=barriers,
@@ -197,13 +198,8 @@ async def running(
             loop_lag=await stack.enter_async_context(LoopLag()),
         )
         await stack.enter_async_context(_metrics_served(config, servicer, durations))
-        handlers.add_parameters(servicer, server)
-        maker = TableMaker(store, catalog, replicas, memory)
-        tables = TablesServicer(
-            maker=maker, fence=fence, barriers=barriers, run=run, budget=budget, memory=memory
-        )
-        add_TablesServicer_to_server(tables, server)
-        handlers.add_replication(replication, server)
+        add_ParametersServicer_to_server(servicer, server)
+        add_ReplicationServicer_to_server(replication, server)
         # Separate threads, so that slow storage does not delay work on shards.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
@@ -240,7 +236,7 @@ async def running(
             )
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(
-            BulkServices(servicer, tables, replication, weights),
+            BulkServices(servicer, replication, weights),
             offers,
             memory,
             most=config.work.most_bulk_connections,

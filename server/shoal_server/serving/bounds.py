@@ -214,9 +214,6 @@ NAMED: Mapping[str, Bound] = {
     "shard_bits": DATA,
     "row_ids": DATA,
     "row_births": DATA,
-    "ids": DATA,
-    "births": DATA,
-    "gradients": DATA,
     # seconds
     "wait_s": SECONDS,
     "timeout_s": SECONDS,
@@ -300,8 +297,6 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "StoreKeysRequest.keys": text(4096, count=1 << 16),
     "StoreCompareSetRequest.expected": DATA,
     "Shard.blocks": some(1 << 20),
-    "TableLookupRequest.rows": some(1 << 17),
-    "TablePushRequest.rows": some(1 << 17),
     "StepPhase.step_size": COUNTED,
     "OutputPart.data": Bound(length=1 << 18),
     "Layout.tensors": some(1 << 17),

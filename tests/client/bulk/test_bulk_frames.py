@@ -91,7 +91,7 @@ def test_a_push_of_correct_frames_is_applied(small: Small) -> None:
     raw.send(opening(small[2]), piece(), bulk.header(FrameKind.END))
     reply, end = raw.next(), raw.next()
     assert reply is not None
-    assert PushReply.FromString(bytes(reply.body)).outcome.version == 2
+    assert [o.version for o in PushReply.FromString(bytes(reply.body)).outcomes] == [2]
     assert end is not None
     assert end.kind is FrameKind.END
     assert value_of(small[1]) == 1.0
@@ -160,7 +160,7 @@ def test_a_corrupted_gradient_is_refused(small: Small) -> None:
     raw.send(opening(small[2]), piece(checksum=7), bulk.header(FrameKind.END))
     reply = raw.next()
     assert reply is not None
-    outcome = PushReply.FromString(bytes(reply.body)).outcome
+    (outcome,) = PushReply.FromString(bytes(reply.body)).outcomes
     assert isinstance(from_detail(outcome.error), ChecksumMismatch)
     assert value_of(small[1]) == 0.0
 

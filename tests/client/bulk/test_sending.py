@@ -99,7 +99,7 @@ def test_a_free_slot_is_filled_before_the_next_answer_is_returned() -> None:
         arena = Arena(mapped, len(data))
         connection = BulkConnection(ours, "the server", arena)
         for shard_id in range(2):
-            reply = PushReply(outcome=PushOutcome(shard_id=shard_id))
+            reply = PushReply(outcomes=[PushOutcome(shard_id=shard_id)])
             theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         replies = connection.push(PushRequest(), parts, TIMEOUT_S)
         next(replies)
@@ -120,7 +120,7 @@ def test_an_error_sent_before_the_connection_closed_is_raised() -> None:
     shared = mmap.mmap(-1, len(data))
     connection = BulkConnection(ours, "the server", Arena(shared, len(data)))
     with theirs:
-        reply = PushReply(outcome=PushOutcome(shard_id=0))
+        reply = PushReply(outcomes=[PushOutcome(shard_id=0)])
         theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         detail = to_detail(Overloaded("too much", seen="a push", expected="fewer"))
         theirs.sendall(bulk.message(FrameKind.ERROR, detail.SerializeToString()))
@@ -146,7 +146,7 @@ def test_a_call_of_large_parts_polls_for_answers_before_it_sleeps(
 
     def answers(how: str) -> None:
         how_answered.append(how)
-        reply = PushReply(outcome=PushOutcome(shard_id=0))
+        reply = PushReply(outcomes=[PushOutcome(shard_id=0)])
         theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
 
     class Poll:

@@ -25,21 +25,21 @@ from shoal_proto.errors import (
 )
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.tables_pb2 import (
+from shoal_proto.v1.parameters_pb2 import (
     FoundRows,
-    Initialiser,
-    RowOptimizer,
-    TableLookupHeader,
-    TableLookupItem,
-    TableLookupReply,
-    TableLookupRequest,
-    TablePushHeader,
-    TablePushItem,
-    TablePushOutcome,
-    TablePushReply,
-    TablePushRequest,
-    TableSpec,
+    LookupHeader,
+    LookupItem,
+    LookupReply,
+    LookupRequest,
+    Piece,
+    PushedRows,
+    PushHeader,
+    PushItem,
+    PushOutcome,
+    PushReply,
+    PushRequest,
 )
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 
 DIM = 4
 TABLE = TableSpec(
@@ -70,24 +70,20 @@ class Small:
         return RawConnection.admitted(self.servers, self.token)
 
     def pushing(self, *, num_rows: int = 3, epoch: int = 1, token: Token | None = None) -> bytes:
-        header = TablePushHeader(
+        rows = PushedRows(num_rows=num_rows)
+        header = PushHeader(
             token=token or self.token,
             sequence=1,
-            shards=[
-                TablePushItem(
-                    shard_id=self.shard_id, epoch=epoch, base_version=1, num_rows=num_rows
-                )
-            ],
+            shards=[PushItem(shard_id=self.shard_id, epoch=epoch, base_version=1, rows=rows)],
             all_shard_ids=[self.shard_id],
+            counts_rows=True,
         )
-        request = TablePushRequest(header=header)
-        return bulk.message(FrameKind.TABLE_PUSH, request.SerializeToString())
+        return bulk.message(FrameKind.PUSH, PushRequest(header=header).SerializeToString())
 
     def asking(self, *num_rows: int, token: Token | None = None) -> bytes:
-        items = [TableLookupItem(shard_id=self.shard_id, epoch=1, num_rows=n) for n in num_rows]
-        header = TableLookupHeader(token=token or self.token, items=items)
-        request = TableLookupRequest(header=header)
-        return bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString())
+        items = [LookupItem(shard_id=self.shard_id, epoch=1, num_rows=n) for n in num_rows]
+        header = LookupHeader(token=token or self.token, items=items)
+        return bulk.message(FrameKind.LOOKUP, LookupRequest(header=header).SerializeToString())
 
     def piece(self, data: bytes, *, offset: int = 0, checksum: int | None = None) -> bytes:
         checksum = crc32(data) if checksum is None else checksum
@@ -127,11 +123,11 @@ def small(served: ParameterServers, request: pytest.FixtureRequest) -> Iterator[
         yield Small(served, token, client)
 
 
-def outcome_of(raw: RawConnection) -> TablePushOutcome:
+def outcome_of(raw: RawConnection) -> PushOutcome:
     frame = raw.next()
     assert frame is not None
     assert frame.kind is FrameKind.MESSAGE
-    (outcome,) = TablePushReply.FromString(bytes(frame.body)).outcomes
+    (outcome,) = PushReply.FromString(bytes(frame.body)).outcomes
     return outcome
 
 
@@ -139,7 +135,7 @@ def found_by(raw: RawConnection) -> list[FoundRows]:
     frame = raw.next()
     assert frame is not None
     assert frame.kind is FrameKind.MESSAGE
-    return list(TableLookupReply.FromString(bytes(frame.body)).rows)
+    return list(LookupReply.FromString(bytes(frame.body)).rows)
 
 
 @pytest.mark.parametrize("cut_at", [len(ROWS), 8, 40])
@@ -171,7 +167,7 @@ def test_a_lookup_answers_each_item(small: Small) -> None:
     announced: dict[int, int] = {}
     while (frame := raw.next()) is not None and frame.kind is not FrameKind.END:
         if frame.kind is FrameKind.MESSAGE:
-            for rows in TableLookupReply.FromString(bytes(frame.body)).rows:
+            for rows in LookupReply.FromString(bytes(frame.body)).rows:
                 announced[rows.item] = rows.num_bytes
         else:
             assert crc32(frame.body) == frame.checksum or frame.offset_bytes
@@ -245,16 +241,14 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
     assert small.values() == [1.0] * DIM
 
 
-def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
-    """Rows must be in pieces on this transport; their bytes are checked and counted."""
+def test_a_call_that_begins_with_a_piece_is_refused(small: Small) -> None:
     raw = small.opened()
-    request = TableLookupRequest(header=TableLookupHeader(token=small.token))
-    request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)
-    raw.send(bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString()), END)
+    request = LookupRequest(piece=Piece(data=IDS))
+    raw.send(bulk.message(FrameKind.LOOKUP, request.SerializeToString()), END)
     assert isinstance(raw.error(), MalformedMessage)
 
 
-@pytest.mark.parametrize("kind", [FrameKind.TABLE_PUSH, FrameKind.TABLE_LOOKUP])
+@pytest.mark.parametrize("kind", [FrameKind.PUSH, FrameKind.LOOKUP])
 def test_a_call_that_does_not_parse_is_refused(small: Small, kind: FrameKind) -> None:
     raw = small.opened()
     raw.send(bulk.message(kind, b"\xff\xff"))
@@ -288,7 +282,7 @@ def test_an_error_of_one_item_does_not_affect_others(small: Small) -> None:
     answers = []
     while (frame := raw.next()) is not None and frame.kind is not FrameKind.END:
         if frame.kind is FrameKind.MESSAGE:
-            answers += TableLookupReply.FromString(bytes(frame.body)).rows
+            answers += LookupReply.FromString(bytes(frame.body)).rows
     errors = {rows.item: rows.HasField("error") for rows in answers}
     assert errors == {0: True, 1: False}
 

@@ -8,13 +8,14 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.table_calls import AskedRows, _received
 from shoal_client.parameters.table_rows import (
-    MESSAGE_BYTES,
+    ITEM_BYTES,
+    AskedRows,
     Gradients,
     Rows,
     TablePushResult,
     Where,
+    received,
     route,
 )
 from shoal_client.parameters.tables import TableClient
@@ -32,10 +33,10 @@ from shoal_proto.errors import (
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import FoundRows, LookupReply
 from shoal_proto.v1.tables_pb2 import (
     Admission,
     Eviction,
-    FoundRows,
     Initialiser,
     RowFate,
     RowOptimizer,
@@ -153,13 +154,15 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
 @pytest.mark.long
 @pytest.mark.sampled()
 @by_every_way
-def test_many_rows_are_sent_in_several_messages(servers: ParameterServers, transport: str) -> None:
-    """A message has a bound; look-ups and pushes have none."""
+def test_many_rows_are_looked_up_as_several_items(
+    servers: ParameterServers, transport: str
+) -> None:
+    """An item of a lookup has a bound; look-ups and pushes have none."""
     member = Member(servers, servers.admit("w0"), table(dim=1024), transport=transport)
     before, after = [1.0] * 1024, [0.5] * 1024
     ids = range(3000)
     assert set(map(tuple, member.look_up(ids).values())) == {tuple(before)}
-    assert max(len(rows.values) for rows in member.found.values()) > MESSAGE_BYTES
+    assert max(len(rows.values) for rows in member.found.values()) > ITEM_BYTES
     assert member.push(1.0).retries == 0
     assert member.look_up([0, 1500, 2999, 3000]) == {
         0: after,
@@ -189,11 +192,11 @@ def test_a_killed_server_loses_no_row(servers: ParameterServers, transport: str)
 def test_more_bytes_than_were_announced_are_malformed() -> None:
     asked = AskedRows(shard_id=0, epoch=1, ids=bytes(8), row_bytes=4)
     answer = [
-        FoundRows(item=0, num_bytes=asked.answer_bytes),
+        LookupReply(rows=[FoundRows(item=0, num_bytes=asked.answer_bytes)]),
         OnlyPiece(ReadPiece(0, 0, memoryview(bytes(asked.answer_bytes + 1)), None)),
     ]
     with pytest.raises(MalformedMessage, match="more than the 12 bytes"):
-        list(_received([asked], answer))
+        list(received([asked], answer))
 
 
 def test_lost_rows_are_an_error() -> None:

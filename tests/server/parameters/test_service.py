@@ -167,9 +167,8 @@ async def push(
     values: dict[int, bytes] = {}
     try:
         async for reply in world.stub.Push(requests()):
-            if reply.HasField("outcome"):
-                outcomes[reply.outcome.shard_id] = reply.outcome
-            elif reply.HasField("piece"):
+            outcomes |= {outcome.shard_id: outcome for outcome in reply.outcomes}
+            if reply.HasField("piece"):
                 replica = values.get(reply.piece.shard_id, b"")
                 assert reply.piece.offset_bytes == len(replica)
                 assert reply.piece.checksum == zlib.crc32(reply.piece.data)
@@ -417,7 +416,7 @@ async def test_the_bytes_of_unfinished_pushes_are_bounded(world: World) -> None:
     async def slowly() -> dict[int, PushOutcome]:
         outcomes = {}
         async for reply in world.stub.Push(slow()):
-            outcomes[reply.outcome.shard_id] = reply.outcome
+            outcomes |= {outcome.shard_id: outcome for outcome in reply.outcomes}
             # The small shard is answered once the first piece of the huge one was received.
             replica.set()
         return outcomes

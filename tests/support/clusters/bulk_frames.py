@@ -6,12 +6,12 @@ from typing import Self
 import grpc
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.parameters.piece_stub import PieceStub
 from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
 from shoal_proto.v1.parameters_pb2 import OpenBulkRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 
 class RawConnection:
@@ -27,7 +27,7 @@ class RawConnection:
     ) -> None:
         """`greeting`: bytes that are sent instead of a HELLO with the key."""
         with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
-            offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
+            offer = ParametersStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
         self._reader = FrameReader()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(20.0)

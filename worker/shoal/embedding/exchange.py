@@ -13,7 +13,7 @@ from shoal.embedding.row_codec import RowCodec
 from shoal.embedding.rows import TableRows
 from shoal.embedding.table import EmbeddingTable, tables_of
 from shoal.membership.generation import Context
-from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.job_shards import JointStep
 from shoal_client.parameters.table_rows import Gradients, TablePushResult, Where
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import InternalError

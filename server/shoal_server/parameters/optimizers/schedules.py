@@ -1,18 +1,20 @@
-"""Learning rates that change with the number of updates, as in `torch.optim.lr_scheduler`.
+"""Learning rates that change with the number of updates, by torch's schedulers.
 
-torch computes most rates from the previous rate. To get equal rates to the last bit, the rate is
-stored and advanced with each update. The rate is part of the shard's state: otherwise a backup
-would have to repeat all updates to know it.
+torch computes most rates from the previous rate, so the rate is part of the shard's state: a backup
+would otherwise have to repeat all updates to know it.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import SequentialLR
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import Schedule
-from shoal_server.parameters.optimizers.phases import running
+from shoal_server.parameters.optimizers.phases import new_scheduler, valid_range
 from shoal_server.parameters.optimizers.tensors import copy_state
 
 MAX_PHASES = 64
@@ -23,39 +25,58 @@ class RunningSchedule:
 
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
         """`schedule` has passed `check_schedule`. Without phases the rate stays `base_lr`."""
-        phases = ((phase.num_updates, running(phase)) for phase in schedule.phases)
-        self._phases = [(lasts, phase) for lasts, phase in phases if phase is not None]
         self._base = base_lr
-        first = self._phases[0][1].opening(base_lr) if self._phases else base_lr
-        self._lr = torch.tensor([first], dtype=torch.float64)
+        self._lr = torch.tensor([base_lr], dtype=torch.float64)
+        self._running = _TorchSchedule(schedule, base_lr) if schedule.phases else None
+        if self._running is not None:
+            self._lr[0] = self._running.lr
 
     @property
     def lr(self) -> float:
         """The rate of the next update."""
-        return float(self._lr[0]) if self._phases else self._base
+        return float(self._lr[0]) if self._running is not None else self._base
 
     def advance(self, num_updates: int) -> None:
         """Set the rate of the next update, after `num_updates` updates of the shard. Call this
         after each update: most rates follow from the previous rate."""
-        if not self._phases:
-            return
-        since = num_updates
-        index = 0
-        while index < len(self._phases) - 1 and since >= self._phases[index][0]:
-            since -= self._phases[index][0]
-            index += 1
-        phase = self._phases[index][1]
-        self._lr[0] = (
-            phase.following(since, self._base, self.lr) if since else phase.first_rate(self._base)
-        )
+        if self._running is not None:
+            self._lr[0] = self._running.following(num_updates, self.lr)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the state, not copied."""
-        return {"lr": self._lr} if self._phases else {}
+        return {"lr": self._lr} if self._running is not None else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy a state that `state` returned. Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
+
+
+class _TorchSchedule:
+    """torch's schedulers of all phases. They set the rate of an optimizer that updates nothing."""
+
+    def __init__(self, schedule: Schedule, base_lr: float) -> None:
+        optimizer = torch.optim.SGD([torch.zeros(0)], lr=base_lr)
+        self._group = optimizer.param_groups[0]
+        self._phases = [new_scheduler(phase, optimizer) for phase in schedule.phases]
+        self._starts = list(accumulate(phase.num_updates for phase in schedule.phases[:-1]))
+        self._sequence = SequentialLR(optimizer, self._phases, self._starts)
+        # torch warns of schedulers that are stepped before their optimizer.
+        optimizer.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self._group["lr"])
+
+    def following(self, num_updates: int, lr: float) -> float:
+        """Return the rate after `num_updates` updates, 1 or more. `lr`: the rate before the last of
+        them; it may be that of an image, whose earlier updates were made elsewhere."""
+        before = num_updates - 1
+        index = bisect_right(self._starts, before)
+        self._sequence.last_epoch = before
+        self._phases[index].last_epoch = before - (self._starts[index - 1] if index else 0)
+        self._group["lr"] = lr
+        self._sequence.step()
+        return self.lr
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -69,8 +90,7 @@ def check_schedule(schedule: Schedule) -> None:
             expected=f"at most {MAX_PHASES}",
         )
     for index, phase in enumerate(schedule.phases):
-        kind = running(phase)
-        expected = "a kind of phase" if kind is None else kind.expected()
+        expected = valid_range(phase)
         if not expected and phase.num_updates == 0 and index < len(schedule.phases) - 1:
             expected = "a number of updates for each phase but the last"
         if expected:

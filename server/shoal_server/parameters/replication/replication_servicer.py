@@ -13,6 +13,7 @@ from shoal_proto.pieces import OnlyPiece
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.replication_pb2_grpc import ReplicationServicer as Base
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import SendReply
 from shoal_server.core.replication.protocol.events import (
@@ -141,7 +142,7 @@ class _Answers:
         self.queue.end()
 
 
-class ReplicationServicer:
+class ReplicationServicer(Base):
     """Passes requests to the core, and sends its answers. Lives on the event loop."""
 
     def __init__(

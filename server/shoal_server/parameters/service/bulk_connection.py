@@ -18,9 +18,8 @@ from shoal_proto.segments.digests import num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import to_detail
 from shoal_proto.tls.bulk_offers import PermittedUse, Purpose
-from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
+from shoal_proto.v1.parameters_pb2 import LookupRequest, PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
-from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, writer_into
 from shoal_server.parameters.bulk.arena_slots import SLOT_BYTES
@@ -29,7 +28,6 @@ from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
-from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
 from shoal_server.parameters.weights.servicer import WeightsServicer
 from shoal_server.serving.access.checks import check_request
@@ -45,13 +43,12 @@ class BulkServices:
     """The services that answer the calls of a connection."""
 
     parameters: ParametersServicer
-    tables: TablesServicer
     replication: ReplicationServicer
     weights: WeightsServicer
 
 
 _CALLS: Mapping[Purpose, Sequence[FrameKind]] = {
-    Purpose.CALLS: (FrameKind.PUSH, FrameKind.PULL, FrameKind.TABLE_PUSH, FrameKind.TABLE_LOOKUP),
+    Purpose.CALLS: (FrameKind.PUSH, FrameKind.PULL, FrameKind.LOOKUP),
     Purpose.REPLICATION: (FrameKind.FOLLOW,),
     Purpose.SEGMENTS: (FrameKind.SEGMENT_PUT, FrameKind.SEGMENT_FETCH),
 }
@@ -170,17 +167,14 @@ class BulkServerConnection:
                 return self._segment_replies(opening, call)
             if opening.kind is FrameKind.PUSH:
                 push = self._checked(PushRequest.FromString(bytes(opening.body)))
-                return self._calls.parameters.push(call.requests(push), call)
+                return self._calls.parameters.push(push, call.pieces(), call)
             if opening.kind is FrameKind.PULL:
                 return self._calls.parameters.pull(
                     self._checked(PullRequest.FromString(bytes(opening.body))), call
                 )
-            if opening.kind is FrameKind.TABLE_PUSH:
-                rows = self._checked(TablePushRequest.FromString(bytes(opening.body)))
-                return self._calls.tables.push(rows, call.pieces())
-            if opening.kind is FrameKind.TABLE_LOOKUP:
-                lookup = self._checked(TableLookupRequest.FromString(bytes(opening.body)))
-                return self._calls.tables.look_up(lookup, call.pieces(), call)
+            if opening.kind is FrameKind.LOOKUP:
+                lookup = self._checked(LookupRequest.FromString(bytes(opening.body)))
+                return self._calls.parameters.look_up(lookup, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         assert opening.kind is FrameKind.FOLLOW
@@ -233,11 +227,6 @@ class _BulkCall:
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
         # Half of the slots are freed together: the sender can go on with the other half.
         self._late = DeferredFrames(wire, max(num_slots // 2, 1))
-
-    async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
-        yield first
-        async for piece in self.pieces():
-            yield OnlyPiece(piece)
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
         """Yield the pieces of the call, until its end."""

@@ -1,4 +1,4 @@
-"""The Parameters service: creates shards, applies pushes to them, and sends their values.
+"""The Parameters service: creates shards, applies pushes to them, and sends values and rows.
 
 Work on small shards runs on the event loop. Work on large shards runs in a pool of threads, so that
 the loop stays free for other calls.
@@ -9,10 +9,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from shoal_proto import routes
-from shoal_proto.errors import ShoalError
-from shoal_proto.pieces import OnlyPiece
+from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.pieces import AnyPiece
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.traces import tracing
 from shoal_proto.v1.parameters_pb2 import (
@@ -24,6 +27,8 @@ from shoal_proto.v1.parameters_pb2 import (
     DropReply,
     DropRequest,
     FullPeer,
+    LookupReply,
+    LookupRequest,
     OpenBulkReply,
     OpenBulkRequest,
     PullRequest,
@@ -33,21 +38,24 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardData,
     ShardVersion,
 )
+from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer as Base
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.codecs.codec import CODECS
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
-from shoal_server.parameters.service.dense_push import (
-    DensePushKind,
-    IncomingDensePush,
+from shoal_server.parameters.service.description import PushTally, add_shard
+from shoal_server.parameters.service.incoming_call import not_expected
+from shoal_server.parameters.service.lookup import IncomingLookup, LookupKind
+from shoal_server.parameters.service.lookup import messages as found_messages
+from shoal_server.parameters.service.push import (
+    IncomingPush,
+    PushKind,
     ShardAnswer,
-    dense,
+    dense_shard,
     messages,
 )
-from shoal_server.parameters.service.description import PushTally, add_shard
-from shoal_server.parameters.service.headers import no_header
-from shoal_server.parameters.service.incoming_push import not_expected
+from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import (
     Budget,
@@ -63,7 +71,13 @@ from shoal_server.parameters.shard.dense import (
 )
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
-from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
+from shoal_server.parameters.shard.reply_writer import (
+    LOOKUP_REPLIES,
+    PUSH_REPLIES,
+    SHARD_DATA,
+    ReplyWriter,
+)
+from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.serving.access.checks import known_caller
@@ -71,16 +85,19 @@ from shoal_server.serving.durations import Durations
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.rpc import Context
 
+M = TypeVar("M", bound=Message)
+
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
 """Longest time for which `Create` waits until the first backup has the values."""
 
 
-class ParametersServicer:
+class ParametersServicer(Base):
     def __init__(
         self,
         *,
         catalog: Catalog,
+        maker: TableMaker,
         replicas: ShardReplicas,
         fence: Fence,
         barriers: SnapshotBarriers,
@@ -91,6 +108,7 @@ class ParametersServicer:
         loop_lag: LoopLag,
     ) -> None:
         self._catalog = catalog
+        self._maker = maker
         self._replicas = replicas
         self._fence = fence
         self._barriers = barriers
@@ -103,11 +121,9 @@ class ParametersServicer:
         self.push_durations = Durations(("outcome",))
         """Durations of pushes to parameters, from the header to the answer for the last shard."""
 
-    async def Create(
-        self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
-    ) -> CreateReply:
+    async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())
-        if isinstance(first, OnlyPiece) or not first.HasField("header"):
+        if not first.HasField("header"):
             raise no_header("CreateHeader")
         header = first.header
         await self._fence.check(header.token)
@@ -129,7 +145,7 @@ class ParametersServicer:
     async def _receive(
         self,
         header: CreateHeader,
-        requests: AsyncIterator[CreateRequest | OnlyPiece],
+        requests: AsyncIterator[CreateRequest],
         reservation: Reservation,
         claim: MemoryClaim,
     ) -> list[int]:
@@ -162,17 +178,13 @@ class ParametersServicer:
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
-    async def Pull(
-        self, request: PullRequest, context: Context
-    ) -> AsyncIterator[ShardData | bytes]:
-        async with aclosing(self.pull(request, SHARD_DATA)) as batches:
-            async for batch in batches:
-                for reply in batch:
-                    yield reply
+    async def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[ShardData]:
+        async for reply in _replies(ShardData, self.pull(request, SHARD_DATA)):
+            yield reply
 
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
-    ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Yield the messages with each shard's values, as `reply_writer` has written them. All
         values of a shard are of one version. Messages yielded together are sent together.
 
@@ -206,7 +218,7 @@ class ParametersServicer:
         """Yield each shard's values, in order. A shard is read while the previous one is sent."""
         pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
-            shard = dense(replica)
+            shard = dense_shard(replica)
             await reply_writer.await_slot(replica.shard_id)
             num_bytes = shard.body.num_bytes
             writer = reply_writer.writer(replica.shard_id, num_bytes)
@@ -219,36 +231,69 @@ class ParametersServicer:
         for replica, result in pending:
             yield replica, await result
 
+    async def Lookup(
+        self, requests: AsyncIterator[LookupRequest], context: Context
+    ) -> AsyncIterator[LookupReply]:
+        first = await anext(requests, LookupRequest())
+        pieces = (request.piece async for request in requests)
+        replies = self.look_up(first, pieces, LOOKUP_REPLIES)
+        async for reply in _replies(LookupReply, replies):
+            yield reply
+
+    async def look_up(
+        self, request: LookupRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
+        """Answer a lookup of rows while it is being received, as `reply_writer` writes births and
+        values. Raises an error that concerns the whole call."""
+        if not request.HasField("header"):
+            raise no_header("LookupHeader")
+        header = request.header
+        await self._fence.check(header.token)
+        kind = LookupKind(
+            header,
+            catalog=self._catalog,
+            maker=self._maker,
+            run=self._run,
+            reply_writer=reply_writer,
+        )
+        with Reservation(self._budget) as reservation:
+            lookup = IncomingLookup(kind, reservation)
+            await kind.open(lookup)
+            async with aclosing(lookup.answers(pieces)) as batches:
+                async for answers in batches:
+                    yield found_messages(answers)
+
     async def Push(
-        self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
-    ) -> AsyncIterator[PushReply | bytes]:
-        async with aclosing(self.push(requests, PUSH_REPLIES)) as batches:
-            async for batch in batches:
-                for reply in batch:
-                    yield reply
+        self, requests: AsyncIterator[PushRequest], context: Context
+    ) -> AsyncIterator[PushReply]:
+        first = await anext(requests, PushRequest())
+        pieces = (request.piece async for request in requests)
+        async for reply in _replies(PushReply, self.push(first, pieces, PUSH_REPLIES)):
+            yield reply
 
     async def push(
-        self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
-    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
+        self, request: PushRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Apply a push while it is being received. Yield the messages with each shard's outcome and
         with its values, if requested, as `reply_writer` has written them. Messages yielded together
         are sent together. Raises an error that concerns the whole push."""
-        first = await anext(requests, PushRequest())
-        if isinstance(first, OnlyPiece) or not first.HasField("header"):
+        if not request.HasField("header"):
             raise no_header("PushHeader")
-        header, began_s = first.header, time.perf_counter()
+        header, began_s = request.header, time.perf_counter()
         with tracing.OngoingSpan("Parameters/Push", header.token) as whole:
             with whole.within():
                 session = await self._fence.check(header.token)
-            kind = DensePushKind(
+            kind = PushKind(
                 header,
                 session,
                 self._fence.is_live,
                 catalog=self._catalog,
+                maker=self._maker,
                 run=self._run,
+                memory=self._memory,
                 reply_writer=reply_writer,
             )
-            pushed = self._pushed(kind, requests, reply_writer)
+            pushed = self._pushed(kind, pieces, reply_writer)
             async with aclosing(self._counted(header, session, pushed, began_s)) as batches:
                 async for batch in batches:
                     yield batch
@@ -259,12 +304,14 @@ class ParametersServicer:
         session: str,
         pushed: AsyncGenerator[Sequence[ShardAnswer], None],
         began_s: float,
-    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Apply a push within the job's snapshot barrier; count its outcomes and its duration."""
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
+        """Apply a push within the job's snapshot barrier. Of a push to parameters, count the
+        outcomes and the duration."""
         touched = frozenset(header.all_shard_ids) or None
+        counted = TABLES + session if header.counts_rows else session
         async with (
             self._barriers.admit_part(
-                header.token.job, session, header.sequence, touched
+                header.token.job, counted, header.sequence, touched
             ) as passage,
             aclosing(pushed) as batches,
         ):
@@ -274,22 +321,20 @@ class ParametersServicer:
                     outcomes.append(outcome)
                     if outcome.HasField("error"):
                         passage.record_answer(outcome.shard_id, outcome.error)
-                yield [message for answer in answers for message in messages(answer)]
+                yield messages(answers)
+            if any(item.HasField("rows") for item in header.shards):
+                return
             self._tally.count(header.token.job, outcomes)
             refused = any(each.HasField("error") for each in outcomes)
             took_s = time.perf_counter() - began_s
             self.push_durations.observe(took_s, "refused" if refused else "applied")
 
     async def _pushed(
-        self,
-        kind: DensePushKind,
-        requests: AsyncIterator[PushRequest | OnlyPiece],
-        reply_writer: ReplyWriter,
+        self, kind: PushKind, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[ShardAnswer], None]:
         with Reservation(self._budget) as reservation:
-            push = IncomingDensePush(kind, reservation)
+            push = IncomingPush(kind, reservation)
             await kind.open(push)
-            pieces = ((request.piece.shard_id, request.piece) async for request in requests)
             async with aclosing(push.answers(pieces)) as batches:
                 async for answers in batches:
                     if push.is_last:
@@ -328,8 +373,28 @@ class ParametersServicer:
         return DropReply(dropped=await self._replicas.empty_job(request.token.job))
 
 
+async def _replies(
+    kind: type[M], batches: AsyncGenerator[Sequence[Message | bytes], None]
+) -> AsyncIterator[M]:
+    """Yield the replies of a gRPC call one by one."""
+    async with aclosing(batches):
+        async for batch in batches:
+            for reply in batch:
+                assert isinstance(reply, kind)
+                yield reply
+
+
 def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> DenseShard:
     first = Shard()
     first.CopyFrom(spec)
     first.first_epoch = spec.epoch
     return new_dense_shard(first, header.optimizer, bytearray(assembler.join()))
+
+
+def no_header(expected: str) -> MalformedMessage:
+    """Return the error for a stream that begins with another message, or has no message."""
+    return MalformedMessage(
+        "the stream does not begin with its header",
+        seen="another message, or none",
+        expected=f"a {expected}",
+    )

@@ -5,7 +5,7 @@ from functools import partial
 
 import structlog
 
-from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.shards.assignments import ShardContent
@@ -14,7 +14,7 @@ from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
-from shoal_server.parameters.tables.shard import TableShard, is_table, new_table_shard
+from shoal_server.parameters.tables.shard import TableShard, new_table_shard
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +23,7 @@ FORMING_S = 10.0
 
 
 class TableMaker:
-    """Finds table shards, and makes missing ones. Lives on the event loop."""
+    """Makes table shards. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, catalog: Catalog, replicas: ShardReplicas, memory: Memory
@@ -33,35 +33,18 @@ class TableMaker:
         self._replicas = replicas
         self._memory = memory
 
-    async def look_up(
-        self, job: str, wanted: Iterable[tuple[int, int]]
-    ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
-        """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
-        that explains its absence. If one of the shards is missing, first make all table shards of
-        the job that never existed and have this server as primary. Raises Overloaded if there is no
-        memory for the new shards, or what the store raises."""
-        items = list(wanted)
-        missing = [
-            shard_id
-            for shard_id, epoch in items
-            if self._catalog.find(job, shard_id) is None
-            and self._catalog.redirect(job, shard_id, epoch) is None
-        ]
-        if missing:
-            await self._make(job)
-        results: list[tuple[ShardReplica, TableShard] | ShoalError] = []
-        for replica in await self._catalog.look_up(job, items):
-            if isinstance(replica, ShoalError):
-                results.append(replica)
-            elif is_table(replica.state):
-                results.append((replica, replica.state))
-            else:
-                results.append(_dense(replica))
-        return results
-
-    def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Add the shard's current route to a refusal; see `Catalog.with_route`."""
-        return self._catalog.with_route(error, job, shard_id, epoch)
+    async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
+        """If this server has not one of these shards, given as (shard id, epoch), and does not know
+        another primary of it, make all table shards of the job that never existed and have this
+        server as primary. Raises Overloaded if there is no memory for the new shards, or what the
+        store raises."""
+        for shard_id, epoch in wanted:
+            if (
+                self._catalog.find(job, shard_id) is None
+                and self._catalog.redirect(job, shard_id, epoch) is None
+            ):
+                await self._make(job)
+                return
 
     async def make_all(self, job: str) -> None:
         """Make the table shards that never existed and have this server as primary. Called before a
@@ -120,11 +103,3 @@ def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
     first.CopyFrom(spec)
     first.epoch = first.first_epoch = epoch
     return new_table_shard(first, table)
-
-
-def _dense(replica: ShardReplica) -> MalformedMessage:
-    return MalformedMessage(
-        f"shard {replica.shard_id} of job {replica.job} is not part of a table",
-        seen="a call of the Tables service",
-        expected="one of the Parameters service",
-    )

@@ -230,30 +230,12 @@ class Catalog:
             )
         is_new = assignment.content is ShardContent.NONE
         if not is_new and self.find(job, shard.shard_id) is None:
-            raise self._absence_error(job, assignment)
+            raise self.absence_error(job, assignment)
 
-    def _absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard of which this server is the primary and has no copy:
-        StateLost if the shard had values and no backup or journal is known to have its newest
-        version, else ShardNotReady."""
-        shard_id = assignment.shard_id
-        if assignment.content is ShardContent.NONE:
-            return _not_ready(job, shard_id, "a worker that creates it")
-        if assignment.content is ShardContent.LOADING:
-            return _not_ready(job, shard_id, "a snapshot that is being restored")
-        if self.whereabouts.is_kept(job, shard_id) and not assignment.found_version:
-            expected = (
-                f"server {self._me.server_id}, which reads it from its journal once it is known"
-                " that no other process has a later version"
-            )
-            return _not_ready(job, shard_id, expected)
-        if assignment.backups:
-            backups = ", ".join(backup.server_id for backup in assignment.backups)
-            return _not_ready(job, shard_id, f"one of its backups, {backups}, as primary")
-        why = losses.explained(job, assignment)
-        return StateLost(
-            why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
-        )
+    def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
+        """Return the error for a shard of which this server is the primary and has no copy."""
+        is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
+        return _absence_error(job, assignment, is_kept=is_kept)
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
@@ -309,17 +291,13 @@ class Catalog:
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
                 return _not_ready(job, shard_id, "this server, which is about to be its primary")
-            return self._absence_error(job, assignment)
+            return self.absence_error(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
             seen=f"server {self._me.server_id}",
             expected=f"server {assignment.primary.server_id}, epoch {assignment.epoch}",
             fix="Fetch the shard map and retry.",
         )
-
-
-def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
-    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
 
 
 def _wrong_epoch(replica: ShardReplica, epoch: int) -> WrongEpoch:
@@ -342,3 +320,34 @@ def _unknown(job: str, shard_id: int, record: ShardMap | None) -> UnknownShard:
 
 def _one_line(spec: OptimizerSpec) -> str:
     return " ".join(str(spec).split())
+
+
+def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
+    """Return the error for a shard of which its primary has no copy: StateLost if the shard had
+    values and no backup or journal is known to have its newest version, else ShardNotReady.
+
+    `is_kept`: True if the primary's journal has the shard, in whatever version.
+    """
+    if assignment.content is ShardContent.NONE:
+        return _not_ready(job, assignment.shard_id, "a worker that creates it")
+    if assignment.content is ShardContent.LOADING:
+        return _not_ready(job, assignment.shard_id, "a snapshot that is being restored")
+    if is_kept and not assignment.found_version:
+        server_id = assignment.primary.server_id
+        expected = f"server {server_id}, which reads it from its journal once it is known that no"
+        return _not_ready(job, assignment.shard_id, f"{expected} other process has a later version")
+    if assignment.backups:
+        backups = ", ".join(backup.server_id for backup in assignment.backups)
+        return _not_ready(job, assignment.shard_id, f"one of its backups, {backups}, as primary")
+    return _lost(job, assignment)
+
+
+def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
+    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
+
+
+def _lost(job: str, assignment: ShardAssignment) -> StateLost:
+    why = losses.explained(job, assignment)
+    return StateLost(
+        why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
+    )

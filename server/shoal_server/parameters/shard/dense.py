@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,8 +46,8 @@ class DenseValues:
 
     version: int
     num_bytes: int
-    messages: Sequence[bytes]
-    """The messages that the writer made of the values."""
+    messages: Sequence[Message | bytes]
+    """The messages or frames that the writer made of the values."""
 
 
 class DenseBody:

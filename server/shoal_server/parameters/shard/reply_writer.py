@@ -4,18 +4,22 @@ caller reads."""
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from shoal_proto import pieces
+from google.protobuf.message import Message
+
 from shoal_proto.checksum import crc32
+from shoal_proto.v1.parameters_pb2 import LookupReply, Piece, PushReply, ShardData
 
 SEND_PIECE_BYTES = 1024 * 1024
 
+ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
+
 
 class CopyOut(Protocol):
-    """Copies the values of a shard, from one or several buffers, to the reply. Returns messages
-    that carry the values, or their position in the caller's memory. Called from any thread, under
-    the shard's lock."""
+    """Copies the values of a shard, from one or several buffers, to the reply. Returns messages or
+    frames that carry the values, or their position in the caller's memory. Called from any thread,
+    under the shard's lock."""
 
-    def __call__(self, shard_id: int, *values: memoryview) -> Sequence[bytes]: ...
+    def __call__(self, shard_id: int, *values: memoryview) -> Sequence[Message | bytes]: ...
 
 
 class ReplyWriter(Protocol):
@@ -44,14 +48,16 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
         start += len(buffer)
 
 
-def in_messages(field: int) -> CopyOut:
-    """Return a writer that makes serialized messages, each with one piece in field number
-    `field`."""
+def in_messages(reply: ReplyType) -> CopyOut:
+    """Return a writer that makes messages of this type, each with one piece."""
 
-    def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-        # Each byte is copied once, from the shard to the message that is sent.
+    def write(shard_id: int, *values: memoryview) -> Sequence[Message | bytes]:
         return [
-            pieces.encode(field, shard_id, start, (data,), crc32(data))
+            reply(
+                piece=Piece(
+                    shard_id=shard_id, offset_bytes=start, data=bytes(data), checksum=crc32(data)
+                )
+            )
             for start, data in cut(values)
         ]
 
@@ -59,10 +65,10 @@ def in_messages(field: int) -> CopyOut:
 
 
 class MessageReplyWriter:
-    """Writes the replies of a gRPC call. Their pieces are in field number `field`."""
+    """Writes the replies of a gRPC call."""
 
-    def __init__(self, field: int) -> None:
-        self._writer = in_messages(field)
+    def __init__(self, reply: ReplyType) -> None:
+        self._writer = in_messages(reply)
 
     async def await_slot(self, shard_id: int) -> None:
         """Return at once: gRPC has its own flow control."""
@@ -74,5 +80,6 @@ class MessageReplyWriter:
         """Do nothing: gRPC ends the call itself."""
 
 
-PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)
-SHARD_DATA = MessageReplyWriter(pieces.SHARD_DATA)
+PUSH_REPLIES = MessageReplyWriter(PushReply)
+SHARD_DATA = MessageReplyWriter(ShardData)
+LOOKUP_REPLIES = MessageReplyWriter(LookupReply)

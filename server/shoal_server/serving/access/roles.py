@@ -61,13 +61,13 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
     "shoal.v1.Parameters": {
         "Create": _MEMBER,
         "Pull": _MEMBER,
+        "Lookup": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
         # Drops only shards of the caller's job. The incarnation proves that the caller is a member.
         "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },
-    "shoal.v1.Tables": {"Lookup": _MEMBER, "Push": _MEMBER},
     "shoal.v1.Replication": {
         "Follow": frozenset({SERVER}),
         "OpenBulk": frozenset({SERVER}),

@@ -327,7 +327,7 @@ def push_to_one_shard(
         PushRequest(piece=piece),
     ]
     (reply,) = ParametersStub(channel).Push(iter(requests), timeout=20.0)
-    assert reply.outcome.version == 2
+    assert [outcome.version for outcome in reply.outcomes] == [2]
 
 
 def test_rows_of_tables_are_restored(opened: ExitStack, tmp_path: Path) -> None:

@@ -23,14 +23,16 @@ from shoal_proto.v1.parameters_pb2 import PushHeader, PushItem
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.parameters.codecs.codec import GradientDecoder
-from shoal_server.parameters.service.dense_push import DensePushKind, DensePushPart
+from shoal_server.parameters.service.push import DenseTarget, PushKind, PushPart
+from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
 from shoal_server.parameters.shard.dense import DensePush, dense_from_image, new_dense_shard
+from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.reply_writer import ReplyWriter
-from shoal_server.parameters.shard.workers import Workers
+from shoal_server.parameters.shard.workers import INLINE_BYTES, Workers
 from shoal_server.parameters.tables.shard import TablePush, new_table_shard, table_from_image
 
 SHAPES = {"w": torch.Size([64, 32]), "b": torch.Size([9])}
@@ -119,23 +121,27 @@ async def test_a_copy_replays_the_decoded_bytes_of_a_changed_push() -> None:
     codec = GradientCodec(kind="fp16", num_bytes=len(memory))
     item = PushItem(shard_id=shard.shard_id, epoch=shard.spec.epoch, base_version=1, codec=codec)
     blocks = range(len(shard.spec.blocks))
-    part = DensePushPart(
+    decoder = Overwritten(shard.body.decoder(codec, blocks), memory)
+    part = PushPart(
         item=item,
         replica=ShardReplica("job", shard, ReplicaRole.PRIMARY, shard.spec.epoch),
-        shard=shard,
         assembler=ChunkAssembler(shard.spec, encoded_bytes=len(memory)),
-        decoder=Overwritten(shard.body.decoder(codec, blocks), memory),
+        target=DenseTarget(shard=shard, blocks=blocks, lr=None, decoder=decoder),
+        cost_bytes=INLINE_BYTES + 1,
     )
     with ThreadPoolExecutor(1) as pool:
-        kind = DensePushKind(
+        kind = PushKind(
             PushHeader(sequence=1, shards=[item]),
             "s",
             any_session,
             catalog=cast(Catalog, None),
+            maker=cast(TableMaker, None),
+            memory=cast(Memory, None),
             run=Workers(pool),
             reply_writer=cast(ReplyWriter, None),
         )
-        kind.add(part, ReadPiece(shard.shard_id, 0, memoryview(memory), None, is_shared=True))
+        piece = ReadPiece(shard.shard_id, 0, memoryview(memory), None, is_shared=True)
+        part.assembler.take(piece)
         await kind.apply(part)
     assert bytes(memory) != pushed and bytes(records[0].data) == pushed
     copy.replay(records[0])

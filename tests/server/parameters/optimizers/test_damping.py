@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clusters.snapshot_world import loaded
 
-from shoal_proto import pieces
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
+from shoal_proto.v1.parameters_pb2 import PushReply
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.optimizers.damping import damping
@@ -115,7 +115,7 @@ def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence:
     shard.push(
         a_push,
         lambda _: True,
-        read=partial(shard.body.values, writer=in_messages(pieces.PUSH_REPLY)),
+        read=partial(shard.body.values, writer=in_messages(PushReply)),
     )
 
 

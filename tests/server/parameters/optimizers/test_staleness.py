@@ -10,9 +10,9 @@ from support.clusters.snapshot_world import loaded
 from torch import Tensor
 
 from shoal.demo.data import load
-from shoal_proto import pieces
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
+from shoal_proto.v1.parameters_pb2 import PushReply
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, new_dense_shard
@@ -61,7 +61,7 @@ def push(
     values = shard.push(
         a_push,
         lambda _: True,
-        read=partial(shard.body.values, writer=in_messages(pieces.PUSH_REPLY)),
+        read=partial(shard.body.values, writer=in_messages(PushReply)),
     ).values
     assert values is not None
     return values

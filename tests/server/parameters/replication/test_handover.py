@@ -15,7 +15,7 @@ from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import REBALANCING, ParameterServers, config
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.job_shards import JobShards
+from shoal_client.parameters.servers import ShardServers
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
@@ -163,10 +163,10 @@ def test_a_push_is_answered_with_the_successors_address(
     """The client connects to it before pushes are refused."""
     addresses: set[str] = set()
 
-    def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:
+    def connect_ahead(servers: ShardServers[Any], address: str, connect: object) -> None:
         addresses.add(address)
 
-    monkeypatch.setattr(JobShards, "connect_ahead", connect_ahead)
+    monkeypatch.setattr(ShardServers, "connect_ahead", connect_ahead)
     num_pushes, give_up_s = 0, time.monotonic() + LIMIT_S
     while not addresses and time.monotonic() < give_up_s:
         servers.run(name_successors(servers))

@@ -59,10 +59,6 @@ T = TypeVar("T")
 AnyCall = grpc.aio.StreamStreamCall[pb.FollowRequest, pb.FollowReply]
 
 
-def as_message(frame: frames.Frame) -> pb.FollowRequest:
-    return pb.FollowRequest.FromString(frames.serialize(frame))
-
-
 OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
 
 
@@ -102,11 +98,11 @@ class Primary:
             requests = [frames.of_image_start(start, image.header)]
             for index in range(begin, image.num_chunks):
                 chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
-                requests += map(as_message, chunk)
+                requests += map(frames.as_message, chunk)
         return requests
 
     def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
-        return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
+        return [frames.as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
 
 
 @dataclass(kw_only=True)

@@ -57,7 +57,8 @@ def test_a_push_with_an_outdated_epoch_is_counted(servers: ParameterServers) -> 
         requests.append(pb.PushRequest(piece=piece))
     with grpc.insecure_channel(one.address) as channel:
         stub = ParametersStub(channel)
-        outcomes = {reply.outcome.shard_id: reply.outcome for reply in stub.Push(iter(requests))}
+        replies = list(stub.Push(iter(requests)))
+        outcomes = {each.shard_id: each for reply in replies for each in reply.outcomes}
         shown = stub.Describe(pb.DescribeRequest(job="job"))
         elsewhere = stub.Describe(pb.DescribeRequest(job="another"))
     assert outcomes[other.shard_id].error.kind == "WrongEpoch"

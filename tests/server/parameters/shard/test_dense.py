@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from shoal_proto import pieces
 from shoal_proto.errors import (
     ForgottenPush,
     MalformedMessage,
@@ -25,7 +24,7 @@ from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard.versioned import STALENESS_BUCKETS
 
-TO_REPLIES = in_messages(pieces.PUSH_REPLY)
+TO_REPLIES = in_messages(PushReply)
 NUM_ELEMENTS = 1000
 
 
@@ -64,12 +63,11 @@ def is_live(session: str) -> bool:
     return True
 
 
-REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
-"""Type of a reply, by the tag of the piece in it."""
-
-
 def read(values: DenseValues) -> torch.Tensor:
-    data = bytearray(b"".join(REPLIES[m[0]].FromString(m).piece.data for m in values.messages))
+    data = bytearray()
+    for message in values.messages:
+        assert isinstance(message, PushReply | ShardData)
+        data += message.piece.data
     return torch.frombuffer(data, dtype=torch.float32)
 
 

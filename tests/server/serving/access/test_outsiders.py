@@ -63,7 +63,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-ON_A_SERVER = ("Parameters/", "Tables/", "Replication/", "ShardSnapshots/", "WeightStore/")
+ON_A_SERVER = ("Parameters/", "Replication/", "ShardSnapshots/", "WeightStore/")
 OF_NO_JOB = (
     "/shoal.v1.Membership/GetCluster",
     "/grpc.health.v1.Health/Check",

@@ -57,7 +57,7 @@ from shoal.torch_private.schedulers import mark_stepped
 from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient, PushResult
-from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.job_shards import JointStep
 from shoal_client.progress.samples import SampleClient
 from shoal_proto.errors import (
     InternalError,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from shoal_proto import pieces
 from shoal_proto.checksum import crc32, verify
 from shoal_proto.errors import MalformedMessage, Overloaded
+from shoal_proto.v1 import parameters_pb2
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.messages import (
     CopyUpToDate,
@@ -28,9 +29,6 @@ MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
 """Bound on the memory that Python takes for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
-BYTES = 4
-"""Number of the field `bytes` in FollowRequest."""
-DECODER = pieces.PieceDecoder(BYTES, pb.FollowRequest.FromString)
 Arriving = pb.FollowRequest | pieces.OnlyPiece
 """A message that is received from a stream."""
 
@@ -152,14 +150,18 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
         yield Piece(at, part)
 
 
-def serialize(frame: Frame) -> bytes:
-    """Serialize a message for gRPC; each byte of a piece is copied once."""
-    if isinstance(frame, Piece):
-        return pieces.encode(BYTES, 0, frame.offset_bytes, (frame.data,), frame.checksum)
-    return frame.SerializeToString()
+def as_message(frame: Frame) -> pb.FollowRequest:
+    """Return a message of a gRPC call."""
+    if not isinstance(frame, Piece):
+        return frame
+    data = bytes(frame.data)
+    piece = parameters_pb2.Piece(
+        offset_bytes=frame.offset_bytes, data=data, checksum=frame.checksum
+    )
+    return pb.FollowRequest(bytes=piece)
 
 
-def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
+def checked(message: pieces.AnyPiece) -> pieces.Buffer:
     """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
     verify("a piece of a shard for its backup", message.checksum, message.data)
     return message.data

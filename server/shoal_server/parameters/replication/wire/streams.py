@@ -32,7 +32,6 @@ from shoal_server.parameters.replication.wire.frames import Frame, Piece
 
 log = structlog.get_logger(__name__)
 
-FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
 """Size up to which a record's data are sent within its message if there is shared memory: a message
@@ -89,11 +88,7 @@ async def open_stream(address: str) -> AsyncIterator[PeerStream]:
             with closing(stream):
                 yield stream
             return
-        call: _Call = channel.stream_stream(
-            FOLLOW,
-            request_serializer=frames.serialize,
-            response_deserializer=FollowReply.FromString,
-        )()
+        call: _Call = ReplicationStub(channel).Follow()
         try:
             yield GrpcStream(call)
         finally:
@@ -110,7 +105,7 @@ class GrpcStream:
         self._call = call
 
     async def write(self, frame: Frame) -> None:
-        await self._call.write(frame)
+        await self._call.write(frames.as_message(frame))
 
     def draft(self, data: memoryview) -> memoryview | None:
         return None

@@ -1,4 +1,4 @@
-"""A push in progress: its shards are received, applied and answered one by one."""
+"""A push or lookup in progress: its parts are received, applied and answered one by one."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,8 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
-from shoal_server.parameters.shard.chunk_assembler import Reservation
+from shoal_proto.pieces import AnyPiece
+from shoal_server.parameters.shard.chunk_assembler import PieceAssembler, Reservation
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -18,43 +19,26 @@ MAX_PENDING_SHARDS = 8
 no more pieces are read."""
 
 T = TypeVar("T")
-PieceT_contra = TypeVar("PieceT_contra", contravariant=True)
-PieceT = TypeVar("PieceT")
-PartT = TypeVar("PartT", bound="PushPart")
-PartT_contra = TypeVar("PartT_contra", bound="PushPart", contravariant=True)
+PartT = TypeVar("PartT", bound="IncomingPart")
+PartT_contra = TypeVar("PartT_contra", bound="IncomingPart", contravariant=True)
 AnswerT = TypeVar("AnswerT")
 AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 
-class PushPart(Protocol):
-    """One shard's part of a push."""
+class IncomingPart(Protocol):
+    """A part of a call: a shard of a push, or an item of a lookup."""
 
     @property
-    def shard_id(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the complete part."""
+    def shard_id(self) -> int:
+        """The id that the part's pieces carry."""
         ...
 
     @property
-    def is_complete(self) -> bool: ...
-
-    def truncated(self) -> ShoalError:
-        """Return the error for a stream that ended before the part was complete."""
-        ...
+    def assembler(self) -> PieceAssembler: ...
 
 
-class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
-    """The operations of a push that differ between parameters and tables."""
-
-    applies_at_once: bool
-    """True: a part is applied as soon as it is complete. False: a part is applied once a piece of
-    another shard, or the end, follows: only then is it known that the part was not too long."""
-
-    def add(self, part: PartT_contra, piece: PieceT_contra) -> None:
-        """Add a piece to a part. Raises a ShoalError if the piece is wrong."""
-        ...
+class PartKind(Protocol[PartT_contra, AnswerT_co]):
+    """What is done with the parts of a call."""
 
     def apply(self, part: PartT_contra) -> Awaitable[AnswerT_co | ShoalError]:
         """Start to apply a complete part."""
@@ -66,12 +50,13 @@ class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
         ...
 
 
-class IncomingPush(Generic[PartT, PieceT, AnswerT]):
-    """Receives a push. An error in one shard's part is that shard's answer, and the other shards go
-    on. The shard is then not changed, or its change did not become as safe as the push demands. An
-    error that concerns the whole push is raised."""
+class IncomingCall(Generic[PartT, AnswerT]):
+    """Receives a push or a lookup. An error in one part is that part's answer; the others go on.
 
-    def __init__(self, kind: PushKind[PartT, PieceT, AnswerT], reservation: Reservation) -> None:
+    The shard is then not changed, or its change did not become as safe as the push demands. An
+    error that concerns the whole call is raised."""
+
+    def __init__(self, kind: PartKind[PartT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
         self._reservation = reservation
         self._parts: dict[int, PartT] = {}
@@ -83,7 +68,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_whole = False
         self.is_last = False
         """True if the answers that were yielded last are the last ones. May be False for the last
-        answers, too: if they were yielded before the end of the push was received."""
+        answers, too: if they were yielded before the end of the call was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
@@ -92,18 +77,18 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         except ShoalError as error:
             self._refuse(shard_id, error)
             return
-        if part.is_complete:
+        if part.assembler.is_complete:
             self._start(part)
         else:
             self._parts[shard_id] = part
 
     async def answers(
-        self, pieces: AsyncIterator[tuple[int, PieceT]]
+        self, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the shards' answers while later pieces are still received, in the order in which
+        """Yield the parts' answers while later pieces are still received, in the order in which
         the parts began to be applied or were refused. Answers that are ready are yielded together.
-        Raises an error that concerns the whole push."""
-        taking = asyncio.create_task(self._take_all(pieces), name="push")
+        Raises an error that concerns the whole call."""
+        taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
                 if not self._pending:
@@ -132,22 +117,23 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         pending = self._pending[index][1]
         return isinstance(pending, asyncio.Future) and pending.done()
 
-    async def _take_all(self, pieces: AsyncIterator[tuple[int, PieceT]]) -> None:
+    async def _take_all(self, pieces: AsyncIterator[AnyPiece]) -> None:
         try:
-            async for shard_id, piece in pieces:
-                self._take(shard_id, piece)
+            async for piece in pieces:
+                self._take(piece)
                 while len(self._pending) >= MAX_PENDING_SHARDS:
                     self._changed.clear()
                     await self._changed.wait()
             self._start_whole()
             for shard_id, part in self._parts.items():
-                self._refuse(shard_id, part.truncated())
+                self._refuse(shard_id, part.assembler.truncated())
             self._is_whole = True
         finally:
             self._is_over = True
             self._changed.set()
 
-    def _take(self, shard_id: int, piece: PieceT) -> None:
+    def _take(self, piece: AnyPiece) -> None:
+        shard_id = piece.shard_id
         if self._whole is not None and shard_id != self._whole.shard_id:
             self._start_whole()
         part = self._parts.get(shard_id, self._whole)
@@ -156,17 +142,17 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
                 raise not_expected(shard_id, self._parts)
             return
         try:
-            self._reservation.reserve(shard_id, part.num_bytes)
-            self._kind.add(part, piece)
+            self._reservation.reserve(shard_id, part.assembler.expected_bytes)
+            part.assembler.take(piece)
         except ShoalError as error:
             self._parts.pop(shard_id, None)
             self._whole = None
             self._refuse(shard_id, error)
             return
-        if part.is_complete:
+        if part.assembler.is_complete:
+            # Started once a piece of another shard, or the end, follows: only then is it known that
+            # the part was not too long.
             self._whole = self._parts.pop(shard_id)
-            if self._kind.applies_at_once:
-                self._start_whole()
 
     def _start_whole(self) -> None:
         if self._whole is not None:
@@ -197,16 +183,6 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
     except Exception as error:
         log.exception(f"{what}_failed", job=job, shard_id=shard_id)
         return InternalError(f"the {what} failed", seen=repr(error))
-
-
-def check_sequence(sequence: int) -> None:
-    """Raise MalformedMessage if a push has no sequence number."""
-    if sequence < 1:
-        raise MalformedMessage(
-            "a push needs its sequence number",
-            seen=str(sequence),
-            expected="1 or more, one higher for each push of the incarnation",
-        )
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
