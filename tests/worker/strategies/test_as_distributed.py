@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.models.seeding import seeded
+from support.training import equality
 from torch import Tensor, nn
-from worker.strategies import test_equality as equality
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
