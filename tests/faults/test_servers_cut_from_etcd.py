@@ -109,7 +109,7 @@ def test_pushes_continue_during_a_short_cut_from_etcd(
         awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
         # Have another server lead the shard than the layout names.
         servers.stop(assignment(servers).primary.server_id)
-        gone = ({*HOLDERS} - servers._stacks.keys()).pop()
+        gone = ({*HOLDERS} - servers.running).pop()
         client.push(filled(-1.0))
         add(servers, wires, gone)
         cut_from_etcd(servers, wires)

@@ -74,7 +74,7 @@ def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> 
     for _ in range(2):
         strategy.rest()
         assert acknowledged == [0, 1, 2, 3]
-    assert set(strategy._connected().versions.values()) == {3}
+    assert set(servers.versions().values()) == {3}
     strategy.close()
 
 

@@ -9,10 +9,8 @@ from support.clusters.coordinator_world import Served, propose, served
 from support.processes.served_process import awaited
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import JobQuarantined, RefusedError
-from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairRequest
@@ -31,17 +29,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 
 def member_of(world: Served, job: str, name: str) -> MemberSession:
-    spec = pb.JobSpec(job=job, min_members=1, max_members=1, desired_members=1)
-    member = Member(
-        coordinators=[world.address],
-        spec=spec,
-        member_id=name,
-        incarnation=new_incarnation(),
-        info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
-    )
-    client = MemberSession(member)
-    world.clients.append(client)
-    return client
+    return world.client(name, job=job, desired=1, high=1)
 
 
 async def trains_alone(world: Served, job: str, name: str) -> MemberSession:

@@ -159,9 +159,9 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
     fresh = await world.training("a", "b")
     for token in stale:
         assert isinstance(await beat(world, token), JobFinished)
-        client = world.client(token.member_id)
         # As the process of the earlier run, which was halted meanwhile.
-        client._core.identity = replace(client._core.identity, incarnation=token.incarnation)
+        process = replace(world.member(token.member_id), incarnation=token.incarnation)
+        client = world.session(process)
         client._core.track.generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
             await asyncio.to_thread(client.join)

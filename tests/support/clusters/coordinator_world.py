@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -44,25 +45,26 @@ class Served:
         assert isinstance(self.coordinator.plug_in, ParametersPlugIn)
         return self.coordinator.plug_in
 
-    def client(
+    def member(
         self,
         name: str,
         *,
+        job: str = "j",
         desired: int = 2,
         beat_slot: BeatSlot | None = None,
         shared_directory: Path | None = None,
         launch_secret: str = "",
         job_secret: str = "",
         **bounds: int,
-    ) -> MemberSession:
-        """Make a worker's membership, which has not joined yet; closed at the end."""
+    ) -> Member:
+        """Describe a worker's process that joins the job."""
         spec = pb.JobSpec(
-            job="j",
+            job=job,
             min_members=bounds.get("low", 1),
             max_members=bounds.get("high", 8),
             desired_members=desired,
         )
-        member = Member(
+        return Member(
             coordinators=[self.address],
             spec=spec,
             member_id=name,
@@ -74,9 +76,16 @@ class Served:
             beat_slot=beat_slot,
             shared_directory=shared_directory,
         )
-        client = MemberSession(member)
-        self.clients.append(client)
-        return client
+
+    def client(self, name: str, **options: Any) -> MemberSession:
+        """Make the session of such a process, which has not joined yet; closed at the end."""
+        return self.session(self.member(name, **options))
+
+    def session(self, member: Member, **options: Any) -> MemberSession:
+        """Make a session that is closed at the end."""
+        session = MemberSession(member, **options)
+        self.clients.append(session)
+        return session
 
     async def joined(
         self, name: str, *, desired: int = 2, shared_directory: Path | None = None, **bounds: int

@@ -3,15 +3,13 @@
 from array import array
 from collections.abc import Sequence
 
-import grpc
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients, TablePushResult, route
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
-from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.parameters_pb2 import DescribeReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.etcd import keys
@@ -48,9 +46,7 @@ def drop(servers: ParameterServers, job: str) -> None:
 
 
 def describe(servers: ParameterServers, server_id: str = "ps-0") -> DescribeReply:
-    with grpc.insecure_channel(servers.servers[server_id].address) as channel:
-        reply: DescribeReply = ParametersStub(channel).Describe(DescribeRequest(), timeout=10.0)
-        return reply
+    return servers.describe(server_id)
 
 
 def users(**changes: object) -> TableSpec:

@@ -247,7 +247,7 @@ class ParameterCluster:
     def _registered(self, server_id: str) -> dict[str, object]:
         # On a busy machine a lease sometimes expires, and the server registers again.
         key = keys.server(server_id)
-        record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
+        record = awaited(lambda: self.read(key), START_S, f"{server_id} is registered")
         found: dict[str, object] = json.loads(record[0].value)
         return found
 
@@ -267,7 +267,7 @@ class ParameterCluster:
         gone = set(self.servers) - {server.server_id for server in self.present}
         for server_id in gone:
             awaited(
-                lambda key=server_id: not self._read(keys.server(key)),
+                lambda key=server_id: not self.read(keys.server(key)),
                 START_S,
                 f"the lease of {server_id} runs out",
             )
@@ -290,7 +290,7 @@ class ParameterCluster:
 
     def assignments(self, job: str) -> JobAssignments:
         """Read the current assignments of the job; none before its shards are placed."""
-        found = records.parse_all(job, self._read(keys.assignments(job), prefix=True))
+        found = records.parse_all(job, self.read(keys.assignments(job), prefix=True))
         return found or JobAssignments(job=job, copies=0, shards=())
 
     def primaries(self, job: str) -> list[Server]:
@@ -329,7 +329,7 @@ class ParameterCluster:
         # A stable sort keeps the order of one server's lines.
         return [line for _, line in sorted(lines, key=itemgetter(0))][-MAX_LOG_LINES:]
 
-    def _read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
+    def read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
         request = range_request(key, prefix=prefix)
         reply = KVStub(self._channel).Range(request, timeout=CALL_S, wait_for_ready=True)
         return key_values(reply.kvs)

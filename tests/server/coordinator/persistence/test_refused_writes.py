@@ -6,11 +6,7 @@ from collections.abc import Sequence
 import pytest
 from support.clusters.coordinator_world import propose, served
 
-from shoal_client.membership.member import Member
-from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import JobQuarantined, RefusedError
-from shoal_proto.incarnation import new_incarnation
-from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
@@ -33,15 +29,7 @@ class SmallStore(MemoryStore):
 async def test_only_the_job_whose_record_is_too_large_is_quarantined() -> None:
     async with served(SmallStore()) as world:
         trainers = await world.training("a", "b")
-        member = Member(
-            coordinators=[world.address],
-            spec=pb.JobSpec(job="huge", min_members=1, max_members=1, desired_members=1),
-            member_id="c",
-            incarnation=new_incarnation(),
-            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
-        )
-        client = MemberSession(member)
-        world.clients.append(client)
+        client = world.client("c", job="huge", desired=1, high=1)
         await asyncio.to_thread(client.join)
         with pytest.raises(JobQuarantined, match="request is too large"):
             await asyncio.to_thread(propose, client)

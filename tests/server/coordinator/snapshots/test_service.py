@@ -206,7 +206,7 @@ def test_a_job_restored_on_more_servers_continues_bit_for_bit(
     opened.callback(after.close)
     assert after.values == before.values
     # The member has the same incarnation: its first five pushes are known.
-    repeated = after.client.push(before._gradient)
+    repeated = after.client.push(before.gradient)
     assert repeated.duplicates == 6
     for _ in range(4):
         after.push()

@@ -182,24 +182,24 @@ class Link:
             for_images=bool(images_of),
             torch_version=torch.__version__,
         )
-        self._call = world.stub.Follow()
+        self.call = world.stub.Follow()
         self._hello = pb.FollowRequest(hello=hello)
 
     async def __aenter__(self) -> "Link":
-        await self._call.write(self._hello)
+        await self.call.write(self._hello)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._call.cancel()
+        self.call.cancel()
 
     async def write(self, requests: Iterable[pb.FollowRequest]) -> None:
         for request in requests:
-            await self._call.write(request)
+            await self.call.write(request)
 
     async def beat(self) -> pb.FollowReply:
-        await self._call.write(pb.FollowRequest(beat=pb.FollowBeat()))
+        await self.call.write(pb.FollowRequest(beat=pb.FollowBeat()))
         async with asyncio.timeout(ANSWER_S):
-            reply: pb.FollowReply = await self._call.read()
+            reply: pb.FollowReply = await self.call.read()
             return reply
 
     async def answers(self, num: int) -> list[Reply]:
@@ -209,7 +209,7 @@ class Link:
         try:
             async with asyncio.timeout(ANSWER_S):
                 while len(found) < num:
-                    message = await self._call.read()
+                    message = await self.call.read()
                     assert message is not grpc.aio.EOF
                     if message.job and not message.HasField("taken"):
                         found.append(replies.decode(message))
@@ -478,7 +478,7 @@ async def test_a_stream_for_images_needs_a_link_and_ends_with_it(world: World) -
         message = grpc.aio.EOF
         async with asyncio.timeout(ANSWER_S):
             while message is not grpc.aio.EOF:
-                message = await link._call.read()
+                message = await link.call.read()
     await world.assert_same()
 
 
