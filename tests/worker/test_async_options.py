@@ -1,11 +1,11 @@
 """Staleness policies and schedules, as options of members that train at their own pace."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import Net, groups, loss_of, new_model, start, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -17,10 +17,7 @@ from shoal_proto.errors import InvalidSpec, StalePush
 LR = 0.1
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -4,14 +4,14 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
 
@@ -29,11 +29,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.membership_pb2 import Limits
 
-
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

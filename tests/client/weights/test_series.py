@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.clusters.parameter_cluster import ParameterCluster
 from support.processes.served_process import awaited
+from support.weights.segments import segment_of
 
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import Base, SeriesReader
@@ -25,18 +26,12 @@ from shoal_proto.errors import (
     StaleEpoch,
     VersionGone,
 )
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 
 SERIES = "svc/ranker"
 LIMIT_S = 60.0
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 def layout(rank: int, num_bytes: int) -> pb.Layout:

@@ -2,7 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from support.clusters.memory_limits import (
     filled,
     users,
 )
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.processes.served_process import awaited
 
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -34,10 +34,7 @@ PATIENCE = PeerTimeouts(full_s=0.2)
 """Timeouts with which a full server is soon offered a copy again."""
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(0) as servers:
-        yield servers
+servers = servers_fixture(0)
 
 
 def wait_until_whole(servers: ParameterServers, job: str) -> JobAssignments:

@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
+import pytest
 import torch
 from support.processes.loop_thread import LIMIT_S, LoopThread
 
@@ -54,6 +55,17 @@ def config(server_id: str, **changes: Any) -> ParameterServerConfig:
         "work": WorkLimits(num_threads=2),
     }
     return ParameterServerConfig(**(fields | changes))
+
+
+def servers_fixture(num_servers: int, scope: Literal["function", "module"] = "function") -> Any:
+    """Return a fixture of running ParameterServers: `servers = servers_fixture(2)`."""
+
+    @pytest.fixture(scope=scope)
+    def servers() -> Iterator[ParameterServers]:
+        with ParameterServers(num_servers) as servers:
+            yield servers
+
+    return servers
 
 
 async def anybody(token: Token) -> None:
