@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import TEST_OPTIONS
 from support.network.gates import Network, Wire
 from support.network.namespaces import Host, RoutedHosts, SupervisorOn
+from support.network.ports import free_port
 from support.processes.forking import forked
 from support.processes.served_process import awaited
 
@@ -193,7 +193,7 @@ class ParameterCluster:
         address = "127.0.0.1" if host is None else host.address
         listen, advertise, etcd, wires = f"{address}:0", "", self._etcd.endpoint, []
         if self._network is not None:
-            listen = f"127.0.0.1:{_free_port()}"
+            listen = f"127.0.0.1:{free_port()}"
             wires = [self._network.wire(listen), self._network.wire(etcd)]
             advertise, etcd = wires[0].endpoints[0], wires[1].endpoints[0]
         config = ParameterServerConfig(
@@ -375,13 +375,6 @@ class ParameterCluster:
 
     def signal_etcd(self, number: int) -> None:
         self._etcd.process.send_signal(number)
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 __all__ = ["LEASE_S", "ParameterCluster", "Server"]
