@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.small_layers import LimitedRows
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch import Tensor, nn
@@ -481,25 +482,13 @@ def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_s
             trained_with_limits(cluster, strategy, look_up, whole_pass)
 
 
-class Limited(nn.Module):
-    """A layer that looks up rows of its own weight, by a function of torch's."""
-
-    def __init__(self, look_up: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 4))
-        self._look_up = look_up
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self._look_up(rows, self.weight, max_norm=0.1).flatten(1)
-
-
 def trained_with_limits(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool = False
 ) -> int:
     """Return the number of committed steps of a model that limits the norms of rows in its forward
     pass."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(Limited(look_up), nn.LazyLinear(2))
+    model: Any = nn.Sequential(LimitedRows(look_up), nn.LazyLinear(2))
     rows = torch.arange(24).view(12, 2) % 9
     model(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.collectives.strategy_runs import Run, enter, entered, weights_of
 from support.models import followed_weights
+from support.models.small_layers import LimitedRows
 from support.processes.ranks import Ranks
 from support.training import equality
 from support.training.elastic_bodies import Elastic
@@ -364,23 +365,12 @@ def test_writes_to_gathered_weights_are_refused(
         run_in_memory(written_in_forward, world_size, strategy, world_size, past_count)
 
 
-class Limited(nn.Module):
-    """A layer that looks up rows with limited norms, by the function of torch's embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 4))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return nn.functional.embedding(rows, self.weight, max_norm=0.1)
-
-
 def embedded(name: str) -> None:
     """Take a step of a model with an embedding that limits the norms of its rows."""
 
     def build(seed: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(seed)
-        model = nn.Sequential(Limited(), nn.Flatten(), nn.Linear(12, 5))
+        model = nn.Sequential(LimitedRows(), nn.Linear(12, 5))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     strategy = equality.made(name, 2)()
