@@ -8,64 +8,23 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.clusters.assignment_records import write_assignments
+from support.clusters.fake_primary import EPOCH, JOB, PRIMARY, FakePrimary
 from support.clusters.parameter_servers import config
 
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk import reading_pauses
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
-from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.replication.wire.streams import BulkStream, PeerStream, open_stream
-from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
-from shoal_server.parameters.shard.record import UpdateRecord
 
-JOB, EPOCH = "job", 3
-PRIMARY = Holder("ps-9", "one")
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 ANSWER_S = 30.0
 SILENCE_S = 0.3
-
-
-class Shards:
-    """A shard of a server that does not run, and the frames that replicate it."""
-
-    def __init__(self) -> None:
-        block = Block(parameter="p", num_elements=4)
-        spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
-        self._shard = new_dense_shard(spec, SGD, bytearray(16))
-        self._records: list[UpdateRecord] = []
-        self._shard.subscribe(self._records.append)
-
-    def pushed(self) -> pb.FollowRequest:
-        sequence = len(self._records) + 1
-        push = DensePush(
-            session="s",
-            sequence=sequence,
-            epoch=EPOCH,
-            base_version=sequence,
-            lr=None,
-            blocks=[0],
-            gradient=torch.ones(4).numpy().tobytes(),
-        )
-        self._shard.push(push, lambda session: True)
-        (message,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
-        assert isinstance(message, pb.FollowRequest)
-        return message
-
-    def image(self) -> list[frames.Frame]:
-        with self._shard.image() as image:
-            start = ImageStart((JOB, 0), EPOCH, 1, 1, image.version, image.num_chunks)
-            parts: list[frames.Frame] = [frames.of_image_start(start, image.header)]
-            for index in range(image.num_chunks):
-                parts += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
-        return parts
 
 
 @dataclass
@@ -74,7 +33,7 @@ class World:
 
     server: RunningServer
     store: MemoryStore
-    shards: Shards = field(default_factory=Shards)
+    primary: FakePrimary = field(default_factory=lambda: FakePrimary(4, SGD))
 
     @property
     def stream(self) -> AbstractAsyncContextManager[PeerStream]:
@@ -82,7 +41,7 @@ class World:
 
     @property
     def version(self) -> int:
-        replica = self.server.replicas._catalog.find(JOB, 0)
+        replica = self.server.catalog.find(JOB, 0)
         return replica.state.version if replica is not None else 0
 
     def record(self) -> ShardAssignment:
@@ -114,10 +73,16 @@ class World:
         primary = pb.Holder(server_id=PRIMARY.server_id, incarnation=PRIMARY.incarnation)
         hello = pb.Hello(primary=primary, link=1, torch_version=torch.__version__)
         await stream.write(pb.FollowRequest(hello=hello))
-        for frame in self.shards.image():
+        for frame in self.primary.image():
             await stream.write(frame)
         await self.until(lambda: self.version == 1)
         await self.write(PRIMARY, self.me)
+
+    def pushed(self) -> pb.FollowRequest:
+        """Push to the primary; return the message that replicates it."""
+        (message,) = self.primary.frames_of(self.primary.push())
+        assert isinstance(message, pb.FollowRequest)
+        return message
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(ANSWER_S):
@@ -150,8 +115,8 @@ async def test_a_backup_that_cannot_read_an_update_does_not_lead(
         await world.follow(stream)
         monkeypatch.setattr(ReceivedUpdates, "has_capacity", property(lambda _: go_on.is_set()))
         monkeypatch.setattr(ReceivedUpdates, "await_capacity", await_capacity)
-        await stream.write(world.shards.pushed())
-        unreadable = world.shards.pushed()
+        await stream.write(world.pushed())
+        unreadable = world.pushed()
         unreadable.record.first.checksum ^= 1
         await stream.write(unreadable)
         async with asyncio.timeout(ANSWER_S):
@@ -169,7 +134,7 @@ async def test_a_backup_that_takes_over_reads_unread_updates_at_once(
     async with world.stream as stream:
         await world.follow(stream)
         for _ in range(2):
-            push = world.shards.pushed()
+            push = world.pushed()
             push.record.answer_may_wait = True
             await stream.write(push)
             await world.until(lambda: world.version >= 2)

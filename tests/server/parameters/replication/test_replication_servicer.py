@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import torch
 from support.clusters.assignment_records import write_assignments
+from support.clusters.fake_primary import EPOCH, JOB, PRIMARY, FakePrimary
 from support.clusters.parameter_servers import config
 from support.clusters.snapshot_world import loaded
 
@@ -23,15 +24,12 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
     BackupRefused,
     BackupState,
-    ImageChunk,
     ImageInstalled,
-    ImageStart,
     Offer,
     RecordsReceived,
     Reply,
@@ -43,13 +41,11 @@ from shoal_server.parameters.comparison.digest import PieceWalk
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
+from shoal_server.parameters.shard.dense import DensePush, is_dense
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
-JOB, EPOCH = "job", 3
 KEY = (JOB, 0)
-PRIMARY = Holder("ps-9", "one")
 NUM_ELEMENTS = 600_000
 ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)])
 ANSWER_S = 30.0
@@ -66,47 +62,17 @@ def as_message(frame: frames.Frame) -> pb.FollowRequest:
 OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
 
 
-class Primary:
-    """A shard of a server that does not run, and the frames that replicate it."""
+class Primary(FakePrimary):
+    """A fake primary that sends all of a frame in a gRPC message."""
 
     def __init__(self) -> None:
-        block = Block(parameter="p", num_elements=NUM_ELEMENTS)
-        spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
-        self.shard = new_dense_shard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
-        self._records: list[UpdateRecord] = []
-        self.shard.subscribe(self._records.append)
-        self._sequence = 0
-        self._image = 0
+        super().__init__(NUM_ELEMENTS, ADAM)
 
-    def push(self) -> UpdateRecord:
-        self._sequence += 1
-        gradient = torch.full((NUM_ELEMENTS,), float(self._sequence)).numpy().tobytes()
-        push = DensePush(
-            session="s",
-            sequence=self._sequence,
-            epoch=EPOCH,
-            base_version=self._sequence,
-            lr=None,
-            blocks=[0],
-            gradient=gradient,
-        )
-        self.shard.push(push, lambda session: True)
-        return self._records[-1]
+    def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:  # type: ignore[override]
+        return [as_message(frame) for frame in super().image(epoch, job, begin)]
 
-    def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
-        """Return the frames of a new image, or those from chunk `begin` on of the last one."""
-        self._image += not begin
-        with self.shard.image() as image:
-            key, number = (job, 0), self._image
-            start = ImageStart(key, epoch, 1, number, image.version, image.num_chunks, begin)
-            requests = [frames.of_image_start(start, image.header)]
-            for index in range(begin, image.num_chunks):
-                chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
-                requests += map(as_message, chunk)
-        return requests
-
-    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
-        return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
+    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:  # type: ignore[override]
+        return [as_message(frame) for frame in super().frames_of(record, epoch)]
 
 
 @dataclass(kw_only=True)
@@ -121,7 +87,7 @@ class World:
 
     @property
     def catalog(self) -> Catalog:
-        return self.server.replicas._catalog
+        return self.server.catalog
 
     @property
     def version(self) -> int:

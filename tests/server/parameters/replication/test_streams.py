@@ -118,7 +118,7 @@ def test_replies_to_updates_in_shared_memory_are_sent_together(
 def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20.0) -> None:
     give_up_s = time.monotonic() + within_s
     for server in servers.servers.values():
-        for replica in server.replicas._catalog.shards():
+        for replica in server.catalog.shards():
             while replica.unreplicated_bytes:
                 assert time.monotonic() < give_up_s
                 time.sleep(0.001)
