@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.data.batches import Batch
-from shoal.session.evaluation import Evaluation
 from shoal.session.session import Session
 from shoal.session.shared_calls import Reduction, values_by_name
 from shoal_client.local.cluster import LocalCluster
@@ -269,9 +268,12 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
     def measure(batch: Batch) -> Any:
         return {"each": batch.inputs}
 
-    evaluation = Evaluation((torch.ones(5),), measure, batch_size=4, collate=None)
-    with pytest.raises(InvalidSpec, match=r"'each' in different shapes.*saw \(1,\), and \(4,\)"):
-        evaluation._sums(0, 1)
+    model, optimizer = build("sgd", "layers")
+    with shoal.join() as session:
+        session.distribute(model, optimizer)
+        refused = r"'each' in different shapes.*saw \(1,\), and \(4,\)"
+        with pytest.raises(InvalidSpec, match=refused):
+            session.evaluate((torch.ones(5),), measure, batch_size=4)
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())
