@@ -1,6 +1,5 @@
 """accelerate's loop in a session: exact over a loss; unsupported calls are refused."""
 
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from support.frameworks.accelerate_bodies import (
     plain_accelerate,
 )
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import lone
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,7 @@ def state() -> Iterator[None]:
 
 @pytest.fixture
 def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
-    with shoal.join(f"acc-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
+    with lone(cluster) as joined:
         yield joined
 
 

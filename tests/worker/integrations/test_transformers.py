@@ -1,6 +1,5 @@
 """Hugging Face's Trainer in a session: exact over losses; unsupported settings are refused."""
 
-import secrets
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from support.frameworks.transformers_bodies import (
     plain_trainer,
 )
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import lone
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -50,7 +50,7 @@ def state() -> Iterator[None]:
 
 @pytest.fixture
 def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
-    with shoal.join(f"hf-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
+    with lone(cluster) as joined:
         yield joined
 
 

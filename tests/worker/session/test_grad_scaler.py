@@ -1,13 +1,13 @@
 """A GradScaler registered with the session works as in torch's own loop, on all members
 together."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.collectives.strategy_runs import entered, weights_of
+from support.members.thread_members import lone
 from support.training import equality
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -112,7 +112,7 @@ Body = Callable[[Session, Any, Any, torch.amp.GradScaler, shoal.Batch], None]
 def run(cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradScaler) -> None:
     """Take two steps as a lone member."""
     model, optimizer = equality.build("sgd", 0)
-    with shoal.join(f"scaler-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         session.register("scaler", own)
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches(equality.samples(), global_batch_size=10):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.collectives.late_groups import late_groups
 from support.collectives.strategy_runs import difference, generation_of, use_group, weights_of
 from support.members.elastic_schedule import Schedule, check_each_sample_once, lose_all
+from support.members.thread_members import lone
 from support.models import adversarial_pair as gan_bodies
 from support.models.adversarial_pair import WAYS, Adversarial, Pair, StepCalls
 from support.processes.ranks import Ranks
@@ -18,12 +19,10 @@ from support.training import elastic_bodies
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader
 from shoal.model.local_parts import local_part
 from shoal.model.several import SeveralModels, joined
-from shoal.session.session import Session
 from shoal.strategies import find_strategy
 from shoal.strategies.rollback.script_writes import FIRST_STEPS
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -280,10 +279,6 @@ def compare(finished: Any, run: Adversarial) -> None:
 
 
 # --- refusals ---
-
-
-def lone(cluster: LocalCluster) -> Session:
-    return shoal.join(f"own-{secrets.token_hex(4)}", coordinator=cluster.coordinator)
 
 
 def one() -> tuple[nn.Module, Optimizer]:
