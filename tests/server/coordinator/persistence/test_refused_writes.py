@@ -1,29 +1,21 @@
 """Records that etcd refuses to store stop only their own job; the leader's term continues."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from support.clusters.coordinator_world import propose, served
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_proto.errors import JobQuarantined, RefusedError
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
-from shoal_server.etcd.memory import MemoryStore
 
 
-class SmallStore(MemoryStore):
+class SmallStore(HookedStore):
     """Store that refuses one job's generation records, as etcd does above its limit."""
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        if any(isinstance(op, Put) and op.key.startswith(keys.generations("huge")) for op in then):
+    async def before(self, transaction: Transaction) -> None:
+        if any(each.key.startswith(keys.generations("huge")) for each in transaction.puts):
             raise RefusedError("etcd refused the request", seen="request is too large")
-        return await super().transact(compares, then, otherwise)
 
 
 async def test_only_the_job_whose_record_is_too_large_is_quarantined() -> None:
