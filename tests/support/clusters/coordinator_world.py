@@ -28,13 +28,19 @@ from shoal_server.serving.rpc import bind, new_server
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 
+def leader_store(store: Keyspace, *leadership: Compare) -> LeaderStore:
+    """Return the store of a coordinator that leads as long as these comparisons hold."""
+    return LeaderStore(store, lambda: leadership, lambda reason: None)
+
+
 def jobs_in(store: Keyspace, *leadership: Compare) -> DurableJobs:
-    """Return the durable jobs of a coordinator that leads as long as these comparisons hold."""
-    return DurableJobs(LeaderStore(store, lambda: leadership, lambda reason: None))
+    """Return the durable jobs of such a coordinator."""
+    return DurableJobs(leader_store(store, *leadership))
 
 
 @dataclass(kw_only=True)
 class Served:
+    store: KeyValueStore
     coordinator: Coordinator
     server: grpc.aio.Server
     address: str
@@ -134,7 +140,7 @@ async def served(
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()
-        world = Served(coordinator=coordinator, server=server, address=address)
+        world = Served(store=store, coordinator=coordinator, server=server, address=address)
         try:
             yield world
         finally:

@@ -12,8 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from support.clusters.assignment_records import write_assignments
-from support.clusters.fake_primary import EPOCH, JOB, PRIMARY, FakePrimary
+from support.clusters.fake_primary import ANSWER_S, EPOCH, JOB, PRIMARY, Backup, FakePrimary
 from support.clusters.parameter_servers import config
 from support.clusters.snapshot_world import loaded
 
@@ -34,13 +33,12 @@ from shoal_server.core.replication.protocol.messages import (
     RecordsReceived,
     Reply,
 )
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.comparison.digest import PieceWalk
-from shoal_server.parameters.process import RunningServer, running
+from shoal_server.parameters.process import running
 from shoal_server.parameters.replication.wire import frames, replies
-from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
@@ -48,7 +46,6 @@ from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 KEY = (JOB, 0)
 NUM_ELEMENTS = 600_000
 ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)])
-ANSWER_S = 30.0
 
 Frames = list[pb.FollowRequest]
 T = TypeVar("T")
@@ -76,29 +73,12 @@ class Primary(FakePrimary):
 
 
 @dataclass(kw_only=True)
-class World:
-    """A server that is to become the backup of the one shard."""
+class World(Backup):
+    """The server, with a stub for its calls, and its primary."""
 
-    server: RunningServer
-    store: MemoryStore
     stub: ReplicationStub
     primary: Primary
     links: int = 0
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.server.catalog
-
-    @property
-    def version(self) -> int:
-        """Version of the server's copy; 0 without one."""
-        replica = self.catalog.find(JOB, 0)
-        return 0 if replica is None else replica.state.version
-
-    def copy(self) -> ShardReplica:
-        replica = self.catalog.find(JOB, 0)
-        assert replica is not None
-        return replica
 
     async def settle(self) -> None:
         await self.server.replicas.received.settle(self.copy())
@@ -111,12 +91,6 @@ class World:
         assert copy.tensors.keys() == own.tensors.keys()
         for name, tensor in own.tensors.items():
             assert torch.equal(copy.tensors[name], tensor), name
-
-    async def write(self, assignment: ShardAssignment) -> None:
-        """Write the record, and make the server read it."""
-        record = JobAssignments(job=JOB, copies=2, shards=(assignment,))
-        await write_assignments(self.store, record)
-        await self.server.replicas.refresh(JOB)
 
 
 @pytest.fixture
@@ -471,7 +445,7 @@ def led_by(world: World) -> ShardAssignment:
 async def led(world: World) -> ShardReplica:
     """Wait until the server leads the shard, and return its replica."""
     async with asyncio.timeout(ANSWER_S):
-        await world.catalog.wait_for(JOB, [0], ANSWER_S)
+        await world.server.catalog.wait_for(JOB, [0], ANSWER_S)
     assert world.copy().role is ReplicaRole.PRIMARY
     return world.copy()
 
