@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.process_group.interface import Group
+from shoal.backends.process_group.interface import Group, Seat
 from shoal.data.batches import Batch, Loader
 from shoal.data.order import range_of_rank
 from shoal.layouts.base import LossFunction
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Context, Generation
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.step_context import current, set_current
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.torch_private.c10d import Store
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -83,15 +84,34 @@ class DefaultGroup:
         raise AssertionError("nothing hangs in these tests")
 
 
+@dataclass(frozen=True)
+class GivenBackend:
+    """A backend whose groups come from the test."""
+
+    made: Callable[[Seat], Group]
+    name: str = "given"
+    is_watched: bool = False
+
+    def group(self, seat: Seat, store: Store) -> Group:
+        return self.made(seat)
+
+    def stalled_since_s(self, now_s: float) -> float | None:
+        return None
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+
+def use_groups(strategy: SynchronousStrategy, made: Callable[[Seat], Group]) -> None:
+    """Make generations of the strategy use the groups that `made` returns; needs no coordinator."""
+    strategy.use_backend(GivenBackend(made))
+    strategy.attach(Context(job="job", coordinators=(), token=Token, limits=pb.Limits()))
+
+
 def use_group(strategy: SynchronousStrategy, group: Group | None = None) -> None:
     """Make all generations of the strategy use this group, or the run's default group."""
-    group = group or DefaultGroup()
-
-    def new_group(generation: Generation) -> Group:
-        strategy._generation_group._group = group
-        return group
-
-    strategy._new_group = new_group  # type: ignore[method-assign]
+    chosen = group or DefaultGroup()
+    use_groups(strategy, lambda seat: chosen)
 
 
 def generation_of(

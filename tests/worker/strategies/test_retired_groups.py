@@ -2,12 +2,13 @@
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.collectives.strategy_runs import generation_of, take_step
+from support.collectives.strategy_runs import generation_of, take_step, use_groups
 from support.processes.served_process import awaited
 from support.training import equality
 from torch import nn
@@ -17,7 +18,6 @@ from shoal.backends.network import retired
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Group, Seat
 from shoal.data.batches import Loader
-from shoal.membership.generation import Generation
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.c10d import HashStore
 from shoal_proto.v1 import membership_pb2 as pb
@@ -44,18 +44,8 @@ def in_use() -> tuple[int, int]:
     return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
 
 
-def new_group(strategy: SynchronousStrategy, generation: Generation) -> Group:
-    seat = Seat(
-        generation=generation.number,
-        rank=0,
-        world_size=1,
-        address="127.0.0.1",
-        bring_up_s=60,
-        collective_s=60,
-    )
-    group = GlooBackend().group(seat, OwnStore())
-    strategy._generation_group._group = group
-    return group
+def new_group(seat: Seat) -> Group:
+    return GlooBackend().group(replace(seat, bring_up_s=60, collective_s=60), OwnStore())
 
 
 def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: Loader) -> None:
@@ -73,7 +63,7 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
     """Python's garbage collector is disabled: its time is unpredictable."""
     strategy = STRATEGIES[name]()
-    strategy._new_group = partial(new_group, strategy)  # type: ignore[method-assign]
+    use_groups(strategy, new_group)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
     strategy.distribute(model, torch.optim.AdamW(model.parameters()))
     batches = equality.loader()
