@@ -1,12 +1,10 @@
 """accelerate's loop in a session: exact over a loss; unsupported calls are refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from support.frameworks import accelerate_bodies
 from support.frameworks.accelerate_bodies import (
@@ -19,7 +17,6 @@ from support.frameworks.accelerate_bodies import (
     plain_accelerate,
 )
 from support.members.held_members import replaced_in_step_6
-from support.members.thread_members import lone
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -28,21 +25,9 @@ from shoal.integrations.accelerate import SessionAccelerator
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerators")
+
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def state() -> Iterator[None]:
-    """Reset the state that all Accelerators of a process share."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-@pytest.fixture
-def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
-    with lone(cluster) as joined:
-        yield joined
 
 
 @pytest.mark.long
