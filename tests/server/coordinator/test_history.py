@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 import structlog
-from support.clusters.coordinator_world import Served, leader_store, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.health import CourseFigures, RunOrigin
@@ -25,7 +25,7 @@ RUN = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=False
 def keeper(world: Served) -> HistoryKeeper:
     """Return a second keeper; the coordinator's own writes nothing so early."""
     coordinator = world.coordinator
-    return HistoryKeeper(leader_store(world.store), coordinator.registry, coordinator.board)
+    return HistoryKeeper(world.store, coordinator.registry, coordinator.board)
 
 
 def report(

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import structlog
-from support.clusters.coordinator_world import Served, entered, leader_store, served
+from support.clusters.coordinator_world import Served, entered, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
 
 from shoal_client.membership.member_session import MemberSession
@@ -41,7 +41,7 @@ class Sweeper:
         coordinator = self.world.coordinator
         self.now_s = coordinator.registry.clock()
         self.retention = Retention(
-            leader_store(self.world.store),
+            self.world.store,
             coordinator.registry,
             coordinator.resetting,
             coordinator.plug_in,

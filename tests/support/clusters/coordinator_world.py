@@ -40,7 +40,8 @@ def jobs_in(store: Keyspace, *leadership: Compare) -> DurableJobs:
 
 @dataclass(kw_only=True)
 class Served:
-    store: KeyValueStore
+    store: LeaderStore
+    """The coordinator's store: it writes only while the coordinator leads."""
     coordinator: Coordinator
     server: grpc.aio.Server
     address: str
@@ -140,7 +141,8 @@ async def served(
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()
-        world = Served(store=store, coordinator=coordinator, server=server, address=address)
+        leading = leader_store(store, *conditions)
+        world = Served(store=leading, coordinator=coordinator, server=server, address=address)
         try:
             yield world
         finally:
