@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if CRASHES:
         print(f"\na process that ran tests ended ({CRASHES[0]}): not all tests were run")
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    """A stack that is closed at the end of the test."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(autouse=True)

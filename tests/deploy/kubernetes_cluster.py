@@ -31,6 +31,7 @@ import httpx
 import yaml
 from deploy.campaign import NotPossible, awaited, require_programs
 from deploy.stack import IMAGES, ROOT, run
+from support.network.ports import free_port
 
 from shoal_client.local.etcd import find_etcd
 
@@ -414,8 +415,8 @@ class KubernetesCluster:
         return made
 
     def _start_control_plane(self) -> None:
-        pki, etcd = self._pki, f"http://127.0.0.1:{_free_port()}"
-        peer = f"http://127.0.0.1:{_free_port()}"
+        pki, etcd = self._pki, f"http://127.0.0.1:{free_port()}"
+        peer = f"http://127.0.0.1:{free_port()}"
         self._start(
             "etcd",
             (),
@@ -456,7 +457,7 @@ class KubernetesCluster:
                 (),
                 f"""{self._components.path(name)} --kubeconfig={config}
                 --authentication-kubeconfig={config} --authorization-kubeconfig={config}
-                {both.format(_free_port(), own)}""",
+                {both.format(free_port(), own)}""",
             )
 
     def _start_kubelet(self, node: Node) -> None:
@@ -615,10 +616,3 @@ def _tree() -> str:
     listed = _run("git", "ls-files", "--stage", "--", *files, cwd=ROOT)
     changed = _run("git", "diff", "--", *files, cwd=ROOT)
     return hashlib.sha256((listed + changed).encode()).hexdigest()[:16]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

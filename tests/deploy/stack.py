@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import ssl
 import subprocess
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from support.network.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 OFFLINE_WHEELS = ROOT / "deploy" / "offline" / "wheels"
@@ -27,13 +27,6 @@ CERTS_VALID_S = 150.0
 CERTS_EVERY_S = 50.0
 
 Found = TypeVar("Found")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run(

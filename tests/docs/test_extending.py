@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.conftest import Shoal, finish, shoal_command
 from support.clusters import status_world
 from support.docs.pages import DOCS, ROOT, blocks
+from support.processes.commands import Shoal, finish, shoal_command
 
 import shoal
 from shoal.strategies.base import Strategy

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, shoal_command
 from support.docs.pages import DOCS, ROOT
 from support.docs.walks import Passage, Place, Stamp, Stamps, exists, named, walks
+from support.processes.commands import Shoal, finish, shoal_command
 
 __all__ = ["shoal_command"]
 

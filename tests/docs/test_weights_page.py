@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until, shoal_command
 from support.docs.pages import DOCS, blocks
+from support.processes.commands import Shoal, finish, read_until, shoal_command
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import etcd_processes
+from support.processes.commands import Shoal, finish, read_until
 from support.processes.served_process import ServedProcess, awaited
 from support.training.counted_updates import counting_script
 

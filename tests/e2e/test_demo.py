@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
+from support.processes.commands import Shoal, finish, read_until
 
 EPOCHS = "40"
 """Half of the default: enough for 95 %."""

@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
-from e2e.test_drain import SCRIPT, await_steps
+from support.processes.commands import ANY_PORTS, Shoal, finish, read_until
+from support.training.stepping_script import SCRIPT, await_steps
 
 LIMITS = ("--join-s", "10", "--collective-s", "4", "--heartbeat-s", "0.4")
 

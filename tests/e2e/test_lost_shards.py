@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
-from e2e.test_parts_that_die import part_pids
+from support.processes.commands import Shoal, finish, part_pids, read_until
 
 SCRIPT = """
 import pathlib, time, shoal, torch

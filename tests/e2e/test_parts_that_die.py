@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from e2e.conftest import (
+from support.processes.commands import (
     ANY_PORTS,
     Shoal,
     every_shard_has_a_copy,

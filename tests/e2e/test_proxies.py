@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
 from support.network.proxies import DeadProxy
+from support.processes.commands import ANY_PORTS, Shoal, finish, read_until
 from support.training.counted_updates import counting_script
 
 RATE = 2.0**-10

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import running_etcd
 from support.clusters.garbage import all_garbage
+from support.processes.commands import Shoal, finish, read_until
 from support.processes.served_process import awaited
 
 from shoal_client.local.process import Supervisor

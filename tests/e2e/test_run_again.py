@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
+from support.processes.commands import Shoal, finish, read_until
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 3, 28, 2.0**-10
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+from support.processes.commands import ANY_PORTS, Shoal, finish, read_until
 
 ROOT = Path(__file__).parents[2]
 README_SCRIPT = re.compile(r"```python\n(import shoal\n.*?)```", re.DOTALL)

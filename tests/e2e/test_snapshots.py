@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish
+from support.processes.commands import Shoal, finish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership.member import Member

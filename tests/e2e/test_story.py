@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until
-from e2e.test_drain import SCRIPT, await_steps
+from support.processes.commands import Shoal, finish, read_until
+from support.training.stepping_script import SCRIPT, await_steps
 
 
 @pytest.mark.long

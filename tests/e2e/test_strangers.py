@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, part_pids, read_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.processes.commands import ANY_PORTS, Shoal, finish, part_pids, read_until
 
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.etcd import etcd_pb2, etcd_pb2_grpc

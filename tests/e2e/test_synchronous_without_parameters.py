@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from e2e.conftest import Shoal, finish
 from structure.parameter_half import of_half
+from support.processes.commands import Shoal, finish
 
 AT_EXIT = """
 import atexit, json, os, pathlib, sys

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from e2e.conftest import (
+from support.network.gates import Network
+from support.processes.commands import (
     ANY_PORTS,
     DEADLINE_S,
     Shoal,
@@ -18,7 +19,6 @@ from e2e.conftest import (
     part_pids,
     read_until,
 )
-from support.network.gates import Network
 from support.processes.served_process import awaited
 from support.training.counted_updates import counting_script
 

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from e2e.conftest import ANY_PORTS, Shoal, finish
 from support.clusters.etcd_fixture import running_etcd
+from support.network.ports import free_port
+from support.processes.commands import ANY_PORTS, Shoal, finish
 from support.processes.served_process import awaited
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -97,12 +97,6 @@ def test_moves_and_failovers_of_shards_are_reported(tmp_path: Path) -> None:
         for batch in batches:
             with session.step():
                 session.backward(mse_loss(model(batch.inputs), batch.targets))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.long

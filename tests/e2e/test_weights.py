@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, part_pids, read_until
+from support.processes.commands import ANY_PORTS, Shoal, finish, part_pids, read_until
 from support.weights.published_counts import publishing_script, reading_script
 
 SERIES = "rl/policy"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.conftest import Shoal, finish
 from safetensors.torch import load_file
+from support.processes.commands import Shoal, finish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from e2e.conftest import ANY_PORTS, Shoal, finish, read_until
+from support.processes.commands import ANY_PORTS, Shoal, finish, read_until
 
 TRAIN = """
 import torch

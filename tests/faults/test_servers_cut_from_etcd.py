@@ -2,13 +2,13 @@
 
 import sys
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support.clusters.etcd_fixture import running_etcd
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_servers import ParameterServers
 from support.network.gates import Network, Wire
 from support.processes.served_process import awaited
@@ -17,13 +17,11 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Acknowledgement
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 
-NUM_ELEMENTS = 4
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(4)
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 LEASE_S, DEAD_AFTER_S = 1.0, 8.0
 LIMIT_S = 30.0
@@ -58,10 +56,6 @@ def add(servers: ParameterServers, wires: dict[str, Wire], name: str) -> None:
     servers.add(name, wires[name].endpoints[0], lease_ttl_s=LEASE_S)
 
 
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
-
-
 def new_client(
     servers: ParameterServers,
     level: Acknowledgement.ValueType = LEVELS["replicated"],
@@ -74,9 +68,9 @@ def new_client(
     client = ParameterClient(
         [servers.coordinator], lambda: token, timeout_s=timeout_s, acknowledgement=level
     )
-    client.place(SCHEMA)
-    client.create(SGD, filled(0.0))
-    client.pull(filled(9.0))
+    client.place(MODEL.schema)
+    client.create(SGD, MODEL.filled(0.0))
+    client.pull(MODEL.filled(9.0))
     return client
 
 
@@ -109,18 +103,18 @@ def test_pushes_continue_during_a_short_cut_from_etcd(
         awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
         # Have another server lead the shard than the layout names.
         servers.stop(assignment(servers).primary.server_id)
-        gone = ({*HOLDERS} - servers._stacks.keys()).pop()
-        client.push(filled(-1.0))
+        gone = ({*HOLDERS} - servers.running).pop()
+        client.push(MODEL.filled(-1.0))
         add(servers, wires, gone)
         cut_from_etcd(servers, wires)
         before = assignment(servers)
         client.fetch_map()
         for _ in range(3):
-            client.push(filled(-1.0))
+            client.push(MODEL.filled(-1.0))
         for name in HOLDERS:
             wires[name].restore()
-        client.push(filled(-1.0))
-        values = filled(9.0)
+        client.push(MODEL.filled(-1.0))
+        values = MODEL.filled(9.0)
         client.pull(values)
         assert set(values["w"].cast("f")) == {5.0}
         assert assignment(servers).primary == before.primary
@@ -155,7 +149,7 @@ def test_a_server_declared_dead_acknowledges_no_push(
         ):
             assert time.monotonic() < give_up_s, "the holders were not declared dead"
             try:
-                client.push(filled(-1.0))
+                client.push(MODEL.filled(-1.0))
             except ShoalError as error:
                 refusal = error
             else:
@@ -165,4 +159,4 @@ def test_a_server_declared_dead_acknowledges_no_push(
         assert pushed and last_s < declared_s
         assert refusal is not None, "no push was refused"
         with pytest.raises(ShoalError):
-            client.push(filled(-1.0))
+            client.push(MODEL.filled(-1.0))

@@ -45,19 +45,19 @@ class Running:
     """The process of one case: it imports what it needs, and waits for the signal to run."""
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str]) -> None:
-        self._mark = Mark()
+        self.mark = Mark()
         self._log = folder / "output.log"
         settings = folder / "settings.json"
         paths = [str(TESTS), *filter(None, [environment.get("PYTHONPATH", "")])]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "gpu.begin", name, str(settings)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={
                     **environment,
-                    **self._mark.environment,
+                    **self.mark.environment,
                     "PYTHONPATH": os.pathsep.join(paths),
                 },
                 start_new_session=True,
@@ -70,8 +70,8 @@ class Running:
         `end_s`: time that its other processes may take to end after it.
         """
         try:
-            self._process.communicate(b"go\n", timeout=limit_s)
-            code = self._process.returncode
+            self.process.communicate(b"go\n", timeout=limit_s)
+            code = self.process.returncode
             error = f"exit code {code}: {self._printed()}" if code else ""
         except subprocess.TimeoutExpired:
             error = f"not over after {limit_s:g} s: {self._printed()}"
@@ -80,8 +80,8 @@ class Running:
 
     def end(self, within_s: float = 0.0) -> dict[int, str]:
         """Kill the processes that are left after that time; return them."""
-        left = self._mark.kill(within_s)
-        self._process.wait()
+        left = self.mark.kill(within_s)
+        self.process.wait()
         return left
 
     def _printed(self) -> str:

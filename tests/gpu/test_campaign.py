@@ -98,8 +98,8 @@ def test_an_interrupt_leaves_no_process_of_a_case(
             marks.append(self)
 
     def interrupted(running: campaign.Running, *_: object) -> str:
-        stdin = running._process.stdin
-        assert stdin is not None and running._mark.processes()
+        stdin = running.process.stdin
+        assert stdin is not None and running.mark.processes()
         stdin.write(b"go\n")
         stdin.flush()
         raise KeyboardInterrupt

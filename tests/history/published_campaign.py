@@ -270,12 +270,12 @@ class PublishedCampaign:
 
     def head(self) -> int:
         """The newest version according to the record in etcd."""
-        found = self.cluster._read(keys.series_head(SERIES))
+        found = self.cluster.read(keys.series_head(SERIES))
         return parse_head(SERIES, found[0].value).number if found else 0
 
     def lost(self) -> Sequence[int]:
         """The versions that are lost according to the record in etcd."""
-        found = self.cluster._read(keys.series_head(SERIES))
+        found = self.cluster.read(keys.series_head(SERIES))
         return parse_head(SERIES, found[0].value).lost if found else ()
 
     def await_well(self) -> None:
@@ -291,7 +291,7 @@ class PublishedCampaign:
 
     def _has_leader(self) -> bool:
         coordinator = self.cluster.coordinator
-        return coordinator.runs and bool(coordinator._addresses()) and coordinator.leads()
+        return coordinator.runs and coordinator.serves() and coordinator.leads()
 
     def _has_copies(self) -> bool:
         try:

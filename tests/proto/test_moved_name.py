@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deploy.stack import free_port
+from support.network.ports import free_port
 
 SCRIPT = Path(__file__).with_name("moved_name.py")
 WITHIN_S = 15.0

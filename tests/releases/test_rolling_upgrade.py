@@ -10,9 +10,9 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from e2e.conftest import Shoal, finish, read_until, shoal_command
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import running_etcd
+from support.processes.commands import Shoal, finish, read_until, shoal_command
 from support.processes.served_process import ServedProcess, awaited
 from support.releases.builds import environment
 from support.training.counted_updates import counting_script

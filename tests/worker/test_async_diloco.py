@@ -1,12 +1,11 @@
 """Members that train alone for a round, and the outer step that servers take on each round."""
 
 import copy
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import loss_of, new_model, start, train
 from torch import Tensor, nn
 
@@ -19,10 +18,7 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimi
 EVERY_STEPS = 3
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def train_alone(model: nn.Module, rounds: list[range]) -> None:
@@ -74,7 +70,7 @@ def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> 
     for _ in range(2):
         strategy.rest()
         assert acknowledged == [0, 1, 2, 3]
-    assert set(strategy._connected().versions.values()) == {3}
+    assert set(servers.versions().values()) == {3}
     strategy.close()
 
 

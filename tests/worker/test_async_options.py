@@ -1,11 +1,11 @@
 """Staleness policies and schedules, as options of members that train at their own pace."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import Net, groups, loss_of, new_model, start, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -17,10 +17,7 @@ from shoal_proto.errors import InvalidSpec, StalePush
 LR = 0.1
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -251,7 +248,7 @@ def test_a_step_that_is_too_stale_is_computed_again(servers: ParameterServers) -
     assert train(slow, model, range(1, 2)) == 1
     assert slow.step == 1
     assert slow.metrics()["rejected"] == 1.0
-    assert set(slow._connected().versions.values()) == {4}
+    assert set(servers.versions().values()) == {4}
     slow.close()
     fast.close()
 
@@ -291,19 +288,17 @@ def test_only_refused_shards_are_pushed_again(servers: ParameterServers) -> None
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
     )
     begin(slow, model, 1)
-    ahead = min(slow._connected().versions)
+    ahead = min(servers.versions())
     fast._refusals.shards = frozenset({ahead})
     train(fast, other, range(1))
     with pytest.raises(StalePush, match=f"shard {ahead}"):
         slow.end_step(lambda: None)
-    versions = dict.fromkeys(slow._connected().versions, 2)
-    assert slow._connected().versions == versions
+    versions = dict.fromkeys(servers.versions(), 2)
+    assert servers.versions() == versions
     assert train(slow, model, range(1, 2)) == 1
-    assert slow._connected().versions == versions | {ahead: 3}
+    assert servers.versions() == versions | {ahead: 3}
     assert train(slow, model, range(1)) == 1
-    assert slow._connected().versions == {
-        shard: v + 1 for shard, v in (versions | {ahead: 3}).items()
-    }
+    assert servers.versions() == {shard: v + 1 for shard, v in (versions | {ahead: 3}).items()}
     slow.close()
     fast.close()
 

@@ -4,14 +4,14 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
 
@@ -29,11 +29,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.membership_pb2 import Limits
 
-
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -168,9 +164,8 @@ def test_members_train_side_by_side(servers: ParameterServers) -> None:
     for thread in threads:
         thread.join()
     assert counted == [10, 10, 10]
-    client = strategies[0]._connected()
     train(strategies[0], models[0], range(1))
-    assert set(client.versions.values()) == {1 + 31}
+    assert set(servers.versions().values()) == {1 + 31}
     for strategy in strategies:
         strategy.close()
 
@@ -191,7 +186,7 @@ def test_a_gradient_that_is_not_finite_stops_its_member_only(servers: ParameterS
     assert bad.step == 1
     assert train(good, two, range(2)) == 2
     assert all(torch.isfinite(p).all() for p in two.parameters())
-    assert set(good._connected().versions.values()) == {4}
+    assert set(servers.versions().values()) == {4}
     assert train(bad, one, range(1, 2)) == 1
     bad.close()
     good.close()

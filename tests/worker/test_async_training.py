@@ -2,13 +2,12 @@
 warning."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from structlog.testing import capture_logs
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import start
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -20,10 +19,7 @@ NUM_STEPS = 749
 """Number of steps of 40 epochs of the README's script."""
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def in_turns(servers: ParameterServers, num_members: int, **options: str) -> tuple[float, str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.models.small_layers import HalfUsed
 from torch import Tensor, nn
 
 import shoal
@@ -12,19 +13,6 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
 DATA = (torch.arange(24.0).reshape(8, 3), torch.arange(8.0))
-
-
-class HalfUsed(nn.Module):
-    """A model of two layers, one of which takes part in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(3, 1)
-        self.unused = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@ wait."""
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import new_model, start, train
 from torch import Tensor, nn
 
@@ -21,10 +21,7 @@ DEADLINE_S = 60.0
 LR = 0.125
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 class Whole(nn.Module):

@@ -2,7 +2,6 @@
 the field that differs."""
 
 import json
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from structlog.testing import capture_logs
+from support.members.thread_members import lone
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
@@ -41,8 +41,7 @@ def trained(
     """Train as a lone member of a new job, at most `num_steps` steps; return the steps taken."""
     model, optimizer = build("sgd", "layers")
     taken = []
-    job = f"resume-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, optimizer = session.distribute(
             model,
             optimizer,

@@ -53,9 +53,9 @@ def test_all_but_one_leave_at_once_and_as_many_join_again(
                 assert rank.join() == -signal.SIGKILL
             else:
                 assert rank.expect("exits")["code"] == 143
-        schedule._await_change()
-        before = schedule._generation()
+        schedule.await_change()
+        before = schedule.generation()
         for rank in [schedule.add() for _ in gone]:
             rank.expect("committed")
-        schedule._await_change(before)
+        schedule.await_change(before)
         check_no_trace(schedule, run, TOLERANCE)

@@ -59,7 +59,7 @@ class HistoryKeeper:
         self._kept.clear()
         keep_s = time.monotonic() + KEEP_EACH_S
         while True:
-            await self._take_up()
+            await self.take_up()
             began_s = time.monotonic()
             self.read()
             if began_s >= keep_s:
@@ -81,7 +81,7 @@ class HistoryKeeper:
         """Write each history that has changed and has at most MAX_BYTES. Failures are logged."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
-    async def _take_up(self) -> None:
+    async def take_up(self) -> None:
         """Read the history of jobs that the registry has taken over since the last call."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)

@@ -102,6 +102,8 @@ class RunningServer:
     """The port that the server listens on."""
     fence: Fence
     replicas: ShardReplicas
+    catalog: Catalog
+    """The shards that the server holds."""
     registration: Registration
 
 
@@ -271,6 +273,7 @@ async def running(
             port=port,
             fence=fence,
             replicas=replicas,
+            catalog=catalog,
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)

@@ -1,13 +1,13 @@
 """Pulls and pushes over shared memory, sockets and gRPC: the values are equal bit for bit."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.bulk import arena as client_arena
 from shoal_client.bulk import bulk_transport
@@ -23,10 +23,7 @@ MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1, momentum=0.
 TRANSPORTS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def drawn(seed: int) -> dict[str, memoryview]:

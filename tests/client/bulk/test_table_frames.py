@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 from support.clusters.bulk_frames import RawConnection
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.bulk import bulk_transport
 from shoal_client.parameters.dense import ParameterClient
@@ -103,10 +103,7 @@ def _piece(part: int, data: bytes, *, offset: int = 0, checksum: int | None = No
     return head + data
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ParameterServers]:
-    with ParameterServers(1) as servers:
-        yield servers
+served = servers_fixture(1, "module")
 
 
 @pytest.fixture

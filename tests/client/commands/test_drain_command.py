@@ -2,13 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import chain, count, repeat
 
 import pytest
-from support.clusters.coordinator_world import Served, served
+from support.clusters.http_world import served_over_http
 from support.processes.load import unhurried
 
 from shoal_client.cli import parse
@@ -25,23 +22,6 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.v1.membership_pb2 import DrainRequest, GenerationRecord
-from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
-from shoal_server.status.app import build_app
-from shoal_server.status.serve import StatusServer
-
-LIMITS = Limits()
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    members: Served
-    url: str
-
-    async def shoal_drain(self, *arguments: str) -> int:
-        """Run `shoal drain` in a thread, so that the coordinator runs meanwhile."""
-        addresses = ("--coordinator", self.members.address, "--http", self.url)
-        return await asyncio.to_thread(parse(["drain", *addresses, *arguments]))
 
 
 def train_on(member: MemberSession) -> GenerationRecord:
@@ -55,22 +35,14 @@ def train_on(member: MemberSession) -> GenerationRecord:
     raise AssertionError("no end")
 
 
-@asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    async with served(MemoryStore(), LIMITS) as members:
-        view, board = members.coordinator.view, members.coordinator.board
-        async with StatusServer(build_app(view, board), "127.0.0.1", 0) as http:
-            yield World(members=members, url=http.url)
-
-
 @pytest.mark.long
 async def test_the_command_returns_once_the_member_has_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command prints the generation that runs without the member."""
-    async with world() as at:
+    async with served_over_http() as at:
         a, _ = await at.members.training("a", "b")
-        draining = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
+        draining = asyncio.create_task(at.shoal("drain", "b", "--job", "j"))
         record = await asyncio.to_thread(train_on, a)
         await asyncio.to_thread(a.ready, record)
         assert await draining == 0
@@ -86,7 +58,7 @@ async def test_each_request_goes_to_the_coordinator_that_leads_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The command knows the status page only, which first names a coordinator that has ended."""
-    async with world() as at:
+    async with served_over_http() as at:
         a, _ = await at.members.training("a", "b")
         leaders = chain(["127.0.0.1:1"], repeat(at.members.address))
         monkeypatch.setattr(StatusClient, "leader", lambda client: next(leaders))
@@ -101,21 +73,21 @@ async def test_each_request_goes_to_the_coordinator_that_leads_then(
 @pytest.mark.long
 async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> None:
     """The error is the coordinator's."""
-    async with world() as at:
+    async with served_over_http() as at:
         await at.members.training("a", "b")
         with pytest.raises(UnknownMember, match="one of a, b"):
-            await at.shoal_drain("c", "--job", "j")
+            await at.shoal("drain", "c", "--job", "j")
         with pytest.raises(UnknownJob, match="one of j"):
-            await at.shoal_drain("a", "--job", "k")
+            await at.shoal("drain", "a", "--job", "k")
 
 
 @pytest.mark.long
 async def test_the_wait_for_a_member_that_does_not_leave_ends() -> None:
     """The error has the member's state."""
-    async with world() as at:
+    async with served_over_http() as at:
         await at.members.training("a", "b")
         with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
-            await at.shoal_drain("b", "--job", "j", "--timeout", "0.3")
+            await at.shoal("drain", "b", "--job", "j", "--timeout", "0.3")
 
 
 class ChangingLeaders:
@@ -164,6 +136,6 @@ def test_an_unknown_member_in_a_repeated_request_has_left() -> None:
 @pytest.mark.long
 async def test_the_error_without_a_coordinator_has_its_address() -> None:
     """The error is Unavailable."""
-    async with world() as at:
+    async with served_over_http() as at:
         with pytest.raises(Unavailable, match=r"no coordinator answers at http://127\.0\.0\.1:1"):
-            await at.shoal_drain("a", "--job", "j", "--http", "http://127.0.0.1:1")
+            await at.shoal("drain", "a", "--job", "j", "--http", "http://127.0.0.1:1")

@@ -3,40 +3,15 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from support.clusters.coordinator_world import Served, served
+from support.clusters.http_world import served_over_http
 
 from shoal_client.cli import parse
 from shoal_client.commands.jobs import check_not_finished
 from shoal_client.commands.status import Json, StatusClient
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, JobStopped, MemberDrained, UnknownJob
-from shoal_server.etcd.memory import MemoryStore
-from shoal_server.status.app import build_app
-from shoal_server.status.serve import StatusServer
-
-
-class World:
-    def __init__(self, members: Served, url: str) -> None:
-        self.members, self.url = members, url
-
-    async def shoal(self, command: str, *arguments: str) -> int:
-        """Run the command in a thread, so that the coordinator runs meanwhile."""
-        addresses = ("--coordinator", self.members.address)
-        if command in ("jobs", "status", "why", "top"):
-            addresses = ("--http", self.url.removeprefix("http://"))
-        return await asyncio.to_thread(parse([command, *addresses, *arguments]))
-
-
-@asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    async with served(MemoryStore()) as members:
-        view, board = members.coordinator.view, members.coordinator.board
-        async with StatusServer(build_app(view, board), "127.0.0.1", 0) as http:
-            yield World(members, http.url)
 
 
 def train_on(member: MemberSession) -> int:
@@ -55,7 +30,7 @@ def train_on(member: MemberSession) -> int:
 @pytest.mark.long
 async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
     """Members leave, the job is listed as stopped, and none can join until it is retried."""
-    async with world() as at:
+    async with served_over_http() as at:
         members = await at.members.training("a", "b")
         trainers = [asyncio.to_thread(train_on, member) for member in members]
         stopping = at.shoal("stop", "j", "--reason", "seen enough")
@@ -85,7 +60,7 @@ async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFix
 async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 75 if the job is not over in time, 1 once it is stopped, and 0 once it is
     finished."""
-    async with world() as at:
+    async with served_over_http() as at:
         members = await at.members.training("a", "b")
         assert await at.shoal("wait", "j", "--wait-s", "0") == os.EX_TEMPFAIL
         assert "job j is not over: running" in capsys.readouterr().out
@@ -105,7 +80,7 @@ async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFix
 
 async def test_a_wait_for_a_quarantined_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Such a job is not over: an operator may repair it."""
-    async with world() as at:
+    async with served_over_http() as at:
         await at.members.training("a", "b")
         at.members.coordinator.registry.quarantine("j", ValueError("a record that does not parse"))
         assert await at.shoal("wait", "j", "--wait-s", "0.5") == os.EX_TEMPFAIL
@@ -123,7 +98,7 @@ async def test_a_job_that_all_members_left_is_interrupted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The job is not shown as running, and the end of its last member is shown."""
-    async with world() as at:
+    async with served_over_http() as at:
         members = await at.members.training("a", "b")
         assert [job["state"] for job in await asyncio.to_thread(jobs_at, at.url)] == ["running"]
         for member in members:
@@ -143,7 +118,7 @@ async def test_a_job_that_all_members_left_is_interrupted(
 
 @pytest.mark.long
 async def test_the_error_for_an_unknown_job_has_its_name() -> None:
-    async with world() as at:
+    async with served_over_http() as at:
         for command in ("wait", "stop", "retry"):
             with pytest.raises(UnknownJob, match="no job 'x'"):
                 await at.shoal(command, "x")

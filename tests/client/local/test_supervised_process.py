@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes.commands import is_alive
 
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InvalidSpec
@@ -20,14 +21,6 @@ FOREVER = "import signal; print('up', flush=True); signal.pause()"
 
 def python(code: str, name: str = "child", **options: object) -> ChildCommand:
     return ChildCommand(name=name, arguments=(sys.executable, "-u", "-c", code), **options)  # type: ignore[arg-type]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def await_death(pid: int) -> bool:

@@ -34,7 +34,7 @@ class ClosedMeanwhile(Coordinators):
 async def test_a_membership_closed_while_it_connects_leaves_no_open_stream() -> None:
     """The coordinator would have nothing to send on it."""
     async with served(MemoryStore()) as world:
-        membership = MemberSession(world.client("a")._member)
+        membership = MemberSession(world.member("a"))
         coordinators = ClosedMeanwhile([world.address])
         coordinators.session, membership._coordinators = membership, coordinators
         coordinators.closer = threading.Thread(target=membership.close, daemon=True)

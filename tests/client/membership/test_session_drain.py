@@ -7,6 +7,7 @@ import threading
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.processes.served_process import awaited
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import MemberDrained, NotLeader, StateLost
@@ -145,7 +146,7 @@ async def test_a_new_leader_gets_the_drain_request() -> None:
         async with grpc.aio.insecure_channel(first.address) as channel:
             asked = pb.DrainRequest(job="j", member_id="a", reason="spot notice")
             await MembershipStub(channel).Drain(asked)
-        assert await asyncio.to_thread(_hears_of_drain, a)
+        await asyncio.to_thread(awaited, lambda: a.draining, WITHIN_S, "a is told of the drain")
         await first.coordinator.step_down()
         async with served(store) as second:
             b = second.client("b", desired=1)
@@ -164,11 +165,6 @@ async def test_a_new_leader_gets_the_drain_request() -> None:
             assert isinstance(to_b, pb.GenerationRecord)
             assert names(to_b) == ["b"]
             assert not b.is_broken(2)
-
-
-def _hears_of_drain(member: MemberSession) -> bool:
-    with member._changed:
-        return member._changed.wait_for(lambda: member.draining, WITHIN_S)
 
 
 async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> None:

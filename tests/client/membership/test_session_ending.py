@@ -150,10 +150,9 @@ async def test_a_restarted_script_whose_first_job_is_finished_fails(slot: BeatSl
         await asyncio.to_thread(propose, member)
         await entered(member, 0)
         await asyncio.to_thread(member.leave, completed=True, reason="all is trained")
-        late = replace(world.client("b", beat_slot=slot)._member, launcher_job="folds")
-        world.clients.append(MemberSession(late))
+        late = world.session(replace(world.member("b", beat_slot=slot), launcher_job="folds"))
         with pytest.raises(JobFinished, match=r"by others; .*Several jobs in one script"):
-            await asyncio.to_thread(world.clients[-1].join)
+            await asyncio.to_thread(late.join)
         assert slot.ending is MembershipEnding.REFUSED
 
 
@@ -166,8 +165,7 @@ async def test_a_validator_that_raises_fails_its_member_at_once(slot: BeatSlot) 
         raise PermissionError("the bucket is closed")
 
     async with served(MemoryStore(), QUICK) as world:
-        member = MemberSession(world.client("a", desired=1, beat_slot=slot)._member, judge=judge)
-        world.clients.append(member)
+        member = world.session(world.member("a", desired=1, beat_slot=slot), judge=judge)
         await asyncio.to_thread(member.join)
         await asyncio.to_thread(propose, member)
         with pytest.raises(InternalError, match="shoal-member") as raised:

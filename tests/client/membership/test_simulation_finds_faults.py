@@ -1,8 +1,10 @@
 """The simulation runs the production member core, and finds faults planted in it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
+from support.sim.errors import fails
 from support.sim.failover import simulate_failover, simulate_outage
 from support.sim.schedule import simulate
 
@@ -130,14 +132,8 @@ def test_the_simulation_finds(
     with monkeypatch.context() as patch:
         fault(patch)
         first = RARE if fault is a_new_leader_is_not_told_of_a_failed_collective else 0
-        found = next((seed for seed in range(first, first + MAX_SEEDS) if _fails(run, seed)), None)
+        found = next(
+            (seed for seed in range(first, first + MAX_SEEDS) if fails(partial(run, seed))), None
+        )
     assert found is not None, f"not found in {MAX_SEEDS} seeds"
     run(found)
-
-
-def _fails(run: Callable[[int], None], seed: int) -> bool:
-    try:
-        run(seed)
-    except AssertionError:
-        return True
-    return False

@@ -2,11 +2,10 @@
 
 import threading
 from array import array
-from collections.abc import Iterator
 
 import pytest
 from support.clusters.assignment_records import write_assignments
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import (
@@ -34,10 +33,7 @@ SIZES = {"weight": 7000, "bias": 70, "big": 900_000}
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def connect(servers: ParameterServers, token: Token, **changes: float) -> ParameterClient:

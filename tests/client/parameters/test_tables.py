@@ -1,11 +1,11 @@
 """A client's view of tables on two servers: rows by id, updated once, even across a failover."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import (
@@ -62,10 +62,7 @@ def table(name: str = "users", **changes: object) -> TableSpec:
     return TableSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 class Member:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from client.weights.test_series import LIMIT_S, SERIES, Script, contents, segment_of
 from support.clusters.parameter_cluster import ParameterCluster
 from support.processes.served_process import awaited
 from support.weights import halting_relay
+from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
+from support.weights.segments import segment_of
 
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS
 from shoal_client.weights.reader import Base, SeriesReader, _Wanted

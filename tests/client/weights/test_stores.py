@@ -8,7 +8,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
+from support.weights.segments import segment_of
 
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES, bulk
@@ -21,7 +22,7 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.segments.digests import DIGEST_BYTES
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.v1.weights_pb2 import PutSegmentReply, PutSegmentRequest, StoreServer
 from shoal_proto.v1.weights_pb2 import Segment as Described
@@ -31,22 +32,13 @@ LIMIT_S = 30.0
 WAYS = {"descriptor": True, "socket": False}
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(3) as servers:
-        yield servers
+servers = servers_fixture(3, "module")
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
 def stores(request: pytest.FixtureRequest) -> Iterator[WeightStores]:
     with closing(WeightStores(SERIES, may_be_local=request.param)) as stores:
         yield stores
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 def drawn(num_bytes: int) -> Segment:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from support.clusters.coordinator_world import Served, served
+from support.clusters.hooked_store import HookedStore, Transaction
 from support.processes.served_process import awaited
 
 from shoal_client.connection.coordinators import Coordinators, Method
@@ -24,15 +25,12 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
     Get,
-    Operation,
-    TransactionResult,
     created_at,
 )
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments
 
 
-class Watched(MemoryStore):
+class Watched(HookedStore):
     """Store that records writes which do not compare the leader's key, once there is a leader."""
 
     leader: Compare | None = None
@@ -42,18 +40,13 @@ class Watched(MemoryStore):
         self.unfenced: list[str] = []
         self.fenced: set[str] = set()
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        written = [op.key for op in (*then, *otherwise) if not isinstance(op, Get)]
-        if self.leader is not None and self.leader not in compares:
+    async def before(self, transaction: Transaction) -> None:
+        operations = (*transaction.then, *transaction.otherwise)
+        written = [each.key for each in operations if not isinstance(each, Get)]
+        if self.leader is not None and self.leader not in transaction.compares:
             self.unfenced += written
         else:
             self.fenced.update(written)
-        return await super().transact(compares, then, otherwise)
 
 
 async def test_every_write_of_a_leader_compares_its_key() -> None:

@@ -25,7 +25,7 @@ RUN = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=False
 def keeper(world: Served) -> HistoryKeeper:
     """Return a second keeper; the coordinator's own writes nothing so early."""
     coordinator = world.coordinator
-    return HistoryKeeper(coordinator._store, coordinator.registry, coordinator.board)
+    return HistoryKeeper(world.store, coordinator.registry, coordinator.board)
 
 
 def report(
@@ -53,11 +53,11 @@ async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> N
         report(world, members[0], step=7, loss=0.25)
         report(world, members[1], step=8, loss=0.75, course=CourseFigures(run=RUN))
         own = keeper(world)
-        await own._take_up()
+        await own.take_up()
         own.read()
         await own.keep()
     async with served(store) as world:
-        await keeper(world)._take_up()
+        await keeper(world).take_up()
         assert world.coordinator.board.run("j") == RUN
         found = world.coordinator.board.history("j")
         assert found is not None
@@ -121,7 +121,7 @@ async def test_a_record_that_cannot_be_read_loses_only_the_charts(value: bytes) 
         await world.training("a")
         await store.transact((), [Put(keys.history("j"), value)])
         with structlog.testing.capture_logs() as logs:
-            await keeper(world)._take_up()
+            await keeper(world).take_up()
         assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
             "history_unreadable"
         ]
@@ -135,7 +135,7 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
         (member,) = await world.training("a")
         report(world, member)
         own = keeper(world)
-        await own._take_up()
+        await own.take_up()
         own.read()
         await store.transact((), [Delete(keys.job_prefix("j"), prefix=True)])
         await own.keep()

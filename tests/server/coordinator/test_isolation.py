@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from support.clusters.coordinator_world import Served, propose, served
+from support.clusters.hooked_store import HookedStore, Transaction
 from support.processes.served_process import awaited
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import JobQuarantined, RefusedError
-from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairRequest
@@ -26,22 +25,12 @@ from shoal_server.core.generations.roster import JobSpec, Step
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Effect, MemberEvent, StepReported
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, created_at
+from shoal_server.etcd.api import TransactionResult, created_at
 from shoal_server.etcd.memory import MemoryStore
 
 
 def member_of(world: Served, job: str, name: str) -> MemberSession:
-    spec = pb.JobSpec(job=job, min_members=1, max_members=1, desired_members=1)
-    member = Member(
-        coordinators=[world.address],
-        spec=spec,
-        member_id=name,
-        incarnation=new_incarnation(),
-        info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
-    )
-    client = MemberSession(member)
-    world.clients.append(client)
-    return client
+    return world.client(name, job=job, desired=1, high=1)
 
 
 async def trains_alone(world: Served, job: str, name: str) -> MemberSession:
@@ -148,20 +137,20 @@ async def test_one_heartbeat_of_a_request_fails_without_the_others(
         assert quarantined(world) == ["bad"]
 
 
-class Refusing(MemoryStore):
+class Refusing(HookedStore):
     """Store that refuses writes of one key, as etcd does above its limit."""
 
-    refused = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = ""
+        self.written: set[str] = set()
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        if self.refused and any(isinstance(op, Put) and op.key == self.refused for op in then):
+    async def before(self, transaction: Transaction) -> None:
+        if self.refused in {each.key for each in transaction.puts}:
             raise RefusedError("etcd refused the request", seen="request is too large")
-        return await super().transact(compares, then, otherwise)
+
+    def after(self, transaction: Transaction, result: TransactionResult) -> None:
+        self.written.update(each.key for each in transaction.puts)
 
 
 async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
@@ -182,7 +171,7 @@ async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
         await asyncio.to_thread(awaited, is_quarantined, 10.0, "the job is quarantined")
 
         def is_written() -> bool:
-            return keys.sample_ledger("good") in store._items
+            return keys.sample_ledger("good") in store.written
 
         await asyncio.to_thread(awaited, is_written, 10.0, "the other's ledger is written")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.clusters.coordinator_world import Served, served
+from support.clusters.hooked_store import Transaction, UnreliableStore
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
@@ -17,7 +18,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.views import HealthView
 
@@ -159,39 +159,22 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
     fresh = await world.training("a", "b")
     for token in stale:
         assert isinstance(await beat(world, token), JobFinished)
-        client = world.client(token.member_id)
         # As the process of the earlier run, which was halted meanwhile.
-        client._core.identity = replace(client._core.identity, incarnation=token.incarnation)
+        process = replace(world.member(token.member_id), incarnation=token.incarnation)
+        client = world.session(process)
         client._core.track.generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
             await asyncio.to_thread(client.join)
     assert not any(member.is_broken(member.token.generation) for member in fresh)
 
 
-class Unreliable(MemoryStore):
-    """Store that fails the transaction that resets a job, before or after it took effect."""
-
-    fails = ""
-
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        resets = any(isinstance(o, Put) and o.key.startswith(keys.RESETS) for o in then)
-        if resets and self.fails == "before":
-            raise Unavailable("etcd is away")
-        result = await super().transact(compares, then, otherwise)
-        if resets and self.fails == "after":
-            self.fails = ""
-            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
-        return result
+def resets(transaction: Transaction) -> bool:
+    return any(put.key.startswith(keys.RESETS) for put in transaction.puts)
 
 
 async def test_a_reset_that_fails_leaves_the_job_as_it_was() -> None:
     """etcd is unavailable at first. The next reset, whose answer is lost, removes the job."""
-    store = Unreliable()
+    store = UnreliableStore(resets, once=True)
     async with served(store) as world:
         await finished_job(world)
         before = await names(store)

@@ -8,9 +8,10 @@ from unittest.mock import patch
 import pytest
 import structlog
 from support.clusters.coordinator_world import Served, entered, served
+from support.clusters.hooked_store import Transaction, UnreliableStore
 
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import InvalidSpec, NotLeader, Unavailable
+from shoal_proto.errors import InvalidSpec, NotLeader
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.coordinator.jobs.job_actor import JobActor
@@ -20,7 +21,7 @@ from shoal_server.core.membership.phases import Phase
 from shoal_server.core.retention import RetentionLimits
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, value_is
+from shoal_server.etcd.api import Delete, Put, value_is
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.reading import JobSummary, StatusQueries
 from shoal_server.status.views import HealthView
@@ -40,7 +41,7 @@ class Sweeper:
         coordinator = self.world.coordinator
         self.now_s = coordinator.registry.clock()
         self.retention = Retention(
-            coordinator._store,
+            self.world.store,
             coordinator.registry,
             coordinator.resetting,
             coordinator.plug_in,
@@ -292,31 +293,15 @@ async def check_from_scratch_alone(world: Served) -> None:
     assert not registry.find("j").job.tally.is_cleared
 
 
-class Unreliable(MemoryStore):
-    """Store that fails transactions which delete, before or after they took effect."""
-
-    fails = ""
-
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        concerned = any(isinstance(o, Delete) and o.prefix for o in then)
-        if concerned and self.fails == "before":
-            raise Unavailable("etcd is away")
-        result = await super().transact(compares, then, otherwise)
-        if concerned and self.fails == "after":
-            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
-        return result
+def deletes(transaction: Transaction) -> bool:
+    return any(isinstance(o, Delete) and o.prefix for o in transaction.then)
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])
 async def test_a_removal_that_fails_is_repeated(fails: str) -> None:
     """A failed removal leaves either all records of the job or only its result in etcd, and the
     next sweep repeats it."""
-    store = Unreliable()
+    store = UnreliableStore(deletes)
     async with served(store) as world:
         await leave(await world.training("a"), completed=True)
         sweeper = Sweeper(world)

@@ -1,12 +1,12 @@
 """A coordinator that steps down while clients call it."""
 
 import asyncio
-from collections.abc import Sequence
 from types import NoneType
 
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_proto.errors import JobQuarantined, NotLeader, RefusedError, ShoalError
 from shoal_proto.incarnation import new_incarnation
@@ -16,11 +16,10 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.membership.events import MemberJoined
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
 
 
-class FailingAtTheEnd(MemoryStore):
+class FailingAtTheEnd(HookedStore):
     """Store whose write of job `first` is never answered; once it is cancelled, the write of job
     `second` is refused."""
 
@@ -29,13 +28,8 @@ class FailingAtTheEnd(MemoryStore):
         self.num_writes = 0
         self._fails = asyncio.Event()
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        written = {each.key for each in then}
+    async def before(self, transaction: Transaction) -> None:
+        written = {each.key for each in transaction.then}
         if keys.job_state("first") in written:
             self.num_writes += 1
             try:
@@ -48,7 +42,6 @@ class FailingAtTheEnd(MemoryStore):
             self.num_writes += 1
             await self._fails.wait()
             raise RefusedError("etcd refused the request")
-        return await super().transact(compares, then, otherwise)
 
 
 async def test_a_job_whose_write_fails_during_the_step_down_does_not_interrupt_it() -> None:

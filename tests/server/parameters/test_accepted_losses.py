@@ -3,7 +3,7 @@ remains."""
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -57,12 +57,6 @@ TABLE = TableSpec(
     optimizer=RowOptimizer(kind="sgd", lr=1.0),
     num_shards=1,
 )
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def cluster(opened: ExitStack, num_servers: int) -> ParameterServers:

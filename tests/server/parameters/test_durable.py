@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.one_tensor import OneTensor
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.processes.served_process import awaited
 
 from shoal_client.parameters.dense import ParameterClient
@@ -18,21 +18,16 @@ from shoal_proto.errors import InvalidSpec, StateLost
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Acknowledgement
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.etcd import keys
 from shoal_server.parameters.journal.config import JournalConfig
 
-NUM_ELEMENTS = 600_000
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(600_000)
 MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
 LIMIT_S, PATIENCE_S = 30.0, 1.5
 DURABLE = Acknowledgement.ACKNOWLEDGEMENT_DURABLE
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(0) as servers:
-        yield servers
+servers = servers_fixture(0)
 
 
 def start(servers: ParameterServers, folder: Path, *names: str) -> None:
@@ -52,16 +47,8 @@ def connect(
     )
 
 
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
-
-
 def trained(servers: ParameterServers, token: Token) -> ParameterClient:
-    client = connect(servers, token)
-    client.place(SCHEMA)
-    client.create(MOMENTUM, filled(0.0))
-    client.pull(filled(9.0))
-    return client
+    return MODEL.create(connect(servers, token), MOMENTUM)
 
 
 @pytest.mark.sampled()
@@ -74,17 +61,17 @@ def test_pushes_survive_the_end_of_all_servers(
     token = servers.admit("w0")
     client = trained(servers, token)
     for _ in range(3):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     for name in names:
         servers.stop(name)
     start(servers, tmp_path, *names)
-    values = filled(9.0)
-    client.push(filled(-1.0), into=values)
+    values = MODEL.filled(9.0)
+    client.push(MODEL.filled(-1.0), into=values)
     # 1, 1.5, 1.75 and 1.875 for gradients of -1 under momentum 0.5.
     assert set(values["w"].cast("f")) == {6.125}
     again = connect(servers, token)
     again.fetch_map()
-    assert again.push(filled(-1.0)).duplicates == len(again.fetch_map().shards)
+    assert again.push(MODEL.filled(-1.0)).duplicates == len(again.fetch_map().shards)
     client.close()
     again.close()
 
@@ -93,12 +80,12 @@ def test_a_shard_stays_with_a_continuing_backup(servers: ParameterServers, tmp_p
     """The journal of the server that was away is outdated, and is not led from."""
     start(servers, tmp_path, "ps-0", "ps-1")
     client = trained(servers, servers.admit("w0"))
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     start(servers, tmp_path, "ps-0")
-    values = filled(9.0)
-    client.push(filled(-1.0), into=values)
+    values = MODEL.filled(9.0)
+    client.push(MODEL.filled(-1.0), into=values)
     assert set(values["w"].cast("f")) == {4.25}
     client.close()
 
@@ -110,25 +97,25 @@ def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_p
     folder = tmp_path / "ps-0"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
     shutil.copytree(folder, tmp_path / "older")
     start(servers, tmp_path, "ps-0")
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
     folder.rename(tmp_path / "newest")
     (tmp_path / "older").rename(folder)
     start(servers, tmp_path, "ps-0")
     with pytest.raises(StateLost, match="newest copy of its journal") as lost:
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     assert lost.value.details["found_version"] == "2"
     assert "had reached version 2 of epoch 2 at least" in lost.value.seen
     servers.stop("ps-0")
     shutil.rmtree(folder)
     (tmp_path / "newest").rename(folder)
     start(servers, tmp_path, "ps-0")
-    values = filled(9.0)
-    client.push(filled(-1.0), into=values)
+    values = MODEL.filled(9.0)
+    client.push(MODEL.filled(-1.0), into=values)
     assert set(values["w"].cast("f")) == {4.25}
     client.close()
 
@@ -143,7 +130,7 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
     for _ in range(5):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     client.close()
     servers.stop("ps-0")
     shutil.copytree(folder, tmp_path / "foreign")
@@ -151,21 +138,21 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers.run(servers.store.delete(keys.shard_map("job"), prefix=True))
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w1"))
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
     folder.rename(own)
     (tmp_path / "foreign").rename(folder)
     start(servers, tmp_path, "ps-0")
     with pytest.raises(StateLost, match="start server ps-0 again with its own journal") as lost:
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     assert "is of another run of the job" in lost.value.seen
     assert "found_version" not in lost.value.details
     servers.stop("ps-0")
     shutil.rmtree(folder)
     own.rename(folder)
     start(servers, tmp_path, "ps-0")
-    values = filled(9.0)
-    client.push(filled(-1.0), into=values)
+    values = MODEL.filled(9.0)
+    client.push(MODEL.filled(-1.0), into=values)
     assert set(values["w"].cast("f")) == {2.5}
     client.close()
 
@@ -175,7 +162,7 @@ def test_without_a_journal_a_durable_push_is_refused(servers: ParameterServers) 
     servers.add("ps-0")
     client = trained(servers, servers.admit("w0"))
     with pytest.raises(InvalidSpec, match="--journal"):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     client.close()
 
 
@@ -216,10 +203,10 @@ def test_a_durable_push_waits_for_space_on_a_full_disk(
     other = connect(servers, other_token, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
     client.fetch_map()
     other.fetch_map()
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     ballast = fill(small_disk)
     with capture_logs() as logs, ThreadPoolExecutor(1) as pool:
-        pushing = pool.submit(client.push, filled(-1.0))
+        pushing = pool.submit(client.push, MODEL.filled(-1.0))
         awaited(
             lambda: any(line["event"] == "waiting_for_room_on_a_disk" for line in logs),
             LIMIT_S,
@@ -227,17 +214,17 @@ def test_a_durable_push_waits_for_space_on_a_full_disk(
         )
         with pytest.raises(TimeoutError):
             pushing.result(2 * PATIENCE_S)
-        other.push(filled(-1.0))
+        other.push(MODEL.filled(-1.0))
         ballast.unlink()
         pushing.result(LIMIT_S)
     (reason,) = [line["reason"] for line in logs if line["event"] == "waiting_for_room_on_a_disk"]
     assert "No space left on device" in reason and str(small_disk) in reason
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     client.close()
     other.close()
     servers.stop("ps-0")
     start(servers, small_disk, "ps-0")
-    values = filled(9.0)
+    values = MODEL.filled(9.0)
     again = connect(servers, servers.admit("w3"))
     again.fetch_map()
     again.pull(values)

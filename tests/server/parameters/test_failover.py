@@ -1,44 +1,32 @@
 """Servers that die, leave and are added: acknowledged pushes stay, and are applied once."""
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.one_tensor import OneTensor
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 
-NUM_ELEMENTS = 1_500_000
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(1_500_000)
 MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
-
-
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+servers = servers_fixture(2)
 
 
 def trained(servers: ParameterServers) -> ParameterClient:
     """Return a client whose parameters exist, all zero."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
-    client.place(SCHEMA)
-    client.create(MOMENTUM, filled(0.0))
-    client.pull(filled(9.0))
-    return client
+    return MODEL.create(client, MOMENTUM)
 
 
 def expected(num_pushes: int) -> float:
@@ -51,7 +39,7 @@ def expected(num_pushes: int) -> float:
 
 
 def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
-    values = filled(9.0)
+    values = MODEL.filled(9.0)
     client.pull(values)
     assert set(values["w"].cast("f")) == {expected(num_pushes)}
 
@@ -103,9 +91,9 @@ def test_a_backup_takes_over_with_values_momentum_and_sessions(
     """The primary ends without notice."""
     client = trained(servers)
     for _ in range(3):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     servers.stop(gone)
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     assert_pushed(client, 4)
     shard_map = client.fetch_map()
     assert all(shard.server_id != gone for shard in shard_map.shards)
@@ -118,10 +106,10 @@ def test_servers_that_die_in_turn_lose_nothing(servers: ParameterServers) -> Non
     """An empty process replaces each dead server, and gets its copies before the next one dies."""
     client = trained(servers)
     for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
         wait_until(servers, is_whole)
         servers.stop(name)
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
         assert_pushed(client, 2 * number + 2)
         servers.add(name)
     wait_until(servers, is_whole)
@@ -133,13 +121,13 @@ def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
 ) -> None:
     """Sessions are replicated with the values."""
     client = trained(servers)
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     again = ParameterClient([servers.coordinator], lambda: servers.admit("w0"), timeout_s=30.0)
     again.fetch_map()
     # The same incarnation counts from 1 again: both of its pushes are known.
-    results = [again.push(filled(-1.0)) for _ in range(2)]
+    results = [again.push(MODEL.filled(-1.0)) for _ in range(2)]
     num_shards = len(again.fetch_map().shards)
     assert [result.duplicates for result in results] == [num_shards, num_shards]
     assert_pushed(client, 2)
@@ -159,10 +147,10 @@ def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
         return is_whole(assignments) and "ps-2" in leaders
 
     for _ in range(10):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
         pushed += 1
     wait_until(servers, is_spread)
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     assert_pushed(client, pushed + 1)
     client.close()
 
@@ -173,12 +161,12 @@ def test_a_server_that_leaves_hands_over_its_shards(servers: ParameterServers) -
     client = trained(servers)
     servers.add("ps-2")
     leaver = servers.servers["ps-0"]
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.run(leaver.registration.announce_leaving())
     servers.run(leaver.replicas.wait_empty())
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     servers.stop("ps-0")
-    result = client.push(filled(-1.0))
+    result = client.push(MODEL.filled(-1.0))
     assert result.retries == 0
     assert_pushed(client, 3)
     client.close()
@@ -188,7 +176,7 @@ def test_servers_count_the_bytes_pushed_to_each_shard(servers: ParameterServers)
     """The coordinator balances loads by these counts."""
     client = trained(servers)
     for _ in range(2):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
     pushed = {}
     for server in servers.servers.values():
         with grpc.insecure_channel(server.address) as channel:
@@ -196,5 +184,5 @@ def test_servers_count_the_bytes_pushed_to_each_shard(servers: ParameterServers)
         pushed |= {shard.shard_id: shard.pushed_bytes for shard in reply.shards}
         sizes = {shard.shard_id: shard.num_bytes for shard in reply.shards}
         assert all(pushed[i] == 2 * size for i, size in sizes.items())
-    assert sum(pushed.values()) == 2 * 4 * NUM_ELEMENTS
+    assert sum(pushed.values()) == 2 * 4 * MODEL.num_elements
     client.close()

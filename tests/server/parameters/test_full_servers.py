@@ -2,7 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -10,16 +10,16 @@ from structlog.testing import capture_logs
 from support.clusters.memory_limits import (
     ADAM,
     MIB,
+    MODEL,
     SGD,
     Embedder,
     connect,
     created,
     describe,
     drop,
-    filled,
     users,
 )
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.processes.served_process import awaited
 
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -34,10 +34,7 @@ PATIENCE = PeerTimeouts(full_s=0.2)
 """Timeouts with which a full server is soon offered a copy again."""
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(0) as servers:
-        yield servers
+servers = servers_fixture(0)
 
 
 def wait_until_whole(servers: ParameterServers, job: str) -> JobAssignments:
@@ -88,7 +85,7 @@ def test_training_continues_without_the_copies_that_a_full_server_refuses(
     assert peer.server_id == "ps-1"
     assert "at most 1024 bytes" in peer.reason
     assert describe(servers, "ps-1").held_bytes == 0
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     small = connect(servers, "third", timeout_s=8.0)
     (shard,) = small.place([ParameterSpec(name="w", shape=[1000], dtype="float32")]).shards
     assert shard.server_id == "ps-0", "the turn depends on the job's name"
@@ -99,7 +96,7 @@ def test_training_continues_without_the_copies_that_a_full_server_refuses(
     assignments = wait_until_whole(servers, "job")
     holders = {holder.server_id for shard in assignments.shards for holder in shard.holders}
     assert holders == {"ps-0", "ps-2"}
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     client.close()
     small.close()
 
@@ -145,7 +142,7 @@ def test_a_refused_copy_is_made_once_there_is_memory(servers: ParameterServers) 
     assert "no memory left for a copy of shard" in await_refusal(servers)
     drop(servers, "another")
     wait_until_whole(servers, "job")
-    client.push(filled(-1.0))
+    client.push(MODEL.filled(-1.0))
     # The sum is updated a few times a second.
     awaited(lambda: describe(servers, "ps-1").held_bytes > 6 * MIB, 10.0, "both copies count")
     another.close()

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_cluster import ParameterCluster
 
 from shoal_client.membership.member import Member
@@ -23,12 +23,11 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2 import IdentifyRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 
 JOB, USERS = "gigabyte", ("users", 0)
 NUM_ROWS, DIM, NUM_ROWS_A_PUSH = 1_100_000, 64, 50_000
-NUM_ELEMENTS = 100_000
+MODEL = OneTensor(100_000)
 LIMIT_S = 120.0
 IN_STEP_WITHIN_S = 60.0
 LONGEST_PUSH_S = 5.0
@@ -49,10 +48,6 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 def cluster(tmp_path: Path) -> Iterator[ParameterCluster]:
     with ParameterCluster(tmp_path, 1) as cluster:
         yield cluster
-
-
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
 
 
 class Trainer:
@@ -77,10 +72,9 @@ class Trainer:
         self.rows = stack.enter_context(
             closing(TableClient(coordinators, lambda: member.token, timeout_s=LIMIT_S))
         )
-        schema = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
-        self.dense.place(schema, [TABLE])
-        self.dense.create(SGD, filled(0.0))
-        self.dense.pull(filled(9.0))
+        self.dense.place(MODEL.schema, [TABLE])
+        self.dense.create(SGD, MODEL.filled(0.0))
+        self.dense.pull(MODEL.filled(9.0))
         self.rows.fetch_map()
 
     def push_rows(self, ids: NDArray[np.int64]) -> int:
@@ -137,7 +131,7 @@ def test_a_shard_of_a_gigabyte_gets_its_copy_under_pushes(cluster: ParameterClus
             trainer.push_rows(ids[at : at + NUM_ROWS_A_PUSH])
         channel = stack.enter_context(grpc.insecure_channel(cluster.address("ps-0")))
         identify = ReplicationStub(channel).Identify
-        pushes = Repeated(lambda: trainer.dense.push(filled(-1.0)))
+        pushes = Repeated(lambda: trainer.dense.push(MODEL.filled(-1.0)))
         answers = Repeated(lambda: identify(IdentifyRequest(), timeout=LIMIT_S))
         cluster.start("ps-1")
         cluster.await_ready()

@@ -9,13 +9,13 @@ from contextlib import closing
 
 import pytest
 from structlog.testing import capture_logs
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.records import assignments as records
@@ -27,8 +27,7 @@ from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
 from shoal_server.parameters.tables.builder import ShardBuilder
 
 PATIENCE = PeerTimeouts(beat_s=0.1, silence_s=0.5)
-NUM_ELEMENTS = 1_500_000
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(1_500_000)
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 TABLE = TableSpec(
     name="users",
@@ -45,10 +44,6 @@ finish = ShardBuilder.finish
 LIMIT_S = 30.0
 
 
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
-
-
 class Job:
     """A job with dense shards and one table's shard on `ps-0`; each has one push."""
 
@@ -57,19 +52,19 @@ class Job:
         token = servers.admit("w0")
         self.dense = ParameterClient([servers.coordinator], lambda: token, timeout_s=LIMIT_S)
         self.rows = TableClient([servers.coordinator], lambda: token, timeout_s=LIMIT_S)
-        shards = self.dense.place(SCHEMA, [TABLE]).shards
+        shards = self.dense.place(MODEL.schema, [TABLE]).shards
         self.dense_ids = [shard.shard_id for shard in shards]
         self.table_id = len(shards)
         self.num_pushes = 0
-        self.dense.create(SGD, filled(0.0))
-        self.dense.pull(filled(9.0))
+        self.dense.create(SGD, MODEL.filled(0.0))
+        self.dense.pull(MODEL.filled(9.0))
         self.rows.fetch_map()
         self.push()
         self.push_rows()
 
     def push(self) -> None:
         self.num_pushes += 1
-        self.dense.push(filled(-1.0))
+        self.dense.push(MODEL.filled(-1.0))
 
     def push_rows(self) -> None:
         found = self.rows.look_up({USERS: IDS.tobytes()})[USERS]
@@ -159,7 +154,7 @@ def test_a_copy_that_takes_long_is_waited_for(
         servers.stop("ps-0")
         job.push()
         assert job.values_of_rows() == {3.0}
-        values = filled(0.0)
+        values = MODEL.filled(0.0)
         job.dense.pull(values)
         assert set(values["w"].cast("f")) == {float(job.num_pushes)}
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.clusters.snapshot_cluster import SCHEMA as SNAPSHOT_SCHEMA
 from support.clusters.snapshot_cluster import Pusher, Snapshots, buffers, elements
 
@@ -30,10 +30,7 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)] * 2)
 LIMIT_S = 20.0
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(1) as servers:
-        yield servers
+servers = servers_fixture(1)
 
 
 def filled(value: float) -> dict[str, memoryview]:

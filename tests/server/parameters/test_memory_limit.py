@@ -8,14 +8,13 @@ from support.clusters.memory_limits import (
     ADAM,
     DIM,
     MIB,
-    SCHEMA,
+    MODEL,
     SGD,
     Embedder,
     connect,
     created,
     describe,
     drop,
-    filled,
     users,
 )
 from support.clusters.parameter_servers import ParameterServers, config
@@ -50,24 +49,24 @@ def test_the_error_of_a_create_beyond_the_limit_has_the_numbers_and_the_option(
     memory, the same client creates its shards."""
     trained = created(servers, ADAM, "first")
     other = connect(servers, "second", timeout_s=0.5)
-    other.place(SCHEMA)
+    other.place(MODEL.schema)
     with pytest.raises(Overloaded) as refused:
-        other.create(ADAM, filled(0.0))
+        other.create(ADAM, MODEL.filled(0.0))
     assert "new shards of job second" in refused.value.what
     assert "--memory-limit-bytes" in refused.value.fix
     details = {name: int(value) for name, value in refused.value.details.items()}
     assert details["limit_bytes"] == 9 * MIB
     assert 6 * MIB < details["held_bytes"] < 7 * MIB
     assert 6 * MIB < details["asked_bytes"] < 7 * MIB
-    trained.push(filled(-1.0))
+    trained.push(MODEL.filled(-1.0))
     described = describe(servers)
     assert described.memory_limit_bytes == 9 * MIB
     assert described.memory_bytes == details["held_bytes"]
     # The shards' record of the push may not be counted yet.
     assert 0 <= described.held_bytes - described.memory_bytes < 16 * 1024
     drop(servers, "first")
-    assert other.create(ADAM, filled(0.0)) > 0
-    other.push(filled(-1.0))
+    assert other.create(ADAM, MODEL.filled(0.0)) > 0
+    other.push(MODEL.filled(-1.0))
     trained.close()
     other.close()
 
@@ -76,10 +75,10 @@ def test_a_create_of_an_existing_shard_needs_no_memory(servers: ParameterServers
     """Two jobs fit into the memory, and their shards may be created again."""
     first = created(servers, ADAM, "first")
     second = created(servers, SGD, "second")
-    assert first.create(ADAM, filled(0.0)) == 0
-    assert second.create(SGD, filled(0.0)) == 0
+    assert first.create(ADAM, MODEL.filled(0.0)) == 0
+    assert second.create(SGD, MODEL.filled(0.0)) == 0
     for client in (first, second):
-        client.push(filled(-1.0))
+        client.push(MODEL.filled(-1.0))
         client.close()
 
 
@@ -114,7 +113,7 @@ def test_a_table_at_the_limit_gets_no_new_rows(servers: ParameterServers) -> Non
     assert describe(servers).held_bytes <= 9 * MIB
     member.push(first)
     assert member.look_up(range(8000)) == 8000 * DIM * 4
-    dense.push(filled(-1.0))
+    dense.push(MODEL.filled(-1.0))
     drop(servers, "dense")
     result = member.push(range(2000, 8000))
     assert result.fates == {("users", 0): bytes([RowFate.ROW_FATE_MADE]) * 6000}

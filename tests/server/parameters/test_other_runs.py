@@ -1,24 +1,22 @@
 """Processes of an earlier run of a job cannot read or change the shards of the next run."""
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.one_tensor import OneTensor
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import Fenced
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.etcd import keys
 
-NUM_ELEMENTS, DIM = 4, 2
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL, DIM = OneTensor(4), 2
 TABLE = TableSpec(
     name="t",
     dim=DIM,
@@ -32,14 +30,7 @@ WHERE = ("t", 0)
 IDS = np.array([7], np.int64).tobytes()
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(1) as servers:
-        yield servers
-
-
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+servers = servers_fixture(1, "module")
 
 
 class Member:
@@ -51,9 +42,9 @@ class Member:
         self.tables = TableClient([servers.coordinator], lambda: token, timeout_s=10.0)
 
     def begin(self, value: float) -> None:
-        self.dense.place(SCHEMA, [TABLE])
+        self.dense.place(MODEL.schema, [TABLE])
         self.tables.fetch_map()
-        self.dense.create(SGD, filled(value))
+        self.dense.create(SGD, MODEL.filled(value))
         rows = self.tables.look_up({WHERE: IDS})[WHERE]
         self.gradients = Gradients(
             ids=IDS,
@@ -64,7 +55,7 @@ class Member:
         )
 
     def values(self) -> set[float]:
-        into = filled(9.0)
+        into = MODEL.filled(9.0)
         self.dense.pull(into)
         return set(into["w"].cast("f"))
 
@@ -74,9 +65,9 @@ class Member:
 
 
 CALLS: dict[str, Callable[[Member], object]] = {
-    "push": lambda member: member.dense.push(filled(1.0)),
-    "pull": lambda member: member.dense.pull(filled(9.0)),
-    "create": lambda member: member.dense.create(SGD, filled(5.0)),
+    "push": lambda member: member.dense.push(MODEL.filled(1.0)),
+    "pull": lambda member: member.dense.pull(MODEL.filled(9.0)),
+    "create": lambda member: member.dense.create(SGD, MODEL.filled(5.0)),
     "look up": lambda member: member.tables.look_up({WHERE: IDS}),
     "push rows": lambda member: member.tables.push({WHERE: member.gradients}),
 }
@@ -108,5 +99,5 @@ def test_a_member_of_the_last_run_is_refused(servers: ParameterServers, call: st
         with pytest.raises(Fenced, match="another run") as refused:
             CALLS[call](old)
         assert refused.value.details["run"] == new.dense.shard_map.run
-        new.dense.push(filled(1.0))
+        new.dense.push(MODEL.filled(1.0))
         assert new.values() == {1.0}

@@ -3,23 +3,21 @@
 import signal
 import sys
 import time
-from array import array
 from pathlib import Path
 
 import pytest
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import ServedProcess
 
 from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.etcd import keys
 
 START_S = 40.0
-NUM_ELEMENTS = 500_000
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(500_000)
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
@@ -29,17 +27,10 @@ def server(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> Ser
     return ServedProcess(supervisor, directory, name, *arguments)
 
 
-def filled(value: float) -> memoryview:
-    return memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")
-
-
 def trained(servers: ParameterServers) -> ParameterClient:
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
-    client.place(SCHEMA)
-    client.create(SGD, {"w": filled(0.0)})
-    client.pull({"w": filled(9.0)})
-    return client
+    return MODEL.create(client, SGD)
 
 
 @pytest.mark.long
@@ -55,9 +46,9 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
                 first.grpc,
                 second.grpc,
             }
-            values = filled(9.0)
-            client.push({"w": filled(-1.0)}, into={"w": values})
-            assert set(values.cast("f")) == {1.0}
+            values = MODEL.filled(9.0)
+            client.push(MODEL.filled(-1.0), into=values)
+            assert set(values["w"].cast("f")) == {1.0}
             client.close()
             assert second.process.stop(10) == 0, second.log_path.read_text()
             assert servers.run(servers.store.get(keys.server("ps-1"))) is None
@@ -81,15 +72,15 @@ def test_training_continues_while_etcd_is_away(tmp_path: Path) -> None:
         server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
         with ParameterServers(0, etcd=etcd.endpoint) as servers:
             client = trained(servers)
-            values = filled(9.0)
+            values = MODEL.filled(9.0)
             etcd.process.send_signal(signal.SIGSTOP)
             num_pushes, until_s = 0, time.monotonic() + 6.0
             while time.monotonic() < until_s:
-                client.push({"w": filled(-1.0)}, into={"w": values})
+                client.push(MODEL.filled(-1.0), into=values)
                 num_pushes += 1
-            assert set(values.cast("f")) == {float(num_pushes)}
+            assert set(values["w"].cast("f")) == {float(num_pushes)}
             etcd.process.send_signal(signal.SIGCONT)
-            client.push({"w": filled(-1.0)}, into={"w": values})
+            client.push(MODEL.filled(-1.0), into=values)
             deadline_s = time.monotonic() + 20.0
             while servers.run(servers.store.get(keys.server("ps-0"))) is None:
                 assert time.monotonic() < deadline_s

@@ -293,9 +293,9 @@ def test_sessions_expire_and_their_number_is_bounded(tmp_path: Path) -> None:
     assert sessions.holder(first) == holder
     now_s[0] = VALID_S
     assert sessions.holder(first) is None
-    last = [sessions.begin(holder) for _ in range(1100)][-1]
-    assert sessions.holder(last) == holder
-    assert len(sessions._sessions) == 1024
+    begun = [sessions.begin(holder) for _ in range(1100)]
+    assert [sessions.holder(each) for each in begun[-1024:]] == [holder] * 1024
+    assert [sessions.holder(each) for each in begun[:-1024]] == [None] * (1100 - 1024)
 
 
 def test_the_command_prints_tokens_and_stores_their_hashes(

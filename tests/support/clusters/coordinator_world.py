@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -27,13 +28,20 @@ from shoal_server.serving.rpc import bind, new_server
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 
+def leader_store(store: Keyspace, *leadership: Compare) -> LeaderStore:
+    """Return the store of a coordinator that leads as long as these comparisons hold."""
+    return LeaderStore(store, lambda: leadership, lambda reason: None)
+
+
 def jobs_in(store: Keyspace, *leadership: Compare) -> DurableJobs:
-    """Return the durable jobs of a coordinator that leads as long as these comparisons hold."""
-    return DurableJobs(LeaderStore(store, lambda: leadership, lambda reason: None))
+    """Return the durable jobs of such a coordinator."""
+    return DurableJobs(leader_store(store, *leadership))
 
 
 @dataclass(kw_only=True)
 class Served:
+    store: LeaderStore
+    """The coordinator's store: it writes only while the coordinator leads."""
     coordinator: Coordinator
     server: grpc.aio.Server
     address: str
@@ -44,25 +52,26 @@ class Served:
         assert isinstance(self.coordinator.plug_in, ParametersPlugIn)
         return self.coordinator.plug_in
 
-    def client(
+    def member(
         self,
         name: str,
         *,
+        job: str = "j",
         desired: int = 2,
         beat_slot: BeatSlot | None = None,
         shared_directory: Path | None = None,
         launch_secret: str = "",
         job_secret: str = "",
         **bounds: int,
-    ) -> MemberSession:
-        """Make a worker's membership, which has not joined yet; closed at the end."""
+    ) -> Member:
+        """Describe a worker's process that joins the job."""
         spec = pb.JobSpec(
-            job="j",
+            job=job,
             min_members=bounds.get("low", 1),
             max_members=bounds.get("high", 8),
             desired_members=desired,
         )
-        member = Member(
+        return Member(
             coordinators=[self.address],
             spec=spec,
             member_id=name,
@@ -74,9 +83,16 @@ class Served:
             beat_slot=beat_slot,
             shared_directory=shared_directory,
         )
-        client = MemberSession(member)
-        self.clients.append(client)
-        return client
+
+    def client(self, name: str, **options: Any) -> MemberSession:
+        """Make the session of such a process, which has not joined yet; closed at the end."""
+        return self.session(self.member(name, **options))
+
+    def session(self, member: Member, **options: Any) -> MemberSession:
+        """Make a session that is closed at the end."""
+        session = MemberSession(member, **options)
+        self.clients.append(session)
+        return session
 
     async def joined(
         self, name: str, *, desired: int = 2, shared_directory: Path | None = None, **bounds: int
@@ -125,7 +141,8 @@ async def served(
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()
-        world = Served(coordinator=coordinator, server=server, address=address)
+        leading = leader_store(store, *conditions)
+        world = Served(store=leading, coordinator=coordinator, server=server, address=address)
         try:
             yield world
         finally:

@@ -3,29 +3,22 @@
 from array import array
 from collections.abc import Sequence
 
-import grpc
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients, TablePushResult, route
 from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
-from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
-from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_proto.v1.parameters_pb2 import DescribeReply
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.etcd import keys
 
 MIB = 2**20
-NUM_ELEMENTS = 512 * 1024
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(512 * 1024)
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)])
 DIM = 128
-
-
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
 
 
 def connect(
@@ -37,8 +30,8 @@ def connect(
 
 def created(servers: ParameterServers, optimizer: OptimizerSpec, job: str) -> ParameterClient:
     client = connect(servers, job)
-    client.place(SCHEMA)
-    client.create(optimizer, filled(0.0))
+    client.place(MODEL.schema)
+    client.create(optimizer, MODEL.filled(0.0))
     return client
 
 
@@ -48,9 +41,7 @@ def drop(servers: ParameterServers, job: str) -> None:
 
 
 def describe(servers: ParameterServers, server_id: str = "ps-0") -> DescribeReply:
-    with grpc.insecure_channel(servers.servers[server_id].address) as channel:
-        reply: DescribeReply = ParametersStub(channel).Describe(DescribeRequest(), timeout=10.0)
-        return reply
+    return servers.describe(server_id)
 
 
 def users(**changes: object) -> TableSpec:

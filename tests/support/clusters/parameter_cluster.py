@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import TEST_OPTIONS
 from support.network.gates import Network, Wire
 from support.network.namespaces import Host, RoutedHosts, SupervisorOn
+from support.network.ports import free_port
 from support.processes.forking import forked
 from support.processes.served_process import awaited
 
@@ -193,7 +193,7 @@ class ParameterCluster:
         address = "127.0.0.1" if host is None else host.address
         listen, advertise, etcd, wires = f"{address}:0", "", self._etcd.endpoint, []
         if self._network is not None:
-            listen = f"127.0.0.1:{_free_port()}"
+            listen = f"127.0.0.1:{free_port()}"
             wires = [self._network.wire(listen), self._network.wire(etcd)]
             advertise, etcd = wires[0].endpoints[0], wires[1].endpoints[0]
         config = ParameterServerConfig(
@@ -247,7 +247,7 @@ class ParameterCluster:
     def _registered(self, server_id: str) -> dict[str, object]:
         # On a busy machine a lease sometimes expires, and the server registers again.
         key = keys.server(server_id)
-        record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
+        record = awaited(lambda: self.read(key), START_S, f"{server_id} is registered")
         found: dict[str, object] = json.loads(record[0].value)
         return found
 
@@ -267,7 +267,7 @@ class ParameterCluster:
         gone = set(self.servers) - {server.server_id for server in self.present}
         for server_id in gone:
             awaited(
-                lambda key=server_id: not self._read(keys.server(key)),
+                lambda key=server_id: not self.read(keys.server(key)),
                 START_S,
                 f"the lease of {server_id} runs out",
             )
@@ -290,7 +290,7 @@ class ParameterCluster:
 
     def assignments(self, job: str) -> JobAssignments:
         """Read the current assignments of the job; none before its shards are placed."""
-        found = records.parse_all(job, self._read(keys.assignments(job), prefix=True))
+        found = records.parse_all(job, self.read(keys.assignments(job), prefix=True))
         return found or JobAssignments(job=job, copies=0, shards=())
 
     def primaries(self, job: str) -> list[Server]:
@@ -329,7 +329,7 @@ class ParameterCluster:
         # A stable sort keeps the order of one server's lines.
         return [line for _, line in sorted(lines, key=itemgetter(0))][-MAX_LOG_LINES:]
 
-    def _read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
+    def read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
         request = range_request(key, prefix=prefix)
         reply = KVStub(self._channel).Range(request, timeout=CALL_S, wait_for_ready=True)
         return key_values(reply.kvs)
@@ -375,13 +375,6 @@ class ParameterCluster:
 
     def signal_etcd(self, number: int) -> None:
         self._etcd.process.send_signal(number)
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 __all__ = ["LEASE_S", "ParameterCluster", "Server"]

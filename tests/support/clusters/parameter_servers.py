@@ -2,16 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import grpc
+import pytest
 import torch
 from support.processes.loop_thread import LIMIT_S, LoopThread
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.samples_pb2_grpc import add_SamplesServicer_to_server
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
@@ -51,6 +55,17 @@ def config(server_id: str, **changes: Any) -> ParameterServerConfig:
         "work": WorkLimits(num_threads=2),
     }
     return ParameterServerConfig(**(fields | changes))
+
+
+def servers_fixture(num_servers: int, scope: Literal["function", "module"] = "function") -> Any:
+    """Return a fixture of running ParameterServers: `servers = servers_fixture(2)`."""
+
+    @pytest.fixture(scope=scope)
+    def servers() -> Iterator[ParameterServers]:
+        with ParameterServers(num_servers) as servers:
+            yield servers
+
+    return servers
 
 
 async def anybody(token: Token) -> None:
@@ -183,6 +198,22 @@ class ParameterServers:
     async def stopped(self, name: str) -> None:
         """Stop a part as `stop` does; for callers on the servers' loop."""
         await self._stacks.pop(name).aclose()
+
+    @property
+    def running(self) -> Set[str]:
+        """Names of the parts that `stop` stops."""
+        return self._stacks.keys()
+
+    def describe(self, server_id: str) -> DescribeReply:
+        with grpc.insecure_channel(self.servers[server_id].address) as channel:
+            reply: DescribeReply = ParametersStub(channel).Describe(DescribeRequest(), timeout=10.0)
+            return reply
+
+    def versions(self, job: str = "job") -> dict[int, int]:
+        """Return the version of each shard of the job, at its primary."""
+        described = [self.describe(name) for name in self.servers if name in self._stacks]
+        shards = [shard for each in described for shard in each.shards if shard.job == job]
+        return {shard.shard_id: shard.version for shard in shards}
 
     def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:
         """Make a member, and return its token."""

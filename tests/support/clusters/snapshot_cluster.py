@@ -100,14 +100,14 @@ class Pusher:
         self.client.pull(self.values)
         self.session = f"/shoal/v1/members/job/{name}#{public_id('one')}"
         self.num_pushed = 0
-        self._gradient = buffers(weight)
+        self.gradient = buffers(weight)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._push_for_ever, name=name)
         self._failure: Exception | None = None
         self._reached = threading.Condition()
 
     def push(self) -> None:
-        self.client.push(self._gradient, into=self.values)
+        self.client.push(self.gradient, into=self.values)
         with self._reached:
             self.num_pushed += 1
             self._reached.notify_all()

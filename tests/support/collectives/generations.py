@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, generation_of
+from support.collectives.strategy_runs import Run, generation_of, use_groups, weights_of
 from torch import Tensor
 
 from shoal.backends.in_memory.group import open_world
@@ -133,7 +133,7 @@ class Member:
     def train(self) -> Mapping[str, Tensor] | None:
         """Train through all generations. Returns the weights after all steps; None if lost."""
         strategy, is_lost = self.strategy, False
-        strategy._new_group = self._new_group
+        use_groups(strategy, lambda seat: CutGroup(self.job_run.formed.hub, seat.rank))
         strategy.distribute(*self.job_run.run.build(int(self.name[1:])))
         while True:
             if not is_lost:
@@ -152,13 +152,6 @@ class Member:
             strategy.cut(self.number)
             strategy.abandon()
 
-    def _new_group(self, generation: Generation) -> CutGroup:
-        held = self.strategy._generation_group
-        held.number = generation.number
-        held._group = CutGroup(self.job_run.formed.hub, generation.rank)
-        made: CutGroup = held._group
-        return made
-
     def _steps(self, generation: Generation) -> Mapping[str, Tensor]:
         run, strategy, loader = self.job_run.run, self.strategy, self.job_run.run.loader()
         strategy.enter(generation)
@@ -171,6 +164,6 @@ class Member:
             self.job_run.on_gradients(self)
             strategy.end_step(lambda: None)
         strategy.finish()
-        weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+        weights = weights_of(strategy)
         strategy.close()
         return weights

@@ -3,21 +3,22 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.process_group.interface import Group
+from shoal.backends.process_group.interface import Group, Seat
 from shoal.data.batches import Batch, Loader
 from shoal.data.order import range_of_rank
 from shoal.layouts.base import LossFunction
-from shoal.membership.generation import Generation
+from shoal.membership.generation import Context, Generation
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.step_context import current, set_current
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.torch_private.c10d import Store
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -83,15 +84,34 @@ class DefaultGroup:
         raise AssertionError("nothing hangs in these tests")
 
 
+@dataclass(frozen=True)
+class GivenBackend:
+    """A backend whose groups come from the test."""
+
+    made: Callable[[Seat], Group]
+    name: str = "given"
+    is_watched: bool = False
+
+    def group(self, seat: Seat, store: Store) -> Group:
+        return self.made(seat)
+
+    def stalled_since_s(self, now_s: float) -> float | None:
+        return None
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+
+def use_groups(strategy: SynchronousStrategy, made: Callable[[Seat], Group]) -> None:
+    """Make generations of the strategy use the groups that `made` returns; needs no coordinator."""
+    strategy.use_backend(GivenBackend(made))
+    strategy.attach(Context(job="job", coordinators=(), token=Token, limits=pb.Limits()))
+
+
 def use_group(strategy: SynchronousStrategy, group: Group | None = None) -> None:
     """Make all generations of the strategy use this group, or the run's default group."""
-    group = group or DefaultGroup()
-
-    def new_group(generation: Generation) -> Group:
-        strategy._generation_group._group = group
-        return group
-
-    strategy._new_group = new_group  # type: ignore[method-assign]
+    chosen = group or DefaultGroup()
+    use_groups(strategy, lambda seat: chosen)
 
 
 def generation_of(
@@ -190,37 +210,71 @@ class Run:
     """Changes the one process's model as a strategy changes its own model internally."""
 
 
-def by_one_process(run: Run) -> dict[str, Tensor]:
-    """Return the weights after all steps in one process."""
+def by_one_process(
+    run: Run,
+    take: Callable[[nn.Module, torch.optim.Optimizer, Batch], None] | None = None,
+) -> dict[str, Tensor]:
+    """Return the weights after all steps in one process; `take` replaces the run's own step."""
     model, optimizer = run.build(0)
     loader, computing = run.loader(), run.computing(model)
     for step in range(run.num_steps):
         batch = loader.synchronous(step, 0, 1)
-        take_step_alone(computing, optimizer, batch, run.loss, run.step_options)
+        if take is not None:
+            take(computing, optimizer, batch)
+        else:
+            take_step_alone(computing, optimizer, batch, run.loss, run.step_options)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+class Rank(NamedTuple):
+    """A rank whose strategy has entered a generation of all ranks."""
+
+    strategy: SynchronousStrategy
+    model: Any
+    """Model that the strategy shows to the script."""
+    optimizer: torch.optim.Optimizer
+    """Optimizer that the strategy shows to the script."""
+    share: tuple[int, int]
+    """Share of batches, as index and count."""
+
+
+def enter(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> Rank:
+    """Make this rank's strategy enter a generation of all ranks."""
+    use_group(strategy, group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = strategy.distribute(*run.build(rank))
+    names = [f"m{each}" for each in range(world_size)]
+    generation = generation_of(names, names[rank])
+    strategy.enter(generation)
+    return Rank(strategy, model, optimizer, strategy.data_share(generation))
 
 
 def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
     """Make this rank's strategy enter a generation of all ranks; return its share of batches."""
-    use_group(strategy, group)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, optimizer = run.build(rank)
-    strategy.distribute(model, optimizer)
-    names = [f"m{each}" for each in range(world_size)]
-    generation = generation_of(names, names[rank])
-    strategy.enter(generation)
-    return strategy.data_share(generation)
+    return enter(run, strategy, group).share
 
 
-def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
-    """Train on this rank; return the strategy's weights after all steps."""
+def weights_of(strategy: Strategy) -> dict[str, Tensor]:
+    """Return a copy of the model's state, as the strategy shows it."""
+    return {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+
+
+def by_a_rank(
+    run: Run, made: Callable[[], Strategy], take: Callable[[Rank, Batch], None] | None = None
+) -> dict[str, Tensor]:
+    """Train on this rank; return the strategy's weights after all steps. `take` replaces the run's
+    own step."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
-    share_of_rank, loader = entered(run, strategy), run.loader()
+    rank, loader = enter(run, strategy), run.loader()
     for step in range(run.num_steps):
-        take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss, run.step_options)
+        batch = loader.synchronous(step, *rank.share)
+        if take is not None:
+            take(rank, batch)
+        else:
+            take_step(strategy, batch, run.loss, run.step_options)
     strategy.finish()
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    weights = weights_of(strategy)
     strategy.close()
     return weights
 

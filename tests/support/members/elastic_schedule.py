@@ -92,7 +92,7 @@ class Schedule:
         victim = self._pick()
         victim.send_signal(signal.SIGKILL)
         assert victim.join() == -signal.SIGKILL
-        self._await_change()
+        self.await_change()
         self.done.append("kill")
 
     def lose(self) -> Rank:
@@ -105,9 +105,9 @@ class Schedule:
 
     def join(self) -> None:
         """Add a member, and wait until it has committed a step with the others."""
-        before = self._generation()
+        before = self.generation()
         self.add().expect("committed")
-        self._await_change(before)
+        self.await_change(before)
         self.done.append("join")
 
     def drain(self) -> None:
@@ -115,7 +115,7 @@ class Schedule:
         leaver = self._pick()
         leaver.send_signal(signal.SIGTERM)
         assert leaver.expect("exits")["code"] == 143
-        self._await_change()
+        self.await_change()
         self.done.append("drain")
 
     def run(self, num_changes: int, *, smallest: int, largest: int) -> None:
@@ -169,11 +169,11 @@ class Schedule:
         self.alive.remove(victim)
         return victim
 
-    def _generation(self) -> int:
+    def generation(self) -> int:
         return max(data["generation"] for _, data in self.committed())
 
-    def _await_change(self, before: int | None = None) -> None:
-        before = self._generation() if before is None else before
+    def await_change(self, before: int | None = None) -> None:
+        before = self.generation() if before is None else before
         for rank in self.alive:
             while True:
                 seen = [data for kind, data in rank.seen if kind == "committed"]

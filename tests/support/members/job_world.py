@@ -144,10 +144,12 @@ class World:
             old = self.members[name]
             old.alive = False
             self.gone.append(old)
-            self.later(lambda: self._handle(events.StreamDisconnected(**self._who(old))))
+            self.later(lambda: self.deliver(events.StreamDisconnected(**self.process_of(old))))
         self.members[name] = member
         info = info or MemberInfo(host="h")
-        self.send(member, events.MemberJoined(**self._who(member), spec=self.job.spec, info=info))
+        self.send(
+            member, events.MemberJoined(**self.process_of(member), spec=self.job.spec, info=info)
+        )
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
         self._step(member, ev.NoticeReceived(notice=pb.Notice(admitted=admitted)))
         message = pb.Proposal(
@@ -176,7 +178,7 @@ class World:
         spec, info = self.job.spec, MemberInfo(host="h")
         generation = Generation(member.generation)
         joined = events.MemberJoined(
-            **self._who(member), spec=spec, info=info, generation=generation
+            **self.process_of(member), spec=spec, info=info, generation=generation
         )
         self.send(member, joined)
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
@@ -187,43 +189,43 @@ class World:
         member = self.members.pop(name)
         member.alive = False
         self.gone.append(member)
-        who = self._who(member)
+        who = self.process_of(member)
         event = (
             events.MemberLost(**who, reason="its launcher saw it exit")
             if seen_by_launcher
             else events.StreamDisconnected(**who)
         )
-        self.later(lambda: self._handle(event))
+        self.later(lambda: self.deliver(event))
         if member.generation and not seen_by_launcher:
             for other in self.members.values():
                 if other.generation == member.generation:
-                    self._report_broken(other)
+                    self.report_broken(other)
 
     def drain(self, name: str) -> None:
         """Drain the member, as an operator does."""
-        event = events.DrainRequested(**self._who(self.members[name]), reason="spot notice")
-        self.later(lambda: self._handle(event))
+        event = events.DrainRequested(**self.process_of(self.members[name]), reason="spot notice")
+        self.later(lambda: self.deliver(event))
 
     def stop(self, reason: str) -> None:
-        self._effects(self.job.stop(reason, self.now_s))
+        self.apply(self.job.stop(reason, self.now_s))
 
     def abandon(self, reason: str) -> None:
-        self._effects(self.job.abandon(reason, self.now_s))
+        self.apply(self.job.abandon(reason, self.now_s))
 
     def retry(self, *, from_scratch: bool = False) -> None:
-        self._effects(self.job.retry("asked to", self.now_s, from_scratch=from_scratch))
+        self.apply(self.job.retry("asked to", self.now_s, from_scratch=from_scratch))
 
     def halt(self, name: str) -> None:
         """Halt the process, as the launcher reports; it receives nothing until `go_on`."""
         member = self.members[name]
         member.paused = True
-        self.send(member, events.ProcessHalted(**self._who(member)))
+        self.send(member, events.ProcessHalted(**self.process_of(member)))
 
     def go_on(self, name: str) -> None:
         """Continue the process, as the launcher reports."""
         member = self.members[name]
         member.paused = False
-        self.send(member, events.ProcessContinued(**self._who(member)))
+        self.send(member, events.ProcessContinued(**self.process_of(member)))
 
     def finish(self, name: str, *, closes: bool = False) -> None:
         """Report that a torchrun node's work is done and it stays, or that it closes the job."""
@@ -233,15 +235,17 @@ class World:
 
     def fail(self, name: str) -> None:
         """Report that the workers of a torchrun node have failed."""
-        self._report_broken(self.members[name])
+        self.report_broken(self.members[name])
 
     def complete(self, name: str) -> None:
         """End a process whose work is done."""
         member = self.members.pop(name)
         self.gone.append(member)
-        self.send(member, events.MemberLeft(**self._who(member), completed=True, reason="done"))
+        self.send(
+            member, events.MemberLeft(**self.process_of(member), completed=True, reason="done")
+        )
 
-    def _report_broken(self, member: SimMember) -> None:
+    def report_broken(self, member: SimMember) -> None:
         self._step(member, ev.CollectiveFailed(error="connection reset"))
 
     # --- time ---
@@ -265,19 +269,20 @@ class World:
             if queued_s <= next_s:
                 heapq.heappop(self._queue)[2]()
             else:
-                self._effects(self.job.tick(self.now_s))
+                self.apply(self.job.tick(self.now_s))
             self.check()
         raise AssertionError(f"the job does not come to rest: {self.job.reason}")
 
     # --- between member and job ---
 
     @staticmethod
-    def _who(member: SimMember) -> dict[str, str]:
+    def process_of(member: SimMember) -> dict[str, str]:
+        """Fields that name the member's process in an event."""
         return {"member_id": member.name, "incarnation": member.incarnation}
 
     def send(self, member: SimMember, event: events.MemberEvent) -> None:
         """Make a call. Calls of one member arrive in the order in which they were made."""
-        self._in_order(f"from {member.incarnation}", lambda: self._handle(event, member))
+        self._in_order(f"from {member.incarnation}", lambda: self.deliver(event, member))
 
     def _in_order(self, line: str, act: Callable[[], None]) -> None:
         arrival_s = self.now_s + self.random.uniform(0, self.max_delay_s)
@@ -285,9 +290,9 @@ class World:
         self._last_to[line] = arrival_s
         self.later(act, arrival_s - self.now_s)
 
-    def _handle(self, event: events.MemberEvent, sender: SimMember | None = None) -> None:
+    def deliver(self, event: events.MemberEvent, sender: SimMember | None = None) -> None:
         try:
-            self._effects(self.job.handle(event, self.now_s))
+            self.apply(self.job.handle(event, self.now_s))
         except events.EventRefused as refused:
             if sender is not None and sender.alive:
                 sender.refused = refused.refusal
@@ -299,9 +304,9 @@ class World:
         if self.members.get(member.name) is member:
             del self.members[member.name]
         self.gone.append(member)
-        self.later(lambda: self._handle(events.StreamDisconnected(**self._who(member))))
+        self.later(lambda: self.deliver(events.StreamDisconnected(**self.process_of(member))))
 
-    def _effects(self, effects: list[events.Effect]) -> None:
+    def apply(self, effects: list[events.Effect]) -> None:
         for effect in effects:
             match effect:
                 case events.WriteGeneration():
@@ -318,9 +323,9 @@ class World:
     def _send_notice(self, effect: events.SendNotice) -> None:
         member = self.members.get(effect.member_id)
         if member is not None and member.incarnation == effect.incarnation:
-            self._in_order(f"to {member.incarnation}", lambda: self._take(member, effect.notice))
+            self._in_order(f"to {member.incarnation}", lambda: self.receive(member, effect.notice))
 
-    def _take(self, member: SimMember, notice: events.Notice) -> None:
+    def receive(self, member: SimMember, notice: events.Notice) -> None:
         if not member.alive or member.paused:
             return
         match notice:
@@ -376,7 +381,7 @@ class World:
             core.progress(max(roster.step, step))
             member.generation = roster.generation
             if roster.synchronous:
-                self._bring_up(member, Generation(roster.generation))
+                self.bring_up(member, Generation(roster.generation))
         elif member.has_to_stop():
             step, has_state = max(member.begun, 0), member.has_state or member.begun > 0
             enough = member.enough_for_call
@@ -386,10 +391,12 @@ class World:
 
     def _leave_drained(self, member: SimMember) -> None:
         member.drained = True
-        self.send(member, events.MemberLeft(**self._who(member), completed=False, reason="drained"))
+        self.send(
+            member, events.MemberLeft(**self.process_of(member), completed=False, reason="drained")
+        )
         self._drop(member)
 
-    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+    def bring_up(self, member: SimMember, generation: Generation) -> None:
         roster = pb.Roster(generation=generation, synchronous=True)
         self._step(member, ev.GenerationBroughtUp(record=pb.GenerationRecord(roster=roster)))
 
@@ -410,3 +417,24 @@ class World:
 
     def is_running(self) -> bool:
         return self.job.phase is Phase.RUNNING
+
+
+def training(
+    *names: str,
+    low: int = 1,
+    high: int = 8,
+    step: int = 0,
+    stateless: bool = False,
+    max_delay_s: float = 0.0,
+) -> World:
+    """Return a world in which the named members train in generation 1, and have begun `step`
+    unless it is 0."""
+    spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=len(names))
+    w = World(spec, max_delay_s=max_delay_s)
+    for name in names:
+        w.join(name, stateless=stateless)
+    w.run(1.0)
+    assert w.roster() == list(names), w.job.reason
+    if step:
+        w.train(step)
+    return w

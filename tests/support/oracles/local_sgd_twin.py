@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from support.collectives.strategy_runs import PLAIN, StepOptions, take_step_alone
+from support.training import equality
 from torch import Tensor, nn
 
 from shoal.data.batches import Loader
@@ -62,9 +63,7 @@ def order(batch_size: int = 10) -> Order:
 
 
 def loader(batch_size: int = 10) -> Loader:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
-    return Loader((inputs, (inputs.sum(1) > 0).long()), order(batch_size))
+    return Loader(equality.samples(NUM_SAMPLES), order(batch_size))
 
 
 def strategy_of(name: str, every_steps: int, **options: Any) -> LocalSGD:

@@ -58,13 +58,14 @@ class ServedProcess:
 
     def ready(self) -> Self:
         """Wait until it serves; its own log explains a failure."""
-        awaited(self._addresses, START_S, f"{self.name} serves")
+        awaited(self.serves, START_S, f"{self.name} serves")
         return self
 
-    def _addresses(self) -> bool | None:
+    def serves(self) -> bool:
+        """True once it has written its addresses. Fails with its log if it has ended."""
         assert self.runs, self.log_path.read_text()
         if not self._ready_path.exists():
-            return None
+            return False
         addresses = json.loads(self._ready_path.read_text())
         self.grpc, self.http = addresses["grpc"], addresses.get("http", "")
         return True

@@ -1,5 +1,7 @@
 """Errors of a simulated call or wait, one for each kind that the real client distinguishes."""
 
+from collections.abc import Callable
+
 from shoal_server.core.membership.events import Refusal
 
 
@@ -17,3 +19,12 @@ class RefusedCall(Exception):
 
 class CollectiveFailed(Exception):
     """A peer is gone, or the collective was cut."""
+
+
+def fails(simulated: Callable[[], object]) -> bool:
+    """True if the simulation finds a violation."""
+    try:
+        simulated()
+    except AssertionError:
+        return True
+    return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from support.sim.coroutines import result_of
 from support.sim.releases import MARK, Release, written
 from support.sim.virtual_time import Clock, Process, Steps, Wait
 
@@ -77,11 +78,11 @@ class SimEtcd:
         self.depose()
         self._elections, self.leader = self._elections + 1, leader
         put = Put(keys.LEADER, str(self._elections).encode())
-        return (created_at(keys.LEADER, _done(self._memory.transact((), (put,))).revision),)
+        return (created_at(keys.LEADER, result_of(self._memory.transact((), (put,))).revision),)
 
     def depose(self) -> None:
         self.leader = None
-        _done(self._memory.transact((), (Delete(keys.LEADER),)))
+        result_of(self._memory.transact((), (Delete(keys.LEADER),)))
 
     # --- calls of a leader ---
 
@@ -110,7 +111,7 @@ class SimEtcd:
             if clock.now_s < self.back_s:
                 clock.later(self.away_s(), apply)
                 return
-            answers.append(_done(self._memory.transact(compares, then, otherwise)))
+            answers.append(result_of(self._memory.transact(compares, then, otherwise)))
             if answers[0].succeeded:
                 self._note(then)
             # The write is durable even if the leader has died before the answer.
@@ -170,12 +171,12 @@ class SimEtcd:
 
     def state(self, job: str) -> Mapping[str, object]:
         """Return all fields of the job's own record."""
-        item = _done(self._memory.get(keys.job_state(job)))
+        item = result_of(self._memory.get(keys.job_state(job)))
         return dict(json.loads(item.value)) if item is not None else {}
 
     def incarnation_of(self, job: str, member_id: str) -> str:
         """Return the durable incarnation of the member; empty if there is no such member."""
-        item = _done(self._memory.get(keys.member(job, member_id)))
+        item = result_of(self._memory.get(keys.member(job, member_id)))
         return codec.member_from_json(item.value)[0] if item is not None else ""
 
 
@@ -203,13 +204,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
     return loop
-
-
-def _done(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing, and return its result."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        outcome: T = stop.value
-        return outcome
-    raise AssertionError("it waits")

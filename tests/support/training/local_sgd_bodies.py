@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from support.oracles.local_sgd_twin import NUM_SAMPLES, Twin, build, loader, strategy_of
+from support.oracles.local_sgd_twin import NUM_SAMPLES, Twin, build, strategy_of
 from support.processes.ranks import Rank, Report
-from support.training import elastic_bodies, rank_bodies
+from support.training import elastic_bodies, equality, rank_bodies
 from support.training.rank_bodies import Run, session_of
 from torch import nn
 
@@ -37,7 +37,7 @@ def train(report: Report, run: LocalRun) -> None:
     planted = run.fault if run.fault in elastic_bodies.PLACES else ""
     with session_of(run) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
-        dataset = loader()._dataset
+        dataset = equality.samples(NUM_SAMPLES)
         for batch in session.batches(dataset, global_batch_size=run.batch_size, epochs=run.epochs):
             if elastic_bodies.is_over(run.stop_file, batch.step):
                 break

@@ -11,6 +11,7 @@ import s3fs
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
+from support.members.thread_members import lone
 from support.models.checkpoint_world import cut, differences, on_all, trained, with_aliases
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
@@ -362,7 +363,7 @@ def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> 
     """Train as the only member of a new job; return the steps taken, at most `num_steps`."""
     model, optimizer = build("sgd", "layers")
     taken = []
-    with shoal.join(f"bucket-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, optimizer = session.distribute(
             model, optimizer, checkpoints=shoal.Checkpoints(place, every_steps=4)
         )

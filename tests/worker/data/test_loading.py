@@ -1,5 +1,6 @@
 """Batches that a DataLoader's processes load ahead, and the errors if such a process fails."""
 
+import multiprocessing
 import os
 import random
 import secrets
@@ -26,7 +27,7 @@ from shoal.data.batches import Loader
 from shoal.data.loading import Loading
 from shoal.data.order import Order
 from shoal.data.samples import FailedSample
-from shoal.torch_private.dataloader import ended_processes_of, processes_of
+from shoal.torch_private.dataloader import ended_processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
 
@@ -192,17 +193,18 @@ def test_a_loading_process_that_a_sample_kills_is_reported() -> None:
 def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
     """The trainer sees no error, and its batches are the same."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
-        expected = taken(alone, [1] * 8)
+        expected, others = taken(alone, [1] * 8), _children()
         found = taken(ahead, [1] * 3)
-        assert ahead._samples is not None
-        first, second = processes_of(ahead._samples._iterator)
-        for pid in (first, second):
+        killed = _children() - others
+        assert len(killed) == 2
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
             # Ended: a zombie, or reaped already.
             awaited(lambda pid=pid: _is_dead(pid), ENDS_S, f"{pid} is dead")
         found += [_one(ahead, step) for step in range(3, 8)]
         assert found == expected
-        assert not {first, second} & set(processes_of(ahead._samples._iterator))
+        assert not killed & _children()
+        assert len(_children() - others) == 2
 
 
 def test_a_killed_process_counts_as_ended_before_it_can_be_reaped(
@@ -234,6 +236,11 @@ def test_batches_end_although_a_killed_process_held_their_lock() -> None:
         assert not any(each.is_alive() for each in iterator._workers)
 
 
+def _children() -> set[int]:
+    """Return the processes that this one has started by multiprocessing, and that run."""
+    return {each.pid for each in multiprocessing.active_children() if each.pid is not None}
+
+
 def _is_dead(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -253,12 +260,13 @@ def _one(loader: Loader, step: int) -> Any:
 @pytest.mark.long
 def test_processes_end_with_the_batches_and_with_each_epoch_if_they_are_not_kept() -> None:
     for kept in (True, False):
+        others = _children()
         with loader_of(Drawn(), 2, persistent_workers=kept) as loader:
-            assert loader._samples is not None
             pids = []
             for step in (0, 4, 5):
                 loader.synchronous(step, 0, 1)
-                pids.append(processes_of(loader._samples._iterator))
+                pids.append(_children() - others)
+        assert len(pids[0]) == 2
         assert pids[0] == pids[1]
         assert (pids[2] == pids[0]) == kept
         for pid in {pid for each in pids for pid in each}:

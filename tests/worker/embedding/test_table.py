@@ -1,11 +1,11 @@
 """Embeddings on parameter servers: trained as torch trains them, on whichever servers the rows
 are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from torch import nn
 
 from shoal.embedding.options import (
@@ -53,10 +53,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids_of(step)), targets)
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 def start(servers: ParameterServers, model: nn.Module, *, rank: int = 0) -> AsyncSGD:

@@ -1,13 +1,10 @@
 """accelerate's loop in a session: exact over a loss; unsupported calls are refused."""
 
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from support.frameworks import accelerate_bodies
 from support.frameworks.accelerate_bodies import (
@@ -28,21 +25,9 @@ from shoal.integrations.accelerate import SessionAccelerator
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerators")
+
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def state() -> Iterator[None]:
-    """Reset the state that all Accelerators of a process share."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-@pytest.fixture
-def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
-    with shoal.join(f"acc-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
-        yield joined
 
 
 @pytest.mark.long

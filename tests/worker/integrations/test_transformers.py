@@ -1,14 +1,12 @@
 """Hugging Face's Trainer in a session: exact over losses; unsupported settings are refused."""
 
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from support.frameworks import transformers_bodies
 from support.frameworks.accelerate_bodies import Run
 from support.frameworks.transformers_bodies import (
@@ -37,21 +35,9 @@ from shoal.integrations.transformers import SessionSeq2SeqTrainer, SessionTraine
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerators")
+
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def state() -> Iterator[None]:
-    """Reset the state that all Accelerators of a process share."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-@pytest.fixture
-def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
-    with shoal.join(f"hf-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as joined:
-        yield joined
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import grpc
 import pytest
+from support.processes import commands
+from support.processes.commands import is_alive, read_until
 
 from shoal.membership.join_config import admission_s
 from shoal_client.cli import installed_commands, read_config
@@ -53,6 +56,7 @@ from shoal_proto.v1.membership_pb2_grpc import (
 )
 
 DEADLINE_S = 30.0
+finish = partial(commands.finish, within_s=DEADLINE_S)
 PTRACE_SEIZE = 0x4206
 
 
@@ -181,31 +185,6 @@ def shoal_run(tmp_path: Path, coordinator: str) -> Iterator[Run]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, output
-
-
-def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) -> list[str]:
-    """Return lines up to the `count`-th one that contains `wanted`."""
-    lines: list[str] = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip("\n"))
-        count -= wanted in line
-        if count == 0:
-            return lines
-    raise AssertionError(f"{wanted!r} did not come in {lines}")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 SHOW = """

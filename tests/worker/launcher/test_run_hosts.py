@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from support.processes import commands
 
 from shoal.launcher.hosts import HostOptions, RunHost, parse_hosts
 from shoal.launcher.run_config import RunConfig
@@ -18,6 +20,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 180.0
+finish = partial(commands.finish, within_s=DEADLINE_S)
 SSH = """#!/bin/sh
 # Takes `ssh OPTION... -- HOST COMMAND`; there is no host "gone", and "moved" has no such folder.
 echo "$*" >> "$SSH_LOG"
@@ -119,11 +122,6 @@ def run_hosts(tmp_path: Path) -> Iterator[Run]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, output
 
 
 def pids_of(process: "subprocess.Popen[str]", number: int) -> dict[str, tuple[int, int]]:

@@ -6,12 +6,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from support.collectives.strategy_runs import Run, entered, take_step
+from support.training import equality
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from shoal.backends.in_memory.run import run_in_memory
-
-from ..strategies import test_equality as equality
 
 
 class Counting(nn.Module):

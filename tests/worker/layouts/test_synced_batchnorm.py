@@ -1,29 +1,36 @@
 """BatchNorm over all members: the results of one process with the whole batch."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.late_groups import late_groups
-from support.collectives.strategy_runs import difference, entered, take_step, take_step_alone
+from support.collectives.strategy_runs import (
+    Rank,
+    Run,
+    by_a_rank,
+    by_one_process,
+    difference,
+    take_step,
+)
+from support.models.seeding import draw_parameters
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader
+from shoal.data.batches import Batch, Loader
 from shoal.data.order import Order
 from shoal.layouts.synced_batchnorm import sync_batchnorm
 from shoal.step_context import BatchNormMembers, StepContext, set_current
 from shoal.strategies import find_strategy
-from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
 TOLERANCE = 1e-5
 SIZE, NUM_STEPS = 7, 6
 
 
 def model_of(kind: str) -> nn.Module:
-    generator = torch.Generator().manual_seed(4)
     layers: dict[str, list[nn.Module]] = {
         "1d": [nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4)],
         "2d": [
@@ -36,9 +43,7 @@ def model_of(kind: str) -> nn.Module:
         "no weights": [nn.Linear(6, 9), nn.BatchNorm1d(9, affine=False), nn.Linear(9, 4)],
     }
     model = nn.Sequential(*layers[kind])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    draw_parameters(model, 4)
     return model
 
 
@@ -52,37 +57,25 @@ def loader() -> Loader:
     return Loader(data(), Order(num_samples=23, global_batch_size=SIZE, num_epochs=9))
 
 
-def trained_alone(kind: str) -> dict[str, Tensor]:
-    model = model_of(kind)
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(NUM_STEPS):
-        batch = loader().synchronous(step, 0, 1)
-        take_step_alone(model, optimizer, batch, nn.functional.mse_loss)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+def run_of(kind: str, *, synced: bool) -> Run:
+    def build(_: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = model_of(kind)
+        assert not synced or sync_batchnorm(model, every=True) == 1
+        return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    return Run(build=build, loader=loader, loss=nn.functional.mse_loss, num_steps=NUM_STEPS)
 
 
-def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
-    """Return the weights of a rank after training as a session's strategy does."""
-    strategy = find_strategy(strategy_name)
-    assert isinstance(strategy, SynchronousStrategy)
+def take(rank: Rank, batch: Batch) -> None:
+    """Take a step as a session does."""
+    members = rank.strategy.batchnorm_members(has_samples=bool(batch.indices))
+    set_current(StepContext(batchnorm=members))
+    take_step(rank.strategy, batch, nn.functional.mse_loss)
+    set_current(StepContext())
 
-    class OfRank:
-        @staticmethod
-        def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-            model = model_of(kind)
-            assert sync_batchnorm(model, every=True) == 1
-            return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    share_of_rank = entered(OfRank(), strategy)  # type: ignore[arg-type]
-    for step in range(NUM_STEPS):
-        batch = loader().synchronous(step, *share_of_rank)
-        members = strategy.batchnorm_members(has_samples=bool(batch.indices))
-        set_current(StepContext(batchnorm=members))
-        take_step(strategy, batch, nn.functional.mse_loss)
-        set_current(StepContext())
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
-    strategy.close()
-    return weights
+def trained(strategy: str, kind: str) -> dict[str, Tensor]:
+    return by_a_rank(run_of(kind, synced=True), partial(find_strategy, strategy), take)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +88,7 @@ def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
 def test_members_normalise_the_whole_batch(strategy: str, world_size: int, kind: str) -> None:
     """Shares differ in size; in the last batch of an epoch one of three members has no samples."""
     assert any(loader().order.span(step)[2] % SIZE for step in range(NUM_STEPS))
-    expected = trained_alone(kind)
+    expected = by_one_process(run_of(kind, synced=False))
     for ours in run_in_memory(trained, world_size, strategy, kind):
         assert difference(ours, expected) < TOLERANCE
 

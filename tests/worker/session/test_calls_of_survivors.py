@@ -1,15 +1,13 @@
 """Calls between two steps in which fewer members than the job's minimum are left: they finish the
 call, and train on with the members that replace the lost ones."""
 
-import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.network import http
-from support.processes.served_process import awaited
+from support.members.thread_members import WAIT_S, Killed, ThreadJob
 from support.training import evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
@@ -17,19 +15,13 @@ from support.training.evaluation_bodies import BATCH
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 
-import shoal
 from shoal.data.batches import Batch
 from shoal.session.session import Session
 from shoal.session.shared_calls import SharedCalls
 from shoal_client.local.cluster import LocalCluster
 
-WAIT_S = 60.0
 AT_STEP = 2
 SIZE = 3
-
-
-class Killed(Exception):
-    """Ends a member as a signal would."""
 
 
 Call = Callable[[Session, Any, Callable[[], None]], float]
@@ -91,8 +83,7 @@ class Crew:
     call during training go on until three train again."""
 
     def __init__(self, cluster: LocalCluster, call: Call, threads: ThreadPoolExecutor) -> None:
-        self._coordinator = cluster.coordinator
-        self.job = f"survivors-{secrets.token_hex(4)}"
+        self.job = ThreadJob(cluster=cluster, num_members=SIZE)
         self._call = call
         self._threads = threads
         self.lost = threading.Semaphore(0)
@@ -111,14 +102,7 @@ class Crew:
 
         model, optimizer = build("sgd", "layers")
         found, sizes = [], []
-        with shoal.join(
-            self.job,
-            member_id=name,
-            coordinator=self._coordinator,
-            backend="in-memory",
-            min_members=2,
-            desired_members=SIZE,
-        ) as session:
+        with self.job.join(member_id=name, min_members=2) as session:
             model, optimizer = session.distribute(model, optimizer)
             epochs = 1 if at_end else 10_000
             for batch in session.batches(data(), global_batch_size=24, epochs=epochs):
@@ -179,15 +163,7 @@ def test_a_joiner_takes_no_part_in_a_second_call_after_the_same_step(
         lost = crew.start("c", dies=True)
         assert crew.lost.acquire(timeout=WAIT_S)
         joiner = crew.start("d")
-        url = f"{cluster.http_url}/api/v1/jobs/{crew.job}/events?limit=1000"
-
-        def is_ready() -> bool:
-            events = http.get(url).json()["events"]
-            return ("member_proposed", "d") in [
-                (each["kind"], each["member_id"]) for each in events
-            ]
-
-        awaited(lambda: is_ready() or None, WAIT_S, "d is ready to train")
+        crew.job.await_proposal("d")
         crew.gate.set()
         assert isinstance(lost.exception(WAIT_S), Killed)
         ends = [each.result(WAIT_S) for each in others]

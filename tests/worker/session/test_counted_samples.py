@@ -1,11 +1,10 @@
 """Steps in which a member has no samples: its batch counts none."""
 
-import secrets
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import ThreadJob
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -13,7 +12,6 @@ import shoal
 from shoal.randomness import sample_generator
 from shoal_client.local.cluster import LocalCluster
 
-WAIT_S = 60.0
 NUM_SAMPLES, NUM_MEMBERS = 5, 3
 """Numbers that leave one member without samples in the second step, if a step has three samples."""
 
@@ -38,7 +36,7 @@ class Skipping(nn.Module):
 
 def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[dict[str, Any]]:
     """Return, by rank, what each member saw in the second step."""
-    job = f"counted-{secrets.token_hex(4)}"
+    job = ThreadJob(cluster=cluster, num_members=NUM_MEMBERS)
     inputs = torch.arange(float(NUM_SAMPLES))[:, None]
     torch.manual_seed(0)
     weights = Skipping().state_dict()
@@ -49,12 +47,7 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
         given = model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found: dict[str, Any] = {}
-        with shoal.join(
-            job,
-            coordinator=cluster.coordinator,
-            backend="in-memory",
-            desired_members=NUM_MEMBERS,
-        ) as session:
+        with job.join() as session:
             model, optimizer = session.distribute(model, optimizer, strategy=strategy())
             for batch in session.batches(
                 (inputs, inputs), global_batch_size=NUM_MEMBERS, shuffle=False
@@ -78,9 +71,7 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
                 }
         return found
 
-    with ThreadPoolExecutor(NUM_MEMBERS) as threads:
-        ends = [threads.submit(member) for _ in range(NUM_MEMBERS)]
-        return sorted((end.result(WAIT_S) for end in ends), key=lambda found: found["rank"])
+    return sorted(job.results(member), key=lambda found: found["rank"])
 
 
 @pytest.mark.sampled()

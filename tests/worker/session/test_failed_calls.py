@@ -1,53 +1,38 @@
 """A call between two steps that fails on the last member left in it."""
 
-import secrets
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from support.network import http
-from support.processes.served_process import awaited
+from support.members.thread_members import WAIT_S, Killed, ThreadJob
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
-import shoal
 from shoal.data.batches import Batch
 from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import StateLost
 
-WAIT_S = 60.0
 AT_STEP = 2
-
-
-class Killed(Exception):
-    """Ends a member as a signal would."""
 
 
 class Failing:
     """A job of two members: one is lost in an evaluation, which then fails on the other."""
 
     def __init__(self, cluster: LocalCluster, error: Exception, *, caught: bool) -> None:
-        self._cluster = cluster
+        self.job = ThreadJob(cluster=cluster, num_members=2)
         self._error = error
         self._caught = caught
-        self.job = f"failing-{secrets.token_hex(4)}"
         self.alone = threading.Event()
         """Set once one member is left, in the call that is about to fail."""
         self.joins = threading.Event()
 
     def train(self, name: str) -> int:
         model, optimizer = build("sgd", "layers")
-        with shoal.join(
-            self.job,
-            member_id=name,
-            coordinator=self._cluster.coordinator,
-            backend="in-memory",
-            desired_members=2,
-        ) as session:
+        with self.job.join(member_id=name) as session:
             model, optimizer = session.distribute(model, optimizer)
             for batch in session.batches(data(), global_batch_size=24, epochs=10_000):
                 with session.step() as step:
@@ -74,15 +59,6 @@ class Failing:
             if not self._caught:
                 raise
 
-    def await_joiner(self, name: str) -> None:
-        url = f"{self._cluster.http_url}/api/v1/jobs/{self.job}/events?limit=1000"
-
-        def is_ready() -> bool:
-            events = http.get(url).json()["events"]
-            return ("member_proposed", name) in [(e["kind"], e["member_id"]) for e in events]
-
-        awaited(lambda: is_ready() or None, WAIT_S, f"{name} is ready to train")
-
 
 ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("of the script"), KeyError(7)]
 
@@ -97,7 +73,7 @@ def failed(
         assert isinstance(lost.exception(WAIT_S), Killed)
         assert job.alone.wait(WAIT_S)
         joiner = threads.submit(job.train, "c")
-        job.await_joiner("c")
+        job.job.await_proposal("c")
         job.joins.set()
         left.exception(WAIT_S)
         joiner.exception(WAIT_S)

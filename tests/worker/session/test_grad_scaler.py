@@ -1,20 +1,20 @@
 """A GradScaler registered with the session works as in torch's own loop, on all members
 together."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import entered
+from support.collectives.strategy_runs import entered, weights_of
+from support.members.thread_members import lone
+from support.training import equality
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from worker.strategies import test_equality as equality
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Batch, Loader
+from shoal.data.batches import Batch
 from shoal.session.session import Session
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.base import Strategy
@@ -75,7 +75,7 @@ def by_a_rank(
         strategy.backward(own.scale(loss), batch.weight)
         strategy.clip_grad_norm(max_norm)
         strategy.end_step(lambda: None)
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    weights = weights_of(strategy)
     strategy.close()
     return weights, own.get_scale(), strategy.step
 
@@ -112,12 +112,10 @@ Body = Callable[[Session, Any, Any, torch.amp.GradScaler, shoal.Batch], None]
 def run(cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradScaler) -> None:
     """Take two steps as a lone member."""
     model, optimizer = equality.build("sgd", 0)
-    plain = equality.loader()
-    assert isinstance(plain, Loader)
-    with shoal.join(f"scaler-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         session.register("scaler", own)
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
-        for batch in session.batches(plain._dataset, global_batch_size=10):
+        for batch in session.batches(equality.samples(), global_batch_size=10):
             with session.step():
                 body(session, model, optimizer, own, batch)
             if batch.step == 1:

@@ -1,13 +1,12 @@
 """A script leaves its loop before the last batch, and a member is lost after that. Calls of the
 others return the state of the step that was reached, or raise an error that this state is lost."""
 
-import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.members.thread_members import Killed, ThreadJob
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
@@ -17,17 +16,12 @@ from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import StateLost
 
-WAIT_S = 60.0
 STEPS = 3
 """Steps taken. The newest copy of what a member holds is of step 1 or 0."""
 Train = Callable[[shoal.Batch], None]
 Loop = Callable[[Session, Any, Train], Any]
 """A loop of (session, batches, train): trains on some batches and leaves. Returns what the script
 keeps."""
-
-
-class Killed(Exception):
-    """Ends a member as a signal would."""
 
 
 def stops(session: Session, batches: Any, train: Train) -> None:
@@ -76,15 +70,9 @@ def goes_back_in_the_loop(session: Session, batches: Any, train: Train) -> None:
             break
 
 
-def member(cluster: LocalCluster, job: str, strategy: Any, loop: Loop, act: Any) -> Any:
+def member(job: ThreadJob, strategy: Any, loop: Loop, act: Any) -> Any:
     def run(name: str, model: Any, optimizer: Any) -> Any:
-        with shoal.join(
-            job,
-            member_id=name,
-            coordinator=cluster.coordinator,
-            backend="in-memory",
-            desired_members=3,
-        ) as session:
+        with job.join(member_id=name) as session:
             session.distribute(model, optimizer, strategy=strategy())
 
             def train(batch: shoal.Batch) -> None:
@@ -104,10 +92,9 @@ def member(cluster: LocalCluster, job: str, strategy: Any, loop: Loop, act: Any)
 def crew(cluster: LocalCluster, strategy: Any, loop: Loop, act: Any) -> list[Any]:
     """Return the results or errors of three members, threads of this process."""
     made = [build("sgd", "layers") for _ in range(3)]
-    run = member(cluster, f"left-{secrets.token_hex(4)}", strategy, loop, act)
-    with ThreadPoolExecutor(3) as threads:
-        ends = [threads.submit(run, name, *each) for name, each in zip("abc", made, strict=True)]
-        return [end.exception(WAIT_S) or end.result() for end in ends]
+    job = ThreadJob(cluster=cluster, num_members=3)
+    run = member(job, strategy, loop, act)
+    return job.outcomes(run, *((name, *each) for name, each in zip("abc", made, strict=True)))
 
 
 def saves(session: Session, name: str) -> int:

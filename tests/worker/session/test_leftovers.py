@@ -5,30 +5,23 @@ return normally with part of a result, which causes errors of any kind.
 """
 
 import json
-import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from support.members.thread_members import WAIT_S, Killed, ThreadJob
 from support.processes.served_process import awaited
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
-import shoal
 from shoal.backends.in_memory.seat import InMemorySeat
 from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import GenerationBroken, MalformedMessage
 
-WAIT_S = 60.0
 AT_STEP = 2
 NUM_STEPS = 6
-
-
-class Killed(Exception):
-    """Ends a member as a signal would."""
 
 
 def check(seat: InMemorySeat) -> None:
@@ -43,17 +36,11 @@ def is_lost(session: Session, generation: int) -> bool | None:
 def survivor(cluster: LocalCluster, error: Exception) -> int:
     """Return the number of steps of a member that gets the error in a step in which the only other
     member is lost."""
-    job, met = f"leftovers-{secrets.token_hex(4)}", threading.Event()
+    job, met = ThreadJob(cluster=cluster, num_members=2), threading.Event()
 
     def train(name: str) -> int:
         model, optimizer = build("sgd", "layers")
-        with shoal.join(
-            job,
-            member_id=name,
-            coordinator=cluster.coordinator,
-            backend="in-memory",
-            desired_members=2,
-        ) as session:
+        with job.join(member_id=name) as session:
             model, optimizer = session.distribute(model, optimizer)
             for batch in session.batches(data(), global_batch_size=24, epochs=10_000):
                 with session.step() as step:
@@ -70,11 +57,12 @@ def survivor(cluster: LocalCluster, error: Exception) -> int:
                     session.stop("that is all")
             return session.step_number
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = (pool.submit(train, name) for name in ("a", "b"))
-        with pytest.raises(Killed):
-            other.result(WAIT_S)
-        return one.result(WAIT_S)
+    one, other = job.outcomes(train, ("a",), ("b",))
+    assert isinstance(other, Killed)
+    if isinstance(one, BaseException):
+        raise one
+    num_steps: int = one
+    return num_steps
 
 
 ERRORS = [

@@ -1,13 +1,11 @@
 """Loops over `batch.parts` in a session: trained results, and refused loops."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.training.elastic_bodies import build
-from support.training.elastic_bodies import numbers as data
+from support.members.thread_members import train_alone
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -23,17 +21,13 @@ Body = Callable[[Session, Any, shoal.Batch], None]
 
 def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
     """Take a lone member's steps; return its model's state."""
-    model, optimizer = build("sgd", "layers")
-    job = f"parts-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
-        chosen: Any = shoal.LocalSGD(every_steps=1) if strategy == "local-sgd" else strategy
-        model, optimizer = session.distribute(model, optimizer, strategy=chosen)
-        for batch in session.batches(data(), global_batch_size=24):
-            with session.step():
-                body(session, model, batch)
-            if batch.step == num_steps - 1:
-                break
-        return {name: tensor.clone() for name, tensor in session.state_dict().items()}
+    chosen: Any = shoal.LocalSGD(every_steps=1) if strategy == "local-sgd" else strategy
+
+    def step(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            body(session, model, batch)
+
+    return train_alone(cluster, chosen, step, num_steps=num_steps)
 
 
 def backward(session: Session, model: Any, batch: shoal.Batch) -> None:

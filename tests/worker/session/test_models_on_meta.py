@@ -1,22 +1,19 @@
 """A model made on the meta device trains like the same model made on the host."""
 
-import secrets
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import ThreadJob
 from support.training.elastic_bodies import build, layers, numbers, order
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
-import shoal
 from shoal.data.batches import Loader
 from shoal.state.registered.objects import RegisteredState
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
-WAIT_S = 60.0
 BATCH, NUM_STEPS = 24, 3
 
 
@@ -37,16 +34,14 @@ def test_a_meta_model_trains_as_the_same_model_made_on_the_host(
     cluster: LocalCluster, strategy: str, num_members: int
 ) -> None:
     expected = trained_on_the_host()
-    job = f"meta-{secrets.token_hex(4)}"
+    job = ThreadJob(cluster=cluster, num_members=num_members)
     torch.manual_seed(3)  # as `build`
 
     def member() -> Any:
         with torch.device("meta"):
             model = layers()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-        with shoal.join(
-            job, coordinator=cluster.coordinator, backend="in-memory", desired_members=num_members
-        ) as session:
+        with job.join() as session:
             replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
             for batch in session.batches(numbers(), global_batch_size=BATCH, epochs=20):
                 with session.step():
@@ -55,10 +50,7 @@ def test_a_meta_model_trains_as_the_same_model_made_on_the_host(
                         session.stop("enough")
             return dict(session.state_dict())
 
-    with ThreadPoolExecutor(num_members) as threads:
-        ends = [threads.submit(member) for _ in range(num_members)]
-        found = [end.result(WAIT_S) for end in ends]
-    for state in found:
+    for state in job.results(member):
         assert set(state) == set(expected)
         for name, tensor in expected.items():
             assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name

@@ -1,21 +1,19 @@
 """A step that is taken again runs in the modes in which it first began."""
 
+from collections import OrderedDict
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import shoal
 from shoal.strategies.synchronous.script_position import StepStopped
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.head = nn.BatchNorm1d(4), nn.Linear(4, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.frozen(inputs))  # type: ignore[no-any-return]
+def network() -> Any:
+    return nn.Sequential(OrderedDict(frozen=nn.BatchNorm1d(4), head=nn.Linear(4, 1)))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
@@ -25,7 +23,7 @@ def test_a_step_that_stops_in_evaluation_mode_leaves_its_first_modes(
     """Regression: a member was lost while a script sampled from its model between `eval()` and
     `train()`. The others took that step again without dropout, with statistics of other batches."""
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-    model = Net()
+    model = network()
     model.frozen.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shoal.join() as session:
@@ -46,7 +44,7 @@ def test_a_step_that_stops_in_evaluation_mode_leaves_its_first_modes(
 
 def test_modes_that_a_committed_step_sets_stay() -> None:
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    model = Net()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shoal.join() as session:
         model, optimizer = session.distribute(model, optimizer)

@@ -2,7 +2,6 @@
 joiners."""
 
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, lose_all
+from support.members.thread_members import ThreadJob, lone
 from support.processes.ranks import Ranks
 from support.training import registered_bodies
 from support.training.elastic_bodies import build
@@ -102,10 +102,6 @@ def test_schedule_and_average_continue_from_a_checkpoint(
         first = next(d for kind, d in again.all[0].seen if kind == "tried")
         assert first["step"] >= step
         check_as_one_process(again.finish(), run)
-
-
-def lone(cluster: LocalCluster, **options: Any) -> shoal.Session:
-    return shoal.join(f"own-{secrets.token_hex(4)}", coordinator=cluster.coordinator, **options)
 
 
 def test_a_schedule_stepped_within_the_block_acts_after_the_step(
@@ -222,14 +218,12 @@ def test_registering_too_late_or_under_strategies_that_carry_none_is_refused(
             session.leave(reason="refused")
 
 
-def member(coordinator: str, job: str, own: float) -> str:
+def member(job: ThreadJob, own: float) -> str:
     """Train as one of two threads that adds `own` in each step; return the total or the error."""
     model, optimizer = build("sgd", "layers")
     metric = Metric()
     try:
-        with shoal.join(
-            job, coordinator=coordinator, backend="in-memory", desired_members=2
-        ) as session:
+        with job.join() as session:
             replica, optimizer = session.distribute(model, optimizer)
             session.register("seen", metric)
             for batch in session.batches(data(), global_batch_size=50):
@@ -246,10 +240,8 @@ def member(coordinator: str, job: str, own: float) -> str:
 def test_registered_state_that_differs_between_members_is_an_error_on_all(
     cluster: LocalCluster, own: float
 ) -> None:
-    job = f"differs-{secrets.token_hex(4)}"
-    with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(member, cluster.coordinator, job, each) for each in (1.0, own)]
-        errors = {end.result() for end in ends}
+    job = ThreadJob(cluster=cluster, num_members=2)
+    errors = set(job.results(member, (job, 1.0), (job, own)))
     if own == 1.0:
         assert errors == {"3"}
     else:

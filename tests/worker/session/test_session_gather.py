@@ -3,8 +3,8 @@
 import secrets
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed.nn
 from support.collectives.strategy_runs import difference
 from support.members import contrastive_members
 from support.members.contrastive_members import BATCH, EPOCHS, Contrastive, of_all
+from support.members.thread_members import ThreadJob
 from support.processes.ranks import Ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -23,17 +24,16 @@ from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
-WAIT_S = 60.0
 TOLERANCE = 1e-12
 Passes = Callable[[Session, Any, shoal.Batch], Any]
 """Passes of a member in each step; the result goes to the test."""
 
 
-def member(job: str, passes: Passes, **how: Any) -> list[Any]:
+def member(join: Callable[[], Any], passes: Passes, **how: Any) -> list[Any]:
     """Train as a member; return the results of all steps, and the weights after the last one."""
     strategy, data = how.pop("strategy", "ddp"), how.pop("data", contrastive_members.samples())
     model, optimizer = contrastive_members.build(dropped=how.pop("dropped", 0.0))
-    with shoal.join(job, **how) as session:
+    with join() as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
         found = []
         for batch in session.batches(data, global_batch_size=BATCH, epochs=EPOCHS):
@@ -44,18 +44,12 @@ def member(job: str, passes: Passes, **how: Any) -> list[Any]:
 
 def crew(cluster: LocalCluster, num_members: int, passes: Passes, **how: Any) -> list[Any]:
     """Return the results or errors of all members, threads of this process."""
-    job = f"gather-{secrets.token_hex(4)}"
-    how |= {"coordinator": cluster.coordinator, "backend": "in-memory"}
-    with ThreadPoolExecutor(num_members) as threads:
-        ends = [
-            threads.submit(member, job, passes, desired_members=num_members, **how)
-            for _ in range(num_members)
-        ]
-        return [end.exception(WAIT_S) or end.result() for end in ends]
+    job = ThreadJob(cluster=cluster, num_members=num_members)
+    return job.outcomes(partial(member, job.join, passes, **how))
 
 
 def alone(passes: Passes, strategy: Any = "ddp") -> list[Any]:
-    return member("", passes, strategy=strategy)
+    return member(shoal.join, passes, strategy=strategy)
 
 
 def backward(session: Session, model: Any, batch: shoal.Batch) -> None:

@@ -6,7 +6,6 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.members.reduced_values import reduced
+from support.members.thread_members import ThreadJob, lone
 from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.processes.served_process import awaited
@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.data.batches import Batch
-from shoal.session.evaluation import Evaluation
 from shoal.session.session import Session
 from shoal.session.shared_calls import Reduction, values_by_name
 from shoal_client.local.cluster import LocalCluster
@@ -41,17 +40,12 @@ Body = Callable[[Session, Any, int], Any]
 
 def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) -> list[Any]:
     """Return the results of `body` after each step, for each member (a thread of this process)."""
-    job = f"shared-{secrets.token_hex(4)}"
+    job = ThreadJob(cluster=cluster, num_members=num_members)
 
     def member() -> Any:
         model, optimizer = build("sgd", "layers")
         found = []
-        with shoal.join(
-            job,
-            coordinator=cluster.coordinator,
-            backend="in-memory",
-            desired_members=num_members,
-        ) as session:
+        with job.join() as session:
             model, optimizer = session.distribute(model, optimizer, **options)
             for batch in session.batches(data(), global_batch_size=50):
                 with session.step() as step:
@@ -60,9 +54,7 @@ def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) ->
                     found.append(body(session, model, batch.step))
         return found
 
-    with ThreadPoolExecutor(num_members) as threads:
-        ends = [threads.submit(member) for _ in range(num_members)]
-        return [end.exception(WAIT_S) or end.result() for end in ends]
+    return job.outcomes(member)
 
 
 @pytest.mark.sampled()
@@ -269,9 +261,12 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
     def measure(batch: Batch) -> Any:
         return {"each": batch.inputs}
 
-    evaluation = Evaluation((torch.ones(5),), measure, batch_size=4, collate=None)
-    with pytest.raises(InvalidSpec, match=r"'each' in different shapes.*saw \(1,\), and \(4,\)"):
-        evaluation._sums(0, 1)
+    model, optimizer = build("sgd", "layers")
+    with shoal.join() as session:
+        session.distribute(model, optimizer)
+        refused = r"'each' in different shapes.*saw \(1,\), and \(4,\)"
+        with pytest.raises(InvalidSpec, match=refused):
+            session.evaluate((torch.ones(5),), measure, batch_size=4)
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())
@@ -291,8 +286,7 @@ def test_shared_calls_before_the_first_batch_or_within_a_step_are_refused(
 ) -> None:
     """A joiner would make the call alone before the first batch; within a step it is refused."""
     model, optimizer = build("sgd", "layers")
-    job = f"shared-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         replica, optimizer = session.distribute(model, optimizer)
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
@@ -311,13 +305,11 @@ def test_shared_calls_before_the_first_batch_or_within_a_step_are_refused(
 
 def test_ranks_are_final_once_batches_returns(cluster: LocalCluster) -> None:
     """Exactly one member is the first, from `batches` on."""
-    job = f"shared-{secrets.token_hex(4)}"
+    job = ThreadJob(cluster=cluster, num_members=2)
 
     def member() -> tuple[bool, int, int]:
         model, optimizer = build("sgd", "layers")
-        with shoal.join(
-            job, coordinator=cluster.coordinator, backend="in-memory", desired_members=2
-        ) as session:
+        with job.join() as session:
             replica, optimizer = session.distribute(model, optimizer)
             batches = session.batches(data(), global_batch_size=101)
             ranks = session.is_first, session.rank, session.world_size
@@ -328,9 +320,7 @@ def test_ranks_are_final_once_batches_returns(cluster: LocalCluster) -> None:
             assert session.step_number == 1
             return ranks
 
-    with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(member) for _ in range(2)]
-        assert sorted(end.result(WAIT_S) for end in ends) == [(False, 1, 2), (True, 0, 2)]
+    assert sorted(job.results(member)) == [(False, 1, 2), (True, 0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import lone, train_alone
+from support.models.small_layers import LimitedRows
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch import Tensor, nn
@@ -21,21 +23,6 @@ from shoal_proto.errors import InvalidSpec
 
 TOGETHER = ("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid", "local-sgd", "diloco")
 APART = ("async-sgd", "bsp", "async-diloco")
-Body = Callable[[Session, Any, torch.optim.Optimizer, shoal.Batch], None]
-"""Script code for one batch, of (session, model, optimizer, batch)."""
-
-
-def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
-    """Take a lone member's steps; return its model's state."""
-    model, optimizer = build("sgd", "layers")
-    job = f"guard-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
-        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
-        for batch in session.batches(data(), global_batch_size=24):
-            body(session, model, optimizer, batch)
-            if batch.step == num_steps - 1:
-                break
-        return dict(session.state_dict())
 
 
 def loss_of(session: Session, model: Any, batch: shoal.Batch) -> Tensor:
@@ -52,7 +39,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
                 session.backward(loss_of(session, model, batch))
 
     with pytest.raises(InvalidSpec, match=r"second step on the batch of step 0.*session\.update"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.sampled("strategy")
@@ -71,7 +58,7 @@ def test_a_script_that_steps_the_optimizer_is_refused(
         optimizer.step()
 
     with pytest.raises(InvalidSpec, match=r"optimizer\.step\(\).*session\.step\(\)"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "async-sgd"])
@@ -94,9 +81,9 @@ def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
             session.backward(cross_entropy(margin(model(batch.inputs)), batch.targets))
             of_margin.step()
 
-    run(cluster, strategy, distils)
+    train_alone(cluster, strategy, distils)
     with pytest.raises(InvalidSpec, match=r"SGD with a parameter of shape \(5, 5\).*in a list"):
-        run(cluster, strategy, learns)
+        train_alone(cluster, strategy, learns)
     of_margin.step()
 
 
@@ -112,7 +99,7 @@ def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
     others = torch.optim.Adam([each for each in model.parameters() if each.ndim < 2])
 
     def body() -> None:
-        with shoal.join(secrets.token_hex(4), coordinator=cluster.coordinator) as session:
+        with lone(cluster) as session:
             session.distribute(model, matrices, strategy=strategy)
             for batch in session.batches(data(), global_batch_size=24):
                 with session.step():
@@ -143,7 +130,7 @@ def test_an_optimizer_that_wraps_another_trains_as_that_one(cluster: LocalCluste
     for wraps in (True, False):
         model, optimizer = build("sgd", "layers")
         given = Outer(optimizer) if wraps else optimizer
-        with shoal.join(secrets.token_hex(4), coordinator=cluster.coordinator) as session:
+        with lone(cluster) as session:
             copy, _ = session.distribute(model, given)
             for batch in session.batches(data(), global_batch_size=24, epochs=1):
                 with session.step():
@@ -167,7 +154,7 @@ def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
             {"optimizer": optimizer, "model": model}[dropped_by].zero_grad(set_to_none=to_none)
 
     with pytest.raises(InvalidSpec, match=r"dropped the gradients of step 0.*zero_grad"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -193,12 +180,14 @@ def test_gradients_that_a_script_drops_between_two_passes_or_in_part_stay_droppe
             for parameter in next(model.children()).parameters():
                 parameter.grad = None
 
-    torch.testing.assert_close(run(cluster, "ddp", body), run(cluster, "ddp", plain))
+    torch.testing.assert_close(
+        train_alone(cluster, "ddp", body), train_alone(cluster, "ddp", plain)
+    )
 
 
 def test_calling_batches_for_each_epoch_is_refused_with_the_remedy(cluster: LocalCluster) -> None:
     model, optimizer = build("sgd", "layers")
-    with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         session.distribute(model, optimizer)
         session.batches(data(), global_batch_size=24, epochs=1)
         with pytest.raises(InvalidSpec, match=r"called twice.*epochs=n.*batch\.epoch"):
@@ -214,7 +203,7 @@ def test_a_second_loop_over_the_batches_is_refused_with_the_remedy(cluster: Loca
                 session.backward(loss_of(session, model, batch))
 
     model, optimizer = build("sgd", "layers")
-    with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, optimizer = session.distribute(model, optimizer)
         batches = session.batches(data(), global_batch_size=24, epochs=1)
         for batch in batches:  # the loop was left before its end
@@ -268,7 +257,7 @@ def test_the_script_may_step_the_optimizer_after_the_session(cluster: LocalClust
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    run(cluster, "ddp", body)
+    train_alone(cluster, "ddp", body)
     kept[0].step()
 
 
@@ -286,7 +275,7 @@ def test_a_scaled_loss_is_refused(cluster: LocalCluster, strategy: str) -> None:
             session.forward_backward(batch, loss_function)
 
     with pytest.raises(InvalidSpec, match=r"GradScaler.*session\.backward\(loss\)"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 def test_a_scaler_that_steps_the_optimizer_is_refused(cluster: LocalCluster) -> None:
@@ -299,7 +288,7 @@ def test_a_scaler_that_steps_the_optimizer_is_refused(cluster: LocalCluster) -> 
             scaler.step(optimizer)
 
     with pytest.raises(InvalidSpec, match=r"GradScaler\.step"):
-        run(cluster, "ddp", body)
+        train_alone(cluster, "ddp", body)
 
 
 def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) -> None:
@@ -316,7 +305,7 @@ def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) 
             session.backward(scaler.scale(loss_of(session, model, batch)))
 
     with pytest.raises(InvalidSpec, match="GradScaler"):
-        run(cluster, "ddp", body)
+        train_alone(cluster, "ddp", body)
 
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
@@ -352,7 +341,7 @@ def test_operations_that_train_what_the_script_says_are_accepted(
         with torch.no_grad():
             model(batch.inputs)
 
-    assert run(cluster, strategy, body)
+    assert train_alone(cluster, strategy, body)
     assert len(seen) >= 3
 
 
@@ -374,7 +363,7 @@ def test_a_backward_pass_beside_the_sessions_is_refused(
                 first.backward()
 
     with pytest.raises(InvalidSpec, match=r"loss\.backward\(\).*session\.backward\(loss\)"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 class Idle(nn.Module):
@@ -393,10 +382,9 @@ class Idle(nn.Module):
         return nn.functional.embedding(rows, self.table, sparse=self.sparse)
 
 
-def train_alone(cluster: LocalCluster, strategy: str, model: nn.Module) -> None:
+def train_own(cluster: LocalCluster, strategy: str, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = f"guard-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         whole, _ = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches(data(), global_batch_size=24):
             with session.step():
@@ -410,13 +398,13 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_named(
     """The error names the option of the strategy in use that allows such parameters."""
     text = rf"saw idle\.weight, idle\.bias.*shoal\.{kind}\(find_unused_parameters"
     with pytest.raises(InvalidSpec, match=text):
-        train_alone(cluster, strategy, Idle(sparse=False, idle=True))
+        train_own(cluster, strategy, Idle(sparse=False, idle=True))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_sparse_gradient_of_a_function_is_refused(cluster: LocalCluster, strategy: str) -> None:
     with pytest.raises(InvalidSpec, match=r"sparse gradients of a parameter of \(9, 5\)"):
-        train_alone(cluster, strategy, Idle(sparse=True, idle=False))
+        train_own(cluster, strategy, Idle(sparse=True, idle=False))
 
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline"])
@@ -481,30 +469,17 @@ def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_s
             trained_with_limits(cluster, strategy, look_up, whole_pass)
 
 
-class Limited(nn.Module):
-    """A layer that looks up rows of its own weight, by a function of torch's."""
-
-    def __init__(self, look_up: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 4))
-        self._look_up = look_up
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self._look_up(rows, self.weight, max_norm=0.1).flatten(1)
-
-
 def trained_with_limits(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool = False
 ) -> int:
     """Return the number of committed steps of a model that limits the norms of rows in its forward
     pass."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(Limited(look_up), nn.LazyLinear(2))
+    model: Any = nn.Sequential(LimitedRows(look_up), nn.LazyLinear(2))
     rows = torch.arange(24).view(12, 2) % 9
     model(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = f"limits-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, _ = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches((rows, rows[:, 0] % 2), global_batch_size=6):
             with session.step():
@@ -557,7 +532,7 @@ def test_changing_requires_grad_between_steps_is_refused(
         rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
     )
     with pytest.raises(InvalidSpec, match=pattern):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
@@ -572,7 +547,7 @@ def test_second_derivatives_are_refused_under_strategies_that_free_weights(
             session.backward(cross_entropy(scores, batch.targets) + slope.pow(2).mean())
 
     with pytest.raises(InvalidSpec, match=r"differentiated again.*zero1"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "tensor"])
@@ -591,7 +566,7 @@ def test_gradients_of_the_inputs_do_not_change_the_step(
             torch.autograd.grad(cross_entropy(model(inputs), batch.targets), inputs)
             session.backward(loss_of(session, model, batch))
 
-    expected, found = (run(cluster, strategy, body) for body in (plain, asking))
+    expected, found = (train_alone(cluster, strategy, body) for body in (plain, asking))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor)
 
@@ -613,7 +588,7 @@ def test_parameters_added_to_an_optimizer_between_steps_are_refused(
     with pytest.raises(
         InvalidSpec, match=r"the optimizer's parameters, after 2 committed.*grad = None"
     ):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
     # After the session the optimizer is the script's again.
     kept[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(kept[0].param_groups) == 2
@@ -636,7 +611,7 @@ def test_parameters_removed_from_an_optimizer_between_steps_are_refused(
             session.backward(loss_of(session, model, batch))
 
     with pytest.raises(InvalidSpec, match=r"the optimizer's parameters, after 2 committed steps"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 def halve(model: nn.Module) -> None:
@@ -664,7 +639,7 @@ def test_parameters_of_another_dtype_or_shape_are_refused(
             change(model)
 
     with pytest.raises(InvalidSpec, match=r"has changed since .*expected torch\.float32"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.long
@@ -679,7 +654,7 @@ def test_a_model_that_is_cut_and_gets_another_dtype_is_refused(
             halve(model)
 
     with pytest.raises(InvalidSpec, match="has changed since the model was distributed"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "local-sgd", "async-sgd"])
@@ -696,7 +671,7 @@ def test_a_layer_that_takes_the_place_of_another_is_refused(
             session.backward(loss_of(session, model, batch))
 
     with pytest.raises(InvalidSpec, match=r"other layers than.*a new .*after 1 committed steps"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.sampled()
@@ -714,7 +689,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_refused(
             session.backward(loss_of(session, model, batch))
 
     with pytest.raises(InvalidSpec, match=r"other parameters than.*a new .*weight.*after 0 comm"):
-        run(cluster, strategy, body)
+        train_alone(cluster, strategy, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -728,7 +703,7 @@ def test_a_slice_of_the_model_has_the_models_own_class(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    run(cluster, strategy, body)
+    train_alone(cluster, strategy, body)
 
 
 def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> None:
@@ -740,15 +715,15 @@ def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> N
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     with pytest.raises(InvalidSpec, match=r"under pipeline.*session\.clip_grad_norm"):
-        run(cluster, "pipeline", clips)
-    plain = run(cluster, "ddp", clips)
+        train_alone(cluster, "pipeline", clips)
+    plain = train_alone(cluster, "ddp", clips)
 
     def clips_by_session(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():
             session.forward_backward(batch, cross_entropy)
             session.clip_grad_norm(0.1)
 
-    for name, tensor in run(cluster, "ddp", clips_by_session).items():
+    for name, tensor in train_alone(cluster, "ddp", clips_by_session).items():
         assert torch.equal(tensor, plain[name])
 
 
@@ -768,8 +743,8 @@ def test_clipping_within_the_optimizers_step_is_refused(
             session.forward_backward(batch, cross_entropy)
 
     with pytest.raises(InvalidSpec, match=r"within optimizer\.step\(\)"):
-        run(cluster, strategy, body)
-    run(cluster, "ddp", body)
+        train_alone(cluster, strategy, body)
+    train_alone(cluster, "ddp", body)
 
 
 def test_clipping_by_torch_is_refused_for_losses_with_weights(cluster: LocalCluster) -> None:
@@ -779,7 +754,7 @@ def test_clipping_by_torch_is_refused_for_losses_with_weights(cluster: LocalClus
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     with pytest.raises(InvalidSpec, match=r"under ddp.*sums of losses with weights"):
-        run(cluster, "ddp", body)
+        train_alone(cluster, "ddp", body)
 
 
 @pytest.mark.parametrize("kind", ["None", "samples", "no gradient"])
@@ -791,7 +766,7 @@ def test_values_that_are_no_loss_are_refused(cluster: LocalCluster, kind: str) -
             session.backward(given[kind])  # type: ignore[arg-type]
 
     with pytest.raises(InvalidSpec, match=r"of a value that is no loss"):
-        run(cluster, "ddp", body)
+        train_alone(cluster, "ddp", body)
 
 
 def test_calling_sharded_layers_by_themselves_is_refused(cluster: LocalCluster) -> None:
@@ -800,4 +775,4 @@ def test_calling_sharded_layers_by_themselves_is_refused(cluster: LocalCluster) 
             session.backward(cross_entropy(model[2:](model[:2](batch.inputs)), batch.targets))
 
     with pytest.raises(InvalidSpec, match=r"sharded over the members under fsdp.*model's forward"):
-        run(cluster, "fsdp", body)
+        train_alone(cluster, "fsdp", body)

@@ -1,12 +1,11 @@
 """`session.stop`: the job ends where the script says, after the same step on all members."""
 
-import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import ThreadJob, lone
 from support.network import http
 from support.training.elastic_bodies import build, layers, order
 from support.training.elastic_bodies import numbers as data
@@ -18,7 +17,6 @@ from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, JobFinished
 
-WAIT_S = 60.0
 BATCH = 24
 Body = Callable[[Session, Any, shoal.Batch], bool]
 """Trains on the batch, and stops at some step. Returns True if the script leaves its loop."""
@@ -53,25 +51,21 @@ def all_leave_the_loop(session: Session, model: Any, batch: shoal.Batch) -> bool
     return session.step_number == 3
 
 
-def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any]:
+def crew(job: ThreadJob, body: Body, strategy: Any) -> list[Any]:
     """Return the step and the model of each of three members, threads of this process."""
 
     # Threads of a process share its generator, so models are made before.
     made = [build("sgd", "layers") for _ in range(3)]
 
     def member(model: Any, optimizer: Any) -> Any:
-        with shoal.join(
-            job, coordinator=cluster.coordinator, backend="in-memory", desired_members=3
-        ) as session:
+        with job.join() as session:
             replica, optimizer = session.distribute(model, optimizer, strategy=strategy())
             for batch in session.batches(data(), global_batch_size=BATCH, epochs=20):
                 if body(session, replica, batch):
                     break
             return session.step_number, dict(session.state_dict())
 
-    with ThreadPoolExecutor(3) as threads:
-        ends = [threads.submit(member, *each) for each in made]
-        return [end.result(WAIT_S) for end in ends]
+    return job.results(member, *made)
 
 
 @pytest.mark.sampled()
@@ -89,8 +83,8 @@ def test_the_job_finishes_after_the_same_step_on_all_members(
     cluster: LocalCluster, strategy: Any, body: Body
 ) -> None:
     """The model is that of one process that stops there: no further step is taken."""
-    job = f"stop-{secrets.token_hex(4)}"
-    found = crew(cluster, job, body, strategy)
+    job = ThreadJob(cluster=cluster, num_members=3)
+    found = crew(job, body, strategy)
     model, optimizer = build("sgd", "layers")
     loader = Loader(data(), order(BATCH))
     for step in range(3):
@@ -102,26 +96,22 @@ def test_the_job_finishes_after_the_same_step_on_all_members(
     for _, state in found:
         for name, tensor in model.state_dict().items():
             assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
-    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{job}").text
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{job.name}").text
     assert "stopped by the script: the loss is low" in shown
-    with pytest.raises(JobFinished), shoal.join(job, coordinator=cluster.coordinator):
+    with pytest.raises(JobFinished), shoal.join(job.name, coordinator=cluster.coordinator):
         pass
 
 
 def test_under_local_sgd_the_job_stops_at_the_end_of_the_round(cluster: LocalCluster) -> None:
-    found = crew(
-        cluster,
-        f"stop-{secrets.token_hex(4)}",
-        one_calls_between_steps,
-        lambda: shoal.LocalSGD(every_steps=4),
-    )
+    job = ThreadJob(cluster=cluster, num_members=3)
+    found = crew(job, one_calls_between_steps, lambda: shoal.LocalSGD(every_steps=4))
     assert [step for step, _ in found] == [4] * 3
 
 
 def test_stop_is_refused_under_async_sgd(cluster: LocalCluster) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with shoal.join(f"stop-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         session.distribute(model, optimizer, strategy="async-sgd")
         with pytest.raises(InvalidSpec, match=r"session\.stop.*shoal stop JOB"):
             session.stop("enough")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import lone
 from torch import Tensor, nn
 
 import shoal
@@ -50,8 +51,7 @@ class Net(nn.Module):
 def run(cluster: LocalCluster, strategy: str, body: Callable[[Session, Any, Tensor], None]) -> None:
     model: Any = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = f"errors-{secrets.token_hex(4)}"
-    with shoal.join(job, coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, _ = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches(torch.randn(24, 3), global_batch_size=6):
             with session.step():

@@ -1,13 +1,12 @@
 """A loss that is a mean over something else than samples needs a weight, or is refused: members
 with other shares of a batch would train another loss."""
 
-import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.members.thread_members import ThreadJob, lone, train_alone
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from torch import Tensor
@@ -103,14 +102,13 @@ def by_sample(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(cluster: LocalCluster, strategy: str, take: Callable[[Session, Any, Any], None]) -> None:
-    """Take a lone member's first step: refusals do not depend on the other members."""
-    model, optimizer = build("sgd", "layers")
-    with shoal.join(f"mean-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
-        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
-        for batch in session.batches(data(), global_batch_size=24):
-            with session.step():
-                take(session, model, batch)
-            break
+    """Take a lone member's first step."""
+
+    def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            take(session, model, batch)
+
+    train_alone(cluster, strategy, body, num_steps=1)
 
 
 def taking(loss: Loss) -> Callable[[Session, Any, Any], None]:
@@ -252,7 +250,7 @@ def test_samples_that_collate_leaves_out_are_refused(
             session.backward(outputs_squared(model(batch.inputs), batch.targets))
 
     model, optimizer = build("sgd", "layers")
-    with shoal.join(f"mean-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
+    with lone(cluster) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
         batches = session.batches(SomeUnreadable(), global_batch_size=24, collate=readable)
         with pytest.raises(InvalidSpec, match=r"lacks samples.*of 24 samples.*weight="):
@@ -268,14 +266,8 @@ def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
         loss = outputs_squared(model(batch.inputs), batch.targets)
         session.backward(loss, weight=len(batch.targets))
 
-    def member(job: str, num_members: int, made: Any) -> dict[str, Tensor]:
-        model, optimizer = made
-        with shoal.join(
-            job,
-            coordinator=cluster.coordinator,
-            backend="in-memory",
-            desired_members=num_members,
-        ) as session:
+    def member(job: ThreadJob, model: Any, optimizer: Any) -> dict[str, Tensor]:
+        with job.join() as session:
             model, _ = session.distribute(model, optimizer)
             for batch in session.batches(
                 SomeUnreadable(), global_batch_size=24, epochs=2, collate=readable, drop_last=True
@@ -286,12 +278,10 @@ def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
 
     ends = []
     for num_members in (1, 3):
-        job = f"mean-{secrets.token_hex(4)}"
+        job = ThreadJob(cluster=cluster, num_members=num_members)
         # Threads of a process share its generator, so models are made before.
         made = [build("sgd", "layers") for _ in range(num_members)]
-        with ThreadPoolExecutor(num_members) as threads:
-            threads_of = [threads.submit(member, job, num_members, each) for each in made]
-            ends += [each.result(60.0) for each in threads_of]
+        ends += job.results(member, *((job, *each) for each in made))
     for end in ends:
         for name, tensor in end.items():
             torch.testing.assert_close(tensor, ends[0][name], rtol=0, atol=1e-6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.models.seeding import seeded
+from support.training import equality
 from torch import Tensor, nn
-from worker.strategies import test_equality as equality
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
@@ -161,22 +161,13 @@ def test_a_parameter_without_elements_cannot_be_cut() -> None:
         shoal.FSDP().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv2d(1, 4, 2)
-        self.outer = nn.Conv2d(4, 5, (1, 2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.outer(torch.tanh(self.inner(inputs.view(-1, 1, 2, 3))))
-        return outputs.flatten(1)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp", "fsdp-tensor", "zero1"])
 def test_channels_last_weights_train_as_in_one_process(strategy: str) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         with seeded(seed):
-            model = Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            convolutions = (nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 5, (1, 2)))
+            model = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), *convolutions, nn.Flatten())
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     expected, ranks = weights_of(build, equality.STRATEGIES[strategy])

@@ -1,21 +1,20 @@
 """Values that a script assigns to the `.data` of its parameters count, as in one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Run, difference, entered
-from torch import Tensor, nn
+from support.collectives.strategy_runs import Rank, by_a_rank, by_one_process, difference
+from support.training import equality
+from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
-from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.data.batches import Batch
 
 NUM_STEPS = 5
-Places = Sequence[tuple[int, bool]]
-"""Steps, each with True or False for before or after the backward pass."""
 
 
 @torch.no_grad()
@@ -32,44 +31,31 @@ def spread_vector(model: nn.Module) -> None:
 Assigns = Callable[[nn.Module], None]
 
 
-def by_one_process(model: nn.Module, optimizer: Optimizer, assigns: Assigns) -> dict[str, Tensor]:
-    loader = equality.loader()
-    for step in range(NUM_STEPS):
-        batch = loader.synchronous(step, 0, 1)
-        optimizer.zero_grad()
-        if step == 3:
-            assigns(model)
-        equality.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
-        if step == 1:
-            assigns(model)
-        optimizer.step()
-        if step == 2:
-            assigns(model)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def alone(assigns: Assigns, model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    if batch.step == 3:
+        assigns(model)
+    equality.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+    if batch.step == 1:
+        assigns(model)
+    optimizer.step()
+    if batch.step == 2:
+        assigns(model)
 
 
-def by_a_rank(name: str, kind: str, assigns: Assigns) -> dict[str, Tensor]:
-    """Train as a rank that assigns between two steps, and in a step before and after its backward
-    pass."""
-    model, optimizer = equality.build(kind, 0)
-    strategy = equality.made(name, 2)()
-    assert isinstance(strategy, SynchronousStrategy)
-    run = Run(build=lambda _: (model, optimizer), loader=equality.loader, loss=equality.loss)
-    share, loader = entered(run, strategy), equality.loader()
-    for step in range(NUM_STEPS):
-        batch = loader.synchronous(step, *share)
-        strategy.begin_step()
-        if step == 3:
-            assigns(strategy.module)
-        strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
-        if step == 1:
-            assigns(strategy.module)
-        strategy.end_step(lambda: None)
-        if step == 2:
-            assigns(strategy.module)
-    found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
-    strategy.close()
-    return found
+def take(assigns: Assigns, rank: Rank, batch: Batch) -> None:
+    """Take a step as a rank that assigns between two steps, and in a step before and after its
+    backward pass."""
+    strategy = rank.strategy
+    strategy.begin_step()
+    if batch.step == 3:
+        assigns(strategy.module)
+    strategy.forward_backward(batch.inputs, batch.targets, equality.loss, batch.weight)
+    if batch.step == 1:
+        assigns(strategy.module)
+    strategy.end_step(lambda: None)
+    if batch.step == 2:
+        assigns(strategy.module)
 
 
 @pytest.mark.sampled("strategy")
@@ -79,6 +65,7 @@ def by_a_rank(name: str, kind: str, assigns: Assigns) -> dict[str, Tensor]:
 def test_assigned_data_counts_on_every_member(strategy: str, kind: str, assigns: Assigns) -> None:
     """Regression: under zero1 owners sent, and others received, the previous contents of the
     memory."""
-    expected = by_one_process(*equality.build(kind, 0), assigns)
-    for ours in run_in_memory(by_a_rank, 2, strategy, kind, assigns):
+    run, made = equality.run_of(kind, num_steps=NUM_STEPS), equality.made(strategy, 2)
+    expected = by_one_process(run, partial(alone, assigns))
+    for ours in run_in_memory(by_a_rank, 2, run, made, partial(take, assigns)):
         assert difference(ours, expected) < equality.TOLERANCE

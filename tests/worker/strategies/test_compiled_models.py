@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import generation_of, take_step, use_group
+from support.collectives.strategy_runs import generation_of, take_step, use_group, weights_of
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.processes.ranks import Rank, Ranks
+from support.training import equality
 from support.training.elastic_bodies import CountingCompiler
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -26,8 +27,6 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
-
-from . import test_equality as equality
 
 STRATEGIES: dict[str, Callable[[], SynchronousStrategy]] = {
     "ddp": shoal.DDP,
@@ -70,7 +69,7 @@ def _lived(
         strategy.enter(generation_of(members, members[rank], number=number, states=states))
         for _ in range(5):
             take(loader.synchronous(strategy.step, 0, 1))
-        weights = {key: tensor.clone() for key, tensor in strategy.state_dict().items()}
+        weights = weights_of(strategy)
         strategy.abandon()
         found.append(compiler.num_graphs)
     strategy.close()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.collectives.strategy_runs import StepOptions, by_a_rank, by_one_process, difference
 from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.processes.ranks import Ranks
+from support.training import equality
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -24,8 +25,6 @@ from shoal.strategies.layout.fsdp import FSDP
 from shoal.torch_private.fsdp import fsdp_parameters
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
-
-from . import test_equality as equality
 
 OFFLOADED: dict[str, Callable[[], FSDP]] = {
     "fsdp": partial(shoal.FSDP, cpu_offload=True, min_group_bytes=200, copies=0),

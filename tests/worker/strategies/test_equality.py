@@ -4,47 +4,20 @@ The members' shares of a batch differ in size, as do their parts of each paramet
 parameter gets no gradient. Local SGD is compared with replicas in `local_sgd/test_strategy`.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from support.collectives.strategy_runs import (
-    Run,
     StepOptions,
     by_a_rank,
     by_one_process,
     difference,
 )
+from support.training.equality import TOLERANCE, WORLDS, build, made, run_of
 from torch import Tensor, nn
 
-import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader
-from shoal.data.order import Order
-from shoal.strategies.base import Strategy
-
-TOLERANCE = 1e-5
-"""Limit for fp32; only the order of additions differs."""
-NUM_SAMPLES = 47
-
-
-class Net(nn.Module):
-    """A model of indivisible widths, one of them below the number of ranks, and with an unused
-    parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh()),
-            *(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)),
-        )
-        self.idle = nn.Parameter(torch.ones(5))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layers(inputs)
-        return outputs
 
 
 class InHalf(nn.Module):
@@ -58,65 +31,6 @@ class InHalf(nn.Module):
         halves = {name: p.bfloat16() for name, p in self.model.named_parameters()}
         outputs: Tensor = torch.func.functional_call(self.model, halves, (inputs.bfloat16(),))
         return outputs.float()
-
-
-def build(optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, generator = Net(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    if optimizer == "adamw":
-        return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def loader() -> Loader:
-    """Return batches of 10 and, at the end of an epoch, of 7."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
-    order = Order(num_samples=NUM_SAMPLES, global_batch_size=10, num_epochs=20)
-    return Loader((inputs, (inputs.sum(1) > 0).long()), order)
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs.float(), targets)
-
-
-def run_of(optimizer: str, **options: object) -> Run:
-    return Run(build=partial(build, optimizer), loader=loader, loss=loss, **options)  # type: ignore[arg-type]
-
-
-# torch's DDP needs an option for parameters that may get no gradient.
-STRATEGIES: Mapping[str, Callable[..., Strategy]] = {
-    "ddp": partial(shoal.DDP, find_unused_parameters=True),
-    "zero1": partial(shoal.Zero1, find_unused_parameters=True, copies=0),
-    "zero2": partial(shoal.Zero2, copies=0),
-    "fsdp": partial(shoal.FSDP, min_group_bytes=200, copies=0),
-    "hsdp": partial(shoal.HSDP, shard=2, min_group_bytes=200, copies=0),
-    "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
-    "fsdp-tensor": partial(
-        shoal.FSDPTensor, tensor=2, min_split_bytes=0, min_group_bytes=200, copies=0
-    ),
-    "pipeline": partial(shoal.Pipeline, copies=0),
-    "hybrid": partial(shoal.Hybrid, min_split_bytes=0, copies=0),
-}
-TWO_DIMENSIONS = ("hsdp", "fsdp-tensor")
-WORLDS = [
-    # Two by two come first: with other small world sizes these are like "fsdp".
-    ("hsdp", 4),
-    ("fsdp-tensor", 4),
-    *((n, size) for n in STRATEGIES if n not in TWO_DIMENSIONS for size in (2, 3, 4)),
-    *(("fsdp-tensor", 2), ("hsdp", 6), ("fsdp-tensor", 6), ("hybrid", 8)),
-]
-MESHES = {2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
-"""Stages, copies and splits of "hybrid", by world size."""
-
-
-def made(strategy: str, world_size: int, **options: str) -> Callable[[], Strategy]:
-    sizes: dict[str, int] = {}
-    if strategy == "hybrid":
-        sizes = dict(zip(("pipeline", "data", "tensor"), MESHES[world_size], strict=True))
-    return partial(STRATEGIES[strategy], **sizes, **options)
 
 
 @pytest.mark.sampled()

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives.strategy_runs import Run, by_a_rank, by_one_process, difference
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 
 import shoal
@@ -53,15 +55,12 @@ def contrastive(features: Tensor, others: Tensor) -> Tensor:
 
 def build(_: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    draw_parameters(model, 0)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def loader() -> Loader:
-    inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    inputs, _ = equality.samples(24)
     order = Order(num_samples=24, global_batch_size=12, num_epochs=4)
     return Loader((inputs, inputs[:, :4]), order)
 

@@ -18,16 +18,18 @@ from support.collectives.strategy_runs import (
     StepOptions,
     by_a_rank,
     difference,
+    enter,
     entered,
     take_step,
+    weights_of,
 )
 from support.models import tensor_models, tied_models
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader
-from shoal.data.order import Order
 from shoal.membership.generation import Generation
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -36,21 +38,8 @@ from shoal_proto.errors import GenerationBroken
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    draw_parameters(model, seed)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def loader() -> Loader:
-    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-    targets = (inputs.sum(1) > 0).long()
-    return Loader((inputs, targets), Order(num_samples=40, global_batch_size=10, num_epochs=9))
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs.float(), targets)
 
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
@@ -91,8 +80,8 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
     """The weights are bit for bit those of a group whose collectives end when they are done."""
     run = Run(
         build=build,
-        loader=loader,
-        loss=loss,
+        loader=equality.loader,
+        loss=equality.loss,
         num_steps=8,
         step_options=StepOptions(max_norm=0.1) if clips else StepOptions(),
     )
@@ -108,7 +97,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
 def test_nothing_is_read_before_it_has_arrived_in_groups_of_some_ranks(strategy: str) -> None:
     """The groups are the ranks of a copy, of the same rows and of a layer, and neighbouring
     stages."""
-    run = Run(build=build, loader=loader, loss=loss, num_steps=4)
+    run = Run(build=build, loader=equality.loader, loss=equality.loss, num_steps=4)
     expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
     with late_groups():
         late = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy], timeout_s=20.0)
@@ -146,7 +135,7 @@ def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) ->
 def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[int, bool]:
     """Return the number of steps committed by a rank whose group is cut in the second step, on rank
     0; and True if the rank then has a state to offer."""
-    run = Run(build=build, loader=loader, loss=loss)
+    run = Run(build=build, loader=equality.loader, loss=equality.loss)
     group, armed = LateRunGroup(), [False]
 
     def cut(*_: object) -> None:
@@ -156,16 +145,16 @@ def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[in
     def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
         if where == "in the passes":
             cut()
-        return loss(outputs, targets)
+        return equality.loss(outputs, targets)
 
-    share = entered(run, strategy, group)
+    rank = enter(run, strategy, group)
     if where == "in the update":
-        strategy._optimizer.register_step_post_hook(cut)  # type: ignore[attr-defined]
-    batches = loader()
-    take_step(strategy, batches.synchronous(0, *share), loss_function)
+        rank.optimizer.register_step_post_hook(cut)
+    batches = equality.loader()
+    take_step(strategy, batches.synchronous(0, *rank.share), loss_function)
     armed[0] = True
     with contextlib.suppress(GenerationBroken, dist.DistError):
-        take_step(strategy, batches.synchronous(1, *share), loss_function)
+        take_step(strategy, batches.synchronous(1, *rank.share), loss_function)
     return strategy.step, strategy._transaction.snapshot.is_whole
 
 
@@ -204,17 +193,17 @@ def round_of_a_cut_member(made: Callable[[], Strategy]) -> tuple[int, str, bool]
     """Run a round of two steps, with the group cut in the second one, on rank 0. Returns the
     step agreed on last, the error at the round's end, and True if the rank then has its initial
     weights."""
-    run = Run(build=build, loader=loader, loss=loss)
+    run = Run(build=build, loader=equality.loader, loss=equality.loss)
     group, armed, strategy, raised = LateRunGroup(), [False], made(), ""
     assert isinstance(strategy, shoal.LocalSGD)
 
     def loss_function(outputs: Tensor, targets: Tensor) -> Tensor:
         if armed[0] and dist.get_rank() == 0:
             group.cut("the test said so")
-        return loss(outputs, targets)
+        return equality.loss(outputs, targets)
 
-    share, batches = entered(run, strategy, group), loader()
-    first = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    share, batches = entered(run, strategy, group), equality.loader()
+    first = weights_of(strategy)
     take_step(strategy, batches.synchronous(0, *share), loss_function)
     armed[0] = True
     try:
@@ -252,8 +241,8 @@ def test_a_bring_up_that_was_cut_on_the_device_brings_no_state(strategy: str) ->
 
         made._bring_up = bring_up  # type: ignore[method-assign]
         with pytest.raises(GenerationBroken):
-            entered(Run(build=build, loader=loader, loss=loss), made, group)
-        return made._has_state
+            entered(Run(build=build, loader=equality.loader, loss=equality.loss), made, group)
+        return made.has_state
 
     with late_groups():
         assert run_in_memory(body, 2) == [False, False]

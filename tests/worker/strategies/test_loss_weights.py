@@ -3,10 +3,19 @@ all tokens of the global batch, however these are distributed over members."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from support.collectives.strategy_runs import difference, entered
+from support.collectives.strategy_runs import (
+    Rank,
+    StepOptions,
+    by_a_rank,
+    by_one_process,
+    difference,
+    entered,
+)
+from support.training import equality
 from torch import Tensor, nn
 
 import shoal
@@ -17,8 +26,6 @@ from shoal.session.micro_batches import MicroBatches, loss_to_backward
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
-
-from . import test_equality as equality
 
 TOLERANCE = 1e-5
 NUM_STEPS = 12
@@ -39,8 +46,7 @@ class Padded(Loader):
 
 
 def loader() -> Loader:
-    plain = equality.loader()
-    return Padded(plain._dataset, plain.order)
+    return Padded(equality.samples(), equality.loader().order)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -55,36 +61,29 @@ def masked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (each * mask).sum() / mask.sum()
 
 
-def step_by_tokens(
-    strategy: Strategy, batch: Batch, num_parts: int, max_norm: float, loss: LossFunction
-) -> None:
-    strategy.begin_step()
-    of_step = MicroBatches(strategy, batch, 100)
-    for part in of_step.parts(batch, num_parts):
-        of_step.begin_pass(by_weight=True)
-        found = loss(strategy.module(part.inputs), part.targets)
-        num_tokens = of_step.counted((part.targets != IGNORED).sum())
-        with loss_to_backward(found, num_tokens) as counts:
-            strategy.backward_by_weight(counts, num_tokens)
-    if math.isfinite(max_norm):
-        strategy.clip_grad_norm(max_norm)
-    strategy.end_step(lambda: None)
+RUN = replace(equality.run_of("sgd", num_steps=NUM_STEPS), loader=loader, loss=loss)
 
 
 def by_tokens(
     made: Callable[[], Strategy], num_parts: int, max_norm: float, loss: LossFunction = loss
 ) -> dict[str, Tensor]:
     """Return the weights of a rank after training."""
-    strategy = made()
-    assert isinstance(strategy, SynchronousStrategy)
-    share = entered(equality.run_of("sgd"), strategy)
-    batches = loader()
-    for step in range(NUM_STEPS):
-        batch = batches.synchronous(step, *share)
-        step_by_tokens(strategy, batch, num_parts, max_norm, loss)
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
-    strategy.close()
-    return weights
+
+    def take(rank: Rank, batch: Batch) -> None:
+        strategy = rank.strategy
+        strategy.begin_step()
+        of_step = MicroBatches(strategy, batch, 100)
+        for part in of_step.parts(batch, num_parts):
+            of_step.begin_pass(by_weight=True)
+            found = loss(strategy.module(part.inputs), part.targets)
+            num_tokens = of_step.counted((part.targets != IGNORED).sum())
+            with loss_to_backward(found, num_tokens) as counts:
+                strategy.backward_by_weight(counts, num_tokens)
+        if math.isfinite(max_norm):
+            strategy.clip_grad_norm(max_norm)
+        strategy.end_step(lambda: None)
+
+    return by_a_rank(RUN, made, take)
 
 
 @pytest.mark.sampled()
@@ -99,7 +98,7 @@ def by_tokens(
 def test_each_token_counts_alike(
     strategy: str, world_size: int, max_norm: float, num_parts: int
 ) -> None:
-    expected = by_tokens_alone(max_norm)
+    expected = by_one_process(replace(RUN, step_options=StepOptions(max_norm=max_norm)))
     made = equality.made(strategy, world_size)
     for ours in run_in_memory(by_tokens, world_size, made, num_parts, max_norm):
         assert difference(ours, expected) < TOLERANCE
@@ -109,22 +108,9 @@ def test_each_token_counts_alike(
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
 def test_a_loss_over_no_tokens_counts_for_nothing(strategy: str) -> None:
     world_size = 2 if strategy == "tensor" else 3
-    made, expected = equality.made(strategy, world_size), by_tokens_alone(math.inf)
+    made, expected = equality.made(strategy, world_size), by_one_process(RUN)
     for ours in run_in_memory(by_tokens, world_size, made, 3, math.inf, masked_loss):
         assert difference(ours, expected) < TOLERANCE
-
-
-def by_tokens_alone(max_norm: float) -> dict[str, Tensor]:
-    """Return the weights of one process, trained on whole batches."""
-    model, optimizer = equality.build("sgd", 0)
-    batches = loader()
-    for step in range(NUM_STEPS):
-        batch = batches.synchronous(step, 0, 1)
-        optimizer.zero_grad()
-        loss(model(batch.inputs), batch.targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:

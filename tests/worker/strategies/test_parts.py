@@ -18,6 +18,8 @@ from support.collectives.strategy_runs import (
     entered,
     take_step,
 )
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,8 +28,6 @@ from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import UnequalPasses
-
-from . import test_equality as equality
 
 TOLERANCE = 1e-5
 CUT = (3, 3, 1, 4, 4)
@@ -70,11 +70,9 @@ class Recomputed(nn.Module):
 
 
 def recomputed(seed: int, *, keeps: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, generator = Recomputed(), torch.Generator().manual_seed(seed)
+    model = Recomputed()
     model.keeps = keeps
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    draw_parameters(model, seed)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 

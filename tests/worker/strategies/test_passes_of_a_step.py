@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import difference, generation_of, use_group
+from support.collectives.strategy_runs import Rank, Run, by_a_rank, by_one_process, difference
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader
-from shoal.data.order import Order
-from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal.data.batches import Batch, Loader
 from shoal_proto.errors import InvalidSpec
 
 TOLERANCE = 1e-10
-NUM_SAMPLES, BATCH, NUM_STEPS, WORLD_SIZE = 47, 10, 12, 3
+NUM_STEPS, WORLD_SIZE = 12, 3
 
 
 @dataclass
@@ -115,51 +115,32 @@ SOME: tuple[Passes, ...] = (two_heads, one_loss, unseen)
 ALL: tuple[Passes, ...] = (two_losses, reentrant, again, penalised)
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    # Ranks are threads, which share torch's own generator.
-    model, generator = Net().double(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+def build(_: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net().double()
+    draw_parameters(model, 0)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 def loader() -> Loader:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
-    order = Order(num_samples=NUM_SAMPLES, global_batch_size=BATCH, num_epochs=20)
-    return Loader((inputs, inputs.sum(1, keepdim=True)), order)
+    inputs = equality.samples()[0].double()
+    return Loader((inputs, inputs.sum(1, keepdim=True)), equality.loader().order)
 
 
-def by_one_process(passes: Passes) -> dict[str, Tensor]:
-    model, optimizer = made()
-    for step in range(NUM_STEPS):
-        batch = loader().synchronous(step, 0, 1)
-        optimizer.zero_grad()
-        for loss in passes(model, batch.inputs, batch.targets):
-            loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+RUN = Run(build=build, loader=loader, loss=square, num_steps=NUM_STEPS)
 
 
-def by_a_rank(strategy_of: Callable[[], SynchronousStrategy], passes: Passes) -> dict[str, Tensor]:
-    strategy = strategy_of()
-    use_group(strategy)
-    model, _ = strategy.distribute(*made())
-    names = [f"m{rank}" for rank in range(torch.distributed.get_world_size())]
-    generation = generation_of(names, names[torch.distributed.get_rank()])
-    strategy.enter(generation)
-    batches = loader()
-    for step in range(NUM_STEPS):
-        batch = batches.synchronous(step, *strategy.data_share(generation))
-        strategy.begin_step()
-        for loss in passes(model, batch.inputs, batch.targets):
-            strategy.backward(loss, batch.weight)
-        strategy.end_step(lambda: None)
-    strategy.finish()
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
-    strategy.close()
-    return weights
+def alone(passes: Passes, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    for loss in passes(model, batch.inputs, batch.targets):
+        loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def take(passes: Passes, rank: Rank, batch: Batch) -> None:
+    rank.strategy.begin_step()
+    for loss in passes(rank.model, batch.inputs, batch.targets):
+        rank.strategy.backward(loss, batch.weight)
+    rank.strategy.end_step(lambda: None)
 
 
 STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
@@ -171,10 +152,10 @@ STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
 def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
     """Runs with the option for parameters without a gradient, and also without it if there are
     none."""
-    expected = by_one_process(passes)
+    expected = by_one_process(RUN, partial(alone, passes))
     for unused in (True, False) if passes in ALL else (True,):
         made_of = partial(STRATEGIES[strategy], find_unused_parameters=unused)
-        for ours in run_in_memory(by_a_rank, WORLD_SIZE, made_of, passes):
+        for ours in run_in_memory(by_a_rank, WORLD_SIZE, RUN, made_of, partial(take, passes)):
             assert difference(ours, expected) < TOLERANCE
 
 
@@ -184,7 +165,7 @@ def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> No
     kind = STRATEGIES[strategy]
     text = rf"earlier pass.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):
-        run_in_memory(by_a_rank, 1, kind, in_part)
+        run_in_memory(by_a_rank, 1, RUN, kind, partial(take, in_part))
 
 
 @pytest.mark.parametrize("passes", SOME)
@@ -195,4 +176,4 @@ def test_parameters_without_a_gradient_are_named(strategy: str, passes: Passes) 
     kind = STRATEGIES[strategy]
     text = rf"saw .*heads\.\d\.weight.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):
-        run_in_memory(by_a_rank, 1, kind, passes)
+        run_in_memory(by_a_rank, 1, RUN, kind, partial(take, passes))

@@ -2,22 +2,22 @@
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.collectives.strategy_runs import generation_of, take_step
+from support.collectives.strategy_runs import generation_of, take_step, use_groups
 from support.processes.served_process import awaited
-from torch import Tensor, nn
+from support.training import equality
+from torch import nn
 
 import shoal
 from shoal.backends.network import retired
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Group, Seat
 from shoal.data.batches import Loader
-from shoal.data.order import Order
-from shoal.membership.generation import Generation
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.c10d import HashStore
 from shoal_proto.v1 import membership_pb2 as pb
@@ -38,35 +38,21 @@ class OwnStore(HashStore):
         raise AssertionError("nobody cuts a group in these tests")
 
 
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets)
-
-
 def in_use() -> tuple[int, int]:
     """Count the descriptors and threads of this process."""
     own = Path("/proc/self")
     return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
 
 
-def new_group(strategy: SynchronousStrategy, generation: Generation) -> Group:
-    seat = Seat(
-        generation=generation.number,
-        rank=0,
-        world_size=1,
-        address="127.0.0.1",
-        bring_up_s=60,
-        collective_s=60,
-    )
-    group = GlooBackend().group(seat, OwnStore())
-    strategy._generation_group._group = group
-    return group
+def new_group(seat: Seat) -> Group:
+    return GlooBackend().group(replace(seat, bring_up_s=60, collective_s=60), OwnStore())
 
 
 def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: Loader) -> None:
     states = {"m0": pb.STATE_ACTION_KEEP} if number > 1 else None
     strategy.enter(generation_of(["m0"], "m0", number, states))
     for _ in range(2):
-        take_step(strategy, batches.synchronous(strategy.step, 0, 1), loss)
+        take_step(strategy, batches.synchronous(strategy.step, 0, 1), equality.loss)
     strategy.abandon()
     assert retired.free_now(30)  # all of them are idle
 
@@ -77,12 +63,10 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
     """Python's garbage collector is disabled: its time is unpredictable."""
     strategy = STRATEGIES[name]()
-    strategy._new_group = partial(new_group, strategy)  # type: ignore[method-assign]
+    use_groups(strategy, new_group)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
     strategy.distribute(model, torch.optim.AdamW(model.parameters()))
-    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-    order = Order(num_samples=40, global_batch_size=10, num_epochs=9)
-    batches = Loader((inputs, (inputs.sum(1) > 0).long()), order)
+    batches = equality.loader()
     gc.collect()
     gc.disable()
     try:

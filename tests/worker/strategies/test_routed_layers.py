@@ -9,9 +9,9 @@ from support.collectives.strategy_runs import Run, entered, take_step
 from support.models.left_out_layers import refused_to
 from support.models.seeding import seeded
 from support.processes.worlds import run_on_gloo
+from support.training import equality
 from torch import Tensor, nn, tanh
 from torch.optim import SGD, Optimizer
-from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.layout.fsdp import FSDP, HSDP, Zero2

@@ -4,9 +4,10 @@ import pickle
 
 import pytest
 import torch
-from support.collectives.strategy_runs import entered
-from worker.strategies import test_equality as equality
+from support.collectives.strategy_runs import enter
+from support.training import equality
 
+import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal_proto.errors import InvalidSpec
@@ -18,8 +19,7 @@ def shown_to_script(name: str) -> None:
     """Check what a rank gives to a script that saves only on that rank."""
     strategy = equality.made(name, WORLD_SIZE)()
     assert isinstance(strategy, ShardedStrategy)
-    entered(equality.run_of("sgd"), strategy)
-    model = strategy._proxy
+    model = enter(equality.run_of("sgd"), strategy).model
     if name == "zero1":
         state = model.state_dict()
         assert set(state) == set(strategy.state_dict())
@@ -41,9 +41,8 @@ def test_a_script_that_saves_its_model_saves_the_whole_or_is_refused(name: str) 
 
 def test_a_model_that_stays_whole_may_be_saved() -> None:
     def body() -> list[str]:
-        strategy = equality.shoal.TensorParallel(copies=0)
-        entered(equality.run_of("sgd"), strategy)
-        return list(strategy._proxy.state_dict())
+        strategy = shoal.TensorParallel(copies=0)
+        return list(enter(equality.run_of("sgd"), strategy).model.state_dict())
 
     for names in run_in_memory(body, WORLD_SIZE):
         assert names == list(equality.build("sgd", 0)[0].state_dict())

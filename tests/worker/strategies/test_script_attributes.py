@@ -3,10 +3,11 @@ modules are new. Buffers that no state holds may not change in a step."""
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Run, entered, generation_of, take_step
+import torch.distributed as dist
+from support.collectives.strategy_runs import Run, enter, entered, generation_of, take_step
 from support.models.seeding import seeded
+from support.training import equality
 from torch import Tensor, nn
-from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.module_proxy import unwrap_proxy
@@ -69,19 +70,18 @@ def of(kind: type[nn.Module]) -> Run:
 def through_two_generations(strategy_name: str) -> None:
     strategy = equality.made(strategy_name, 2)()
     assert isinstance(strategy, ShardedStrategy)
-    share = entered(of(Scaled), strategy)
-    model, batch = strategy._proxy, equality.loader().synchronous(0, *share)
+    _, model, _, share = enter(of(Scaled), strategy)
+    batch = equality.loader().synchronous(0, *share)
     before = model.get_submodule("drop")
     take_step(strategy, batch, equality.loss)
     model.scale = 0.25
     before.p = 0.125
     model.limits.fill_(2.0)
     hidden = model.hidden
-    rank = strategy._layout().world.rank
     strategy.abandon()
     names = ["m0", "m1"]
     kept = dict.fromkeys(names, pb.STATE_ACTION_KEEP)
-    strategy.enter(generation_of(names, names[rank], 2, kept))
+    strategy.enter(generation_of(names, names[dist.get_rank()], 2, kept))
     after = model.get_submodule("drop")
     assert after is not before
     assert (after.p, model.scale) == (0.125, 0.25)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Run, entered
+from support.collectives.strategy_runs import Run, enter, entered, weights_of
 from support.models import followed_weights
+from support.models.small_layers import LimitedRows
 from support.processes.ranks import Ranks
+from support.training import equality
 from support.training.elastic_bodies import Elastic
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,8 +24,6 @@ from shoal.strategies.layout.sharded import ShardedStrategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, StateLost
-
-from . import test_equality as equality
 
 WORLDS = [
     *((name, 2) for name in ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")),
@@ -112,7 +112,9 @@ class Member:
         strategy = equality.made(name, world_size, **options)()
         assert isinstance(strategy, SynchronousStrategy)
         self.strategy = strategy
-        self._share = entered(run(), strategy)
+        self.shown: nn.Module
+        """Model as the script has it."""
+        self.shown, self.optimizer, self._share = enter(run(), strategy)[1:]
         self._batches = equality.loader()
 
     def compute(self, writes: Writes, *, first: bool = False) -> None:
@@ -126,18 +128,12 @@ class Member:
         if not first:
             writes(self.shown)
 
-    @property
-    def shown(self) -> nn.Module:
-        """Model as the script has it."""
-        proxy: nn.Module = getattr(self.strategy, "_proxy", None) or self.strategy._model  # type: ignore[attr-defined]
-        return proxy
-
     def step(self, writes: Writes) -> None:
         self.compute(writes)
         self.strategy.end_step(lambda: None)
 
     def state(self) -> dict[str, Tensor]:
-        return {key: tensor.clone() for key, tensor in self.strategy.state_dict().items()}
+        return weights_of(self.strategy)
 
 
 def undone(
@@ -204,7 +200,7 @@ def kept_of_a_failed_update(name: str) -> bool:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    vars(member.strategy)["_optimizer"].step = fail
+    member.optimizer.step = fail  # type: ignore[method-assign,assignment]
     with pytest.raises(RuntimeError, match="out of memory"):
         member.strategy.end_step(lambda: None)
     member.strategy.abandon()
@@ -266,14 +262,12 @@ def restart(optimizer: Optimizer) -> None:
 
 
 def of_optimizer(member: Member, writes: Callable[[Optimizer], None]) -> Writes:
-    strategy = member.strategy
-    assert hasattr(strategy, "_optimizer")
-    return lambda _: writes(strategy._optimizer)
+    return lambda _: writes(member.optimizer)
 
 
 def state_of(member: Member) -> list[Tensor]:
     """Return the optimizer's state, in the order of its parameters; one of them is never used."""
-    optimizer = vars(member.strategy)["_optimizer"]
+    optimizer = member.optimizer
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     assert not optimizer.state.keys() - set(parameters)
     states = [optimizer.state[each] for each in parameters if optimizer.state.get(each)]
@@ -371,23 +365,12 @@ def test_writes_to_gathered_weights_are_refused(
         run_in_memory(written_in_forward, world_size, strategy, world_size, past_count)
 
 
-class Limited(nn.Module):
-    """A layer that looks up rows with limited norms, by the function of torch's embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 4))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return nn.functional.embedding(rows, self.weight, max_norm=0.1)
-
-
 def embedded(name: str) -> None:
     """Take a step of a model with an embedding that limits the norms of its rows."""
 
     def build(seed: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(seed)
-        model = nn.Sequential(Limited(), nn.Flatten(), nn.Linear(12, 5))
+        model = nn.Sequential(LimitedRows(), nn.Linear(12, 5))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     strategy = equality.made(name, 2)()

@@ -6,15 +6,23 @@ from functools import partial
 
 import pytest
 import torch
-from support.collectives.strategy_runs import Run, difference, entered
+from support.collectives.strategy_runs import (
+    Rank,
+    Run,
+    by_a_rank,
+    by_one_process,
+    difference,
+    enter,
+)
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data.batches import Loader
-from shoal.data.order import Order
+from shoal.data.batches import Batch, Loader
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.step_context import StepContext, set_current
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -56,20 +64,17 @@ class Net(nn.Module):
 
 
 def build(seed: int) -> tuple[nn.Module, Optimizer]:
-    model, generator = Net().double(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    model = Net().double()
+    draw_parameters(model, seed)
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def loader() -> Loader:
-    inputs = torch.randn(47, 6, generator=torch.Generator().manual_seed(1)).double()
-    order = Order(num_samples=47, global_batch_size=10, num_epochs=20)
-    return Loader((inputs, (inputs.sum(1) > 0).long()), order)
+    inputs, targets = equality.samples()
+    return Loader((inputs.double(), targets), equality.loader().order)
 
 
-RUN = Run(build=build, loader=loader, loss=cross_entropy)
+RUN = Run(build=build, loader=loader, loss=cross_entropy, num_steps=NUM_STEPS)
 
 
 @torch.no_grad()
@@ -79,41 +84,30 @@ def clamp(optimizer: Optimizer) -> None:
             parameter.grad.clamp_(-BOUND, BOUND)
 
 
-def by_one_process(passes: Sequence[int]) -> dict[str, Tensor]:
-    model, optimizer = build(0)
-    for step in range(NUM_STEPS):
-        batch = loader().synchronous(step, 0, 1)
-        optimizer.zero_grad()
-        for _ in range(max(1, passes[step % len(passes)])):
-            cross_entropy(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
-            clamp(optimizer)
-        optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+def alone(passes: Sequence[int], model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    for _ in range(max(1, passes[batch.step % len(passes)])):
+        cross_entropy(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        clamp(optimizer)
+    optimizer.step()
 
 
-def by_a_rank(made: Callable[[], SynchronousStrategy], passes: Sequence[int]) -> dict[str, Tensor]:
-    strategy = made()
-    share = entered(RUN, strategy)
-    optimizer = strategy._optimizer  # type: ignore[attr-defined]
-    for step in range(NUM_STEPS):
-        batch, num = loader().synchronous(step, *share), passes[step % len(passes)]
-        strategy.begin_step()
-        of_step = MicroBatches(strategy, batch, 1 << 30)
-        set_current(StepContext(parts=of_step))
-        for part in batch.parts(-num) if num < 0 else [batch] * num:
-            fraction = of_step.begin_pass() if num < 0 else 1.0
-            weighed = scaled(cross_entropy, fraction)
-            strategy.forward_backward(part.inputs, part.targets, weighed, batch.weight)
-            if num > 0:
-                clamp(optimizer)
-        if num < 0:
+def take(passes: Sequence[int], rank: Rank, batch: Batch) -> None:
+    strategy, optimizer = rank.strategy, rank.optimizer
+    num = passes[batch.step % len(passes)]
+    strategy.begin_step()
+    of_step = MicroBatches(strategy, batch, 1 << 30)
+    set_current(StepContext(parts=of_step))
+    for part in batch.parts(-num) if num < 0 else [batch] * num:
+        fraction = of_step.begin_pass() if num < 0 else 1.0
+        weighed = scaled(cross_entropy, fraction)
+        strategy.forward_backward(part.inputs, part.targets, weighed, batch.weight)
+        if num > 0:
             clamp(optimizer)
-        set_current(StepContext())
-        strategy.end_step(lambda: None)
-    strategy.finish()
-    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
-    strategy.close()
-    return weights
+    if num < 0:
+        clamp(optimizer)
+    set_current(StepContext())
+    strategy.end_step(lambda: None)
 
 
 WORLDS: list[tuple[str, int, Callable[[], SynchronousStrategy]]] = [
@@ -152,8 +146,8 @@ def test_gradients_that_a_script_clamps_are_those_of_the_whole_batch(
     they were each copy's own, stages had their own part for a shared weight, and members that
     spread positions had summands. If clamped, or used by sharpness-aware minimisation, they trained
     something else."""
-    expected = by_one_process(passes)
-    for ours in run_in_memory(by_a_rank, world_size, made, passes):
+    expected = by_one_process(RUN, partial(alone, passes))
+    for ours in run_in_memory(by_a_rank, world_size, RUN, made, partial(take, passes)):
         assert difference(ours, expected) < 1e-12
 
 
@@ -161,19 +155,20 @@ def test_a_layer_of_which_a_member_would_get_nothing_stays_whole() -> None:
     """Regression: 5 outputs over 4 members are 2, 2, 1 and none, and the last member ended with
     torch's RuntimeError about an empty tensor, in each generation."""
     made = partial(shoal.FSDPTensor, tensor=4, min_split_bytes=0, copies=0)
-    expected = by_one_process(PASSES["one pass"])
-    for ours in run_in_memory(by_a_rank, 4, made, PASSES["one pass"]):
+    once = PASSES["one pass"]
+    expected = by_one_process(RUN, partial(alone, once))
+    for ours in run_in_memory(by_a_rank, 4, RUN, made, partial(take, once)):
         assert difference(ours, expected) < 1e-12
 
 
 def penalised(made: Callable[[], SynchronousStrategy]) -> str:
     """Return a rank's refusal of a penalty on weights that is a backward pass of its own."""
     strategy = made()
-    share = entered(RUN, strategy)
-    batch = loader().synchronous(0, *share)
+    rank = enter(RUN, strategy)
+    batch = loader().synchronous(0, *rank.share)
     strategy.begin_step()
     strategy.forward_backward(batch.inputs, batch.targets, cross_entropy, batch.weight)
-    weight = strategy._optimizer.param_groups[0]["params"][0]  # type: ignore[attr-defined]
+    weight = rank.optimizer.param_groups[0]["params"][0]
     with pytest.raises(InvalidSpec) as refusal:
         strategy.backward(weight.square().sum(), batch.weight)
     strategy.close()

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, by_a_rank, entered, take_step
+from support.collectives.strategy_runs import Run, by_a_rank, entered, take_step, weights_of
 from torch import Tensor, nn
 
 import shoal
@@ -52,10 +52,10 @@ def shown(made: Callable[[], Strategy]) -> tuple[dict[str, Tensor], dict[str, Te
     rank, share = dist.get_rank(), entered(RUN, strategy)
     for step in range(RUN.num_steps):
         take_step(strategy, loader().synchronous(step, *share), RUN.loss)
-    found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    found = weights_of(strategy)
     with torch.no_grad():
         strategy.module(torch.full((3, 5), float(rank)))
-    later = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    later = weights_of(strategy)
     strategy.finish()
     strategy.close()
     return found, later

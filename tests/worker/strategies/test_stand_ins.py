@@ -242,7 +242,7 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
     batch = Loader((SAMPLES[:, 0].repeat(2),), order).synchronous(0, 0, 1)
     model = nn.Linear(1, 1)
     strategy: Any = shoal.LocalSGD()
-    strategy._model = model
+    strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # There is no generation in which members could vote on a part.
     strategy.begin_part = lambda index, num_parts: None
     randomness.seed_torch(1, 2, 3)

@@ -11,12 +11,13 @@ from functools import partial
 import pytest
 import torch
 from support.collectives.generations import WAIT_S, JobRun, Lost, Member
-from support.collectives.strategy_runs import Run, difference
+from support.collectives.strategy_runs import Run, by_one_process, difference
+from support.models.seeding import draw_parameters
+from support.training import equality
 from torch import Tensor, nn
 
 import shoal
-from shoal.data.batches import Loader
-from shoal.data.order import Order
+from shoal.data.batches import Batch
 from shoal_proto.errors import GenerationBroken, StateLost
 
 TOLERANCE = 1e-6
@@ -26,24 +27,11 @@ LATE_STEP = 4
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    draw_parameters(model, 0)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def loader() -> Loader:
-    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-    targets = (inputs.sum(1) > 0).long()
-    return Loader((inputs, targets), Order(num_samples=40, global_batch_size=10, num_epochs=9))
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets)
-
-
-RUN = Run(build=build, loader=loader, loss=loss, num_steps=8)
+RUN = Run(build=build, loader=equality.loader, loss=equality.loss, num_steps=8)
 
 
 def drop(model: nn.Module, layer: str, step: int) -> None:
@@ -56,14 +44,14 @@ def drop(model: nn.Module, layer: str, step: int) -> None:
 
 def alone(layer: str = "") -> dict[str, Tensor]:
     """Return the weights that one process trains to."""
-    model, optimizer = build(0)
-    for step in range(RUN.num_steps):
-        batch = loader().synchronous(step, 0, 1)
+
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
         optimizer.zero_grad()
-        loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
-        drop(model, layer, step)
+        equality.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        drop(model, layer, batch.step)
         optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    return by_one_process(RUN, take)
 
 
 def zero1(copies: int = 1) -> shoal.Zero1:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.collectives.strategy_runs import Run, entered, take_step
+from support.training import equality
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +27,6 @@ from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.amp import scale_of, scaler_state
-
-from . import test_equality as equality
 
 WAITS = {
     torch.ops.aten._local_scalar_dense.default,

@@ -100,14 +100,8 @@ def test_only_bytes_that_hold_something_of_a_slice_are_needed() -> None:
 
 
 def test_a_module_takes_a_version_that_other_ranks_cut() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, shape in SHAPES.items():
-                self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
     raw, segments = published(1, 5)
-    model = Model()
+    model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     Installation(VersionLayout(raw), model).write(segments)
     assert all(torch.equal(each, values(name)) for name, each in model.state_dict().items())
 

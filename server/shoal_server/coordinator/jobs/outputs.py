@@ -87,7 +87,8 @@ class OutputsService(OutputsServicer):
         self._serving: dict[MemberKey, list[_Launcher]] = {}
         """Launchers that serve each member, the newest last: after a reconnect, the launcher's
         earlier stream may still be open."""
-        self._num_served = 0
+        self.num_served = 0
+        """Number of members whose outputs launchers serve."""
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""
         self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
@@ -100,7 +101,7 @@ class OutputsService(OutputsServicer):
     ) -> AsyncIterator[pb.OutputWanted]:
         self._registry.require_leading()
         _check(request)
-        if self._num_served + len(request.members) > MAX_SERVED:
+        if self.num_served + len(request.members) > MAX_SERVED:
             raise Overloaded("too many members' outputs are served", expected=f"{MAX_SERVED}")
         launcher = _Launcher(
             host=request.host,
@@ -111,13 +112,13 @@ class OutputsService(OutputsServicer):
         members = [(request.job, member_id) for member_id in launcher.secrets]
         for member in members:
             self._serving.setdefault(member, []).append(launcher)
-        self._num_served += len(members)
+        self.num_served += len(members)
         try:
             yield pb.OutputWanted()
             while (wanted := await launcher.wanted.get()) is not None:
                 yield wanted
         finally:
-            self._num_served -= len(members)
+            self.num_served -= len(members)
             for member in members:
                 self._remove(member, launcher)
             for pending in self._pending.values():

@@ -45,7 +45,7 @@ def launcher(
 async def launched(world: Served, **named: str) -> AsyncIterator[OutputTail]:
     """Connect a launcher in a thread, and wait until the coordinator has its stream."""
     made = launcher(world, **named)  # type: ignore[arg-type]
-    before = world.coordinator.view.outputs._num_served
+    before = world.coordinator.view.outputs.num_served
     tail = await asyncio.to_thread(made.__enter__)
     try:
         await until_served(world, before + 1)
@@ -57,7 +57,7 @@ async def launched(world: Served, **named: str) -> AsyncIterator[OutputTail]:
 async def until_served(world: Served, num_members: int) -> None:
     async with asyncio.timeout(WITHIN_S):
         while True:
-            if world.coordinator.view.outputs._num_served == num_members:
+            if world.coordinator.view.outputs.num_served == num_members:
                 return
             await asyncio.sleep(0.005)
 

@@ -1,10 +1,10 @@
 """Order of durable writes and answers, and how many changes go into one write."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from support.clusters.coordinator_world import Served, served
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_proto.errors import Fenced, NotLeader
 from shoal_proto.incarnation import new_incarnation
@@ -12,14 +12,14 @@ from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.membership.events import MemberJoined, MemberLeft
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
+from shoal_server.etcd.api import Put, absent
 from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 30.0
 SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)
 
 
-class GatedStore(MemoryStore):
+class GatedStore(HookedStore):
     """Store whose transactions wait while the gate is closed; it records the keys of each."""
 
     def __init__(self) -> None:
@@ -30,16 +30,10 @@ class GatedStore(MemoryStore):
         """Set once a transaction waits at the gate."""
         self.written: list[set[str]] = []
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
+    async def before(self, transaction: Transaction) -> None:
         self.waits.set()
         await self.gate.wait()
-        self.written.append({operation.key for operation in then})
-        return await super().transact(compares, then, otherwise)
+        self.written.append({operation.key for operation in transaction.then})
 
     def members_written(self) -> list[set[str]]:
         """Return the names of members in each transaction that has any."""

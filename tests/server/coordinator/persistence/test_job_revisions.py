@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.clusters.coordinator_world import jobs_in, served
+from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
 
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -49,7 +50,7 @@ class UnknownOutcomes(MemoryStore):
         return await super().transact(compares, then, otherwise)
 
 
-class RestartingStore(MemoryStore):
+class RestartingStore(HookedStore):
     """Store that restarts after it applied the first transaction with the job's record: that one is
     not answered, and the next is refused."""
 
@@ -58,20 +59,15 @@ class RestartingStore(MemoryStore):
         self._is_away = False
         self.was_away = False
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
+    async def before(self, transaction: Transaction) -> None:
         if self._is_away:
             self._is_away, self.was_away = False, True
             raise Unavailable("etcd restarts")
-        result = await super().transact(compares, then, otherwise)
-        if not self.was_away and any(each.key == KEY for each in then):
+
+    def after(self, transaction: Transaction, result: TransactionResult) -> None:
+        if not self.was_away and any(each.key == KEY for each in transaction.then):
             self._is_away = True
-            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
-        return result
+            raise answer_lost()
 
 
 def write(generation: int) -> JobWrite:

@@ -1,47 +1,27 @@
 """Records that etcd refuses to store stop only their own job; the leader's term continues."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from support.clusters.coordinator_world import propose, served
+from support.clusters.hooked_store import HookedStore, Transaction
 
-from shoal_client.membership.member import Member
-from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import JobQuarantined, RefusedError
-from shoal_proto.incarnation import new_incarnation
-from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
-from shoal_server.etcd.memory import MemoryStore
 
 
-class SmallStore(MemoryStore):
+class SmallStore(HookedStore):
     """Store that refuses one job's generation records, as etcd does above its limit."""
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        if any(isinstance(op, Put) and op.key.startswith(keys.generations("huge")) for op in then):
+    async def before(self, transaction: Transaction) -> None:
+        if any(each.key.startswith(keys.generations("huge")) for each in transaction.puts):
             raise RefusedError("etcd refused the request", seen="request is too large")
-        return await super().transact(compares, then, otherwise)
 
 
 async def test_only_the_job_whose_record_is_too_large_is_quarantined() -> None:
     async with served(SmallStore()) as world:
         trainers = await world.training("a", "b")
-        member = Member(
-            coordinators=[world.address],
-            spec=pb.JobSpec(job="huge", min_members=1, max_members=1, desired_members=1),
-            member_id="c",
-            incarnation=new_incarnation(),
-            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
-        )
-        client = MemberSession(member)
-        world.clients.append(client)
+        client = world.client("c", job="huge", desired=1, high=1)
         await asyncio.to_thread(client.join)
         with pytest.raises(JobQuarantined, match="request is too large"):
             await asyncio.to_thread(propose, client)

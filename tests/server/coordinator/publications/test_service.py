@@ -10,6 +10,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 import pytest
+from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
 from support.clusters.segment_stores import SegmentStore
 
 from shoal_client.cli import parse
@@ -45,37 +46,32 @@ from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.publications.limits import HELD_S
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, created_at
+from shoal_server.etcd.api import Compare, Delete, Put, TransactionResult, created_at
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.rpc import bind, new_server
 
 SERIES = "rl/policy"
 T = TypeVar("T")
 
 
-class Store(MemoryStore):
+class Store(HookedStore):
     """A store that may lose a write's request, or its answer after it took effect."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loses: list[str] = []
-        """Losses for the next writes: "request" or "answer"."""
+        """Losses for the next writes: "request", "answer" or none."""
+        self._lost = ""
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        is_write = any(isinstance(each, Put | Delete) for each in then)
-        lost = self.loses.pop(0) if self.loses and is_write else ""
-        if lost == "request":
+    async def before(self, transaction: Transaction) -> None:
+        is_write = any(isinstance(each, Put | Delete) for each in transaction.then)
+        self._lost = self.loses.pop(0) if self.loses and is_write else ""
+        if self._lost == "request":
             raise Unavailable("the request was lost", details={"outcome": "unknown"})
-        result = await super().transact(compares, then, otherwise)
-        if lost:
-            raise Unavailable("the answer was lost", details={"outcome": "unknown"})
-        return result
+
+    def after(self, transaction: Transaction, result: TransactionResult) -> None:
+        if self._lost:
+            raise answer_lost()
 
 
 async def without_tables(job: str, request_to: object) -> PublishedCut:

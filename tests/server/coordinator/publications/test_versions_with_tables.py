@@ -1,7 +1,7 @@
 """Versions with tables on real parameter servers."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
@@ -180,12 +180,6 @@ def rows_by_shard(rows: PublishedRows) -> dict[tuple[str, int], tuple[bytes, byt
         columns = (shard.ids[at], shard.births[at], shard.values[at])
         found["users", index] = tuple(each.contiguous().numpy().tobytes() for each in columns)
     return found  # type: ignore[return-value]
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.ranges import SampleRange
@@ -30,15 +31,14 @@ from shoal_server.coordinator.samples.stored_ledger import StoredLedger
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
-from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.api import TransactionResult
 from shoal_server.serving.rpc import bind, new_server
 
 JOB = "digits"
 NEVER_S = 3600.0
 
 
-class Store(MemoryStore):
+class Store(HookedStore):
     """A store that a test can make unavailable, or whose next write loses its answer."""
 
     def __init__(self) -> None:
@@ -46,19 +46,14 @@ class Store(MemoryStore):
         self.away = False
         self.lose_next_answer = False
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
+    async def before(self, transaction: Transaction) -> None:
         if self.away:
             raise Unavailable("etcd is away")
-        result = await super().transact(compares, then, otherwise)
-        if self.lose_next_answer and any(isinstance(each, Put) for each in then):
+
+    def after(self, transaction: Transaction, result: TransactionResult) -> None:
+        if self.lose_next_answer and transaction.puts:
             self.lose_next_answer = False
             raise DeadlineExceeded("the answer was lost", details={"outcome": "unknown"})
-        return result
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 import json
 import random
-from collections.abc import Sequence
 
 import pytest
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_proto.errors import DeadlineExceeded, JobQuarantined, RetryError, Unavailable
 from shoal_server.coordinator.samples.stored_ledger import (
@@ -15,7 +15,7 @@ from shoal_server.coordinator.samples.stored_ledger import (
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerRange, SampleRequest
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Compare, Operation, TransactionResult
+from shoal_server.etcd.api import TransactionResult
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.memory import MemoryStore
 
@@ -27,27 +27,23 @@ def stored_in(store: MemoryStore) -> StoredLedger:
     return StoredLedger(LeaderStore(store, tuple, print), JOB)
 
 
-class FailingStore(MemoryStore):
+class FailingStore(HookedStore):
     """Store that is unavailable or loses an answer at times drawn from a seed."""
 
     def __init__(self, choices: random.Random) -> None:
         super().__init__()
         self._choices = choices
+        self._drawn = 1.0
         self.fails = 0.0
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        drawn = self._choices.random()
-        if drawn < self.fails / 2:
+    async def before(self, transaction: Transaction) -> None:
+        self._drawn = self._choices.random()
+        if self._drawn < self.fails / 2:
             raise Unavailable("etcd is away")
-        result = await super().transact(compares, then, otherwise)
-        if drawn < self.fails:
+
+    def after(self, transaction: Transaction, result: TransactionResult) -> None:
+        if self._drawn < self.fails:
             raise DeadlineExceeded("the answer was lost", details={"outcome": "unknown"})
-        return result
 
 
 class Workers:

@@ -1,10 +1,11 @@
 """Acceptance of losses while etcd fails. tests/server/parameters/test_accepted_losses.py has the
 rest, with servers."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.clusters.hooked_store import HookedStore, Transaction
 
 from shoal_proto.errors import Unavailable
 from shoal_proto.v1.shards_pb2 import AcceptLossRequest
@@ -13,30 +14,22 @@ from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.core.processes import Holder
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
-from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 
 NUM_SHARDS = records.SHARDS_A_TRANSACTION + 1
 
 
-class FailingStore(MemoryStore):
+class FailingStore(HookedStore):
     """Store that makes a number of writes, and is then away."""
 
     num_left = 1000
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TransactionResult:
-        if any(isinstance(each, Put) for each in then):
+    async def before(self, transaction: Transaction) -> None:
+        if transaction.puts:
             if self.num_left == 0:
                 raise Unavailable("etcd is away")
             self.num_left -= 1
-        return await super().transact(compares, then, otherwise)
 
 
 class NoLedger:

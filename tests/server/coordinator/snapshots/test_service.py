@@ -7,13 +7,14 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from support.clusters import snapshot_cluster
 from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import ADAM, SCHEMA, Pusher, Snapshots, elements
 from support.processes.served_process import awaited
@@ -75,19 +76,10 @@ TABLE = TableSpec(
 )
 
 
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def start(
     opened: ExitStack, directory: Path, num_servers: int = 2
 ) -> tuple[ParameterServers, Snapshots]:
-    servers = opened.enter_context(ParameterServers(num_servers))
-    snapshots = Snapshots(servers, directory / "snapshots")
-    opened.callback(snapshots.close)
-    return servers, snapshots
+    return snapshot_cluster.start(opened, directory / "snapshots", num_servers)
 
 
 def pusher(opened: ExitStack, servers: ParameterServers, name: str, weight: float = 1.0) -> Pusher:
@@ -206,7 +198,7 @@ def test_a_job_restored_on_more_servers_continues_bit_for_bit(
     opened.callback(after.close)
     assert after.values == before.values
     # The member has the same incarnation: its first five pushes are known.
-    repeated = after.client.push(before._gradient)
+    repeated = after.client.push(before.gradient)
     assert repeated.duplicates == 6
     for _ in range(4):
         after.push()

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.sim.errors import fails
 from support.sim.failover import simulate_pause, simulate_slow_start, simulate_state_lost
 from support.sim.schedule import simulate
 
@@ -223,14 +225,6 @@ def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         fault(patch)
         seeds = range(first, first + MAX_SEEDS)
-        found = next((seed for seed in seeds if _fails(simulated, seed)), None)
+        found = next((seed for seed in seeds if fails(partial(simulated, seed))), None)
     assert found is not None, f"not found in {MAX_SEEDS} seeds"
     simulated(found)
-
-
-def _fails(simulated: Callable[[int], None], seed: int) -> bool:
-    try:
-        simulated(seed)
-    except AssertionError:
-        return True
-    return False

@@ -1,7 +1,7 @@
 """Decisions about the membership of a job, case by case."""
 
 import pytest
-from support.members.job_world import FIELDS, World
+from support.members.job_world import FIELDS, World, training
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
@@ -27,16 +27,6 @@ from shoal_server.core.membership.phases import (
 def world(*, desired: int = 3, low: int = 1, high: int = 8) -> World:
     spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=desired)
     return World(spec)
-
-
-def running(*names: str, high: int = 8) -> World:
-    """Return a world in which the named members train in generation 1."""
-    w = world(desired=len(names), high=high)
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    assert w.is_running()
-    return w
 
 
 def test_the_first_generation_forms_once_the_desired_number_has_proposed() -> None:
@@ -78,7 +68,7 @@ def test_too_few_members_are_refused_after_the_join_limit() -> None:
 @pytest.mark.parametrize("by_launcher", [True, False])
 def test_survivors_of_a_loss_form_the_next_generation_at_once(by_launcher: bool) -> None:
     """The break, the reports of steps and the agreement wait for no time limit."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.train(7)
     w.kill("b", seen_by_launcher=by_launcher)
     w.run(1.001)
@@ -89,7 +79,7 @@ def test_survivors_of_a_loss_form_the_next_generation_at_once(by_launcher: bool)
 
 def test_a_survivor_keeps_its_rank_if_it_still_exists() -> None:
     """b keeps rank 1; c, whose rank 2 does not exist in a world of two, takes the free rank 0."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.kill("a", seen_by_launcher=True)
     w.run(2.0)
     assert w.roster() == ["c", "b"]
@@ -97,7 +87,7 @@ def test_a_survivor_keeps_its_rank_if_it_still_exists() -> None:
 
 def test_the_survivor_with_the_highest_step_is_the_source() -> None:
     """The other survivor receives its state."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.train(5)
     w.members["c"].begun = 6
     w.kill("b", seen_by_launcher=True)
@@ -111,7 +101,7 @@ def test_the_survivor_with_the_highest_step_is_the_source() -> None:
 
 def test_a_joiner_enters_after_the_highest_step_offered() -> None:
     """All members of the old generation stop before the same step; then the new one begins."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.train(10)
     w.members["b"].begun = 11
     w.join("c")
@@ -127,7 +117,7 @@ def test_a_joiner_enters_after_the_highest_step_offered() -> None:
 
 def test_a_conflicting_joiner_is_refused_and_the_generation_runs_on() -> None:
     """The refusal names the field that differs; no generation is attempted."""
-    w = running("a", "b")
+    w = training("a", "b")
     odd = w.join("odd", {**FIELDS, "schema": "s2"})
     w.run(2.0)
     assert odd.refused is not None
@@ -173,7 +163,7 @@ def test_different_data_at_the_start_refuse_all_members() -> None:
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
     """A joiner that comes between two generations is compared with the members that trained, and it
     alone is refused."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.members["a"].paused = True  # does not report its step yet
     w.kill("c", seen_by_launcher=True)
     w.run(1.1)
@@ -264,7 +254,7 @@ def test_only_members_that_do_not_answer_a_roster_are_removed() -> None:
 
 def test_a_joiner_beyond_the_maximum_is_a_standby_and_replaces_a_lost_member() -> None:
     """The joiner takes the rank of the lost member."""
-    w = running("a", "b", high=2)
+    w = training("a", "b", high=2)
     w.join("c")
     w.run(2.0)
     assert w.roster() == ["a", "b"]
@@ -276,7 +266,7 @@ def test_a_joiner_beyond_the_maximum_is_a_standby_and_replaces_a_lost_member() -
 
 def test_a_stale_incarnation_changes_nothing() -> None:
     """A process that continues after its replacement joined is refused."""
-    w = running("a", "b")
+    w = training("a", "b")
     old = w.members["b"]
     w.join("b")
     w.run(2.0)
@@ -295,7 +285,7 @@ def test_a_stale_incarnation_changes_nothing() -> None:
 
 def test_a_replaced_process_cannot_replace_its_successor() -> None:
     """A join of an older incarnation is refused, whether it had joined before or not."""
-    w = running("a", "b")
+    w = training("a", "b")
     old = w.members["b"]
     w.join("b")
     w.run(2.0)
@@ -314,7 +304,7 @@ def test_a_replaced_process_cannot_replace_its_successor() -> None:
 
 def test_a_joiner_with_other_bounds_is_refused() -> None:
     """The refusal has the bounds that differ."""
-    w = running("a", "b")
+    w = training("a", "b")
     with pytest.raises(events.EventRefused) as refused:
         w.job.handle(
             events.MemberJoined(
@@ -330,7 +320,7 @@ def test_a_joiner_with_other_bounds_is_refused() -> None:
 
 def test_a_job_that_a_member_completed_refuses_joiners() -> None:
     """The job is finished once the last member has left."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.send(
         w.members["a"],
         events.MemberLeft(
@@ -356,7 +346,7 @@ def test_a_job_that_a_member_completed_refuses_joiners() -> None:
 def test_a_job_fails_with_its_last_member(last_failed: bool, phase: Phase) -> None:
     """A new member would find nothing left to train on, and finish the job. While another member
     trains, a failure decides nothing: that member may still finish the job."""
-    w = running("a", "b")
+    w = training("a", "b")
     for name, failed in (("a", True), ("b", last_failed)):
         assert w.job.phase is not Phase.FAILED
         member = w.members[name]
@@ -393,7 +383,7 @@ def test_a_member_in_no_generation_may_complete_the_job() -> None:
 
 def test_completion_cancels_a_planned_change_with_a_joiner() -> None:
     """The generation runs on without the joiner, which is refused as FINISHED."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.members["b"].paused = True  # does not answer the roster
     joiner = w.join("c")
     w.run(2.0)
@@ -411,7 +401,7 @@ def test_completion_cancels_a_planned_change_with_a_joiner() -> None:
 
 def test_loss_of_a_joiner_before_the_boundary_keeps_the_old_generation() -> None:
     """The new generation is committed, but not all members have stopped: it is aborted."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.members["b"].paused = True
     w.join("c")
     w.run(2.0)
@@ -437,7 +427,7 @@ def test_loss_of_a_joiner_before_the_boundary_keeps_the_old_generation() -> None
 
 def test_a_stream_that_reconnects_in_time_is_no_loss() -> None:
     """The generation runs on."""
-    w = running("a", "b")
+    w = training("a", "b")
     b = w.members["b"]
     w.send(b, events.StreamDisconnected(member_id="b", incarnation=b.incarnation))
     w.run(1.0 + w.job.limits.reconnect_s / 2)
@@ -454,7 +444,7 @@ def test_a_stream_that_reconnects_in_time_is_no_loss() -> None:
 
 def test_a_failed_collective_without_a_loss_leads_to_a_generation_of_all() -> None:
     """One member reports it; the next generation begins after the time to reconnect."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.train(4)
     a = w.members["a"]
     w.send(
@@ -471,7 +461,7 @@ def test_a_failed_collective_without_a_loss_leads_to_a_generation_of_all() -> No
 
 def test_if_all_members_report_a_failed_collective_none_waits() -> None:
     """A member that reports the failure is not lost."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.train(4)
     for name in ("a", "b"):
         member = w.members[name]
@@ -512,7 +502,7 @@ def test_limits_out_of_order_are_refused(heartbeat_s: float, join_s: float, word
 
 def test_time_in_which_no_notice_can_be_sent_does_not_count() -> None:
     """A break that is not durable yet cannot be sent: its time limit is postponed."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.members["a"].paused = True  # not notified of the break
     w.kill("c", seen_by_launcher=True)
     w.run(1.1)
@@ -533,11 +523,11 @@ def test_a_late_answer_is_refused_with_the_reason_of_the_abort() -> None:
     generation = Generation(w.job.last_generation)
     rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")
     answer = events.RosterAnswered(
-        **w._who(a), generation=generation, digest="", rejections=(rejection,)
+        **w.process_of(a), generation=generation, digest="", rejections=(rejection,)
     )
     w.job.handle(answer, w.now_s)
-    late = events.RosterAnswered(**w._who(b), generation=generation, digest="whatever")
-    for event in (late, events.StepReported(**w._who(b), step=Step(0), has_state=False)):
+    late = events.RosterAnswered(**w.process_of(b), generation=generation, digest="whatever")
+    for event in (late, events.StepReported(**w.process_of(b), step=Step(0), has_state=False)):
         with pytest.raises(events.EventRefused) as refused:
             w.job.handle(event, w.now_s)
         assert refused.value.refusal.kind == RefusalKind.CONFLICT

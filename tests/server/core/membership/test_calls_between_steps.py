@@ -59,7 +59,7 @@ def test_after_the_call_the_minimum_holds_again() -> None:
     w = in_call("a", low=2)
     w.run(2.0)
     w.members["a"].enough_for_call = 0
-    w._report_broken(w.members["a"])
+    w.report_broken(w.members["a"])
     w.run(60.0)
     assert w.job.running is None
     join_all(w, "b")

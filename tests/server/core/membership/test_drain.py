@@ -1,7 +1,9 @@
 """Drains: the other members continue without a break, and state is handed over."""
 
+from functools import partial
+
 import pytest
-from support.members.job_world import World
+from support.members.job_world import World, training
 
 from shoal_server.core.generations.roster import (
     Generation,
@@ -14,16 +16,7 @@ from shoal_server.core.generations.roster import (
 from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
-
-def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) -> World:
-    spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=len(names))
-    w = World(spec, max_delay_s=max_delay_s)
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    assert w.is_running()
-    w.train(5)
-    return w
+running = partial(training, step=5)
 
 
 def test_the_others_continue_without_a_break() -> None:
@@ -160,7 +153,7 @@ def test_an_asynchronous_member_leaves_at_once() -> None:
         member = w.join(name)
         member.proposal = Proposal(fields=member.proposal.fields, synchronous=False)
     for effect_name in ("a", "b"):
-        who = w._who(w.members[effect_name])
+        who = w.process_of(w.members[effect_name])
         proposal = w.members[effect_name].proposal
         w.send(w.members[effect_name], events.TrainingProposed(**who, proposal=proposal))
     w.run(1.0)
@@ -187,7 +180,7 @@ def test_a_drain_that_makes_no_progress_ends_at_its_limit() -> None:
     """The successor never proposes: the member leaves after the drain limit."""
     w = running("a")
     spec, info = w.job.spec, w.job.members["a"].info
-    w._handle(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
+    w.deliver(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
     leaver = w.members["a"]
     w.drain("a")
     w.run(1.0 + w.job.limits.drain_s - 0.1)
@@ -211,14 +204,14 @@ def test_a_draining_member_gets_the_outcome_and_the_boundary() -> None:
     boundary."""
     w = running("a", "b")
     notices: list[events.Notice] = []
-    take = w._take
+    take = w.receive
 
     def spy(member: object, notice: events.Notice) -> None:
         if getattr(member, "name", "") == "b":
             notices.append(notice)
         take(member, notice)  # type: ignore[arg-type]
 
-    w._take = spy  # type: ignore[method-assign, assignment]
+    w.receive = spy  # type: ignore[method-assign, assignment]
     w.drain("b")
     w.run(1.5)
     kinds = [type(n) for n in notices]
@@ -239,14 +232,14 @@ def test_a_draining_member_gets_the_outcome_and_the_boundary() -> None:
 def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
     """Return, by member, the lists to which its drain notices are added from now on."""
     notices: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
-    take = w._take
+    take = w.receive
 
     def spy(member: object, notice: events.Notice) -> None:
         if isinstance(notice, events.DrainNotice):
             notices[getattr(member, "name", "")].append(notice)
         take(member, notice)  # type: ignore[arg-type]
 
-    w._take = spy  # type: ignore[method-assign, assignment]
+    w.receive = spy  # type: ignore[method-assign, assignment]
     return notices
 
 

@@ -1,7 +1,9 @@
 """Members that finish their work before others, as torchrun's nodes may."""
 
+from functools import partial
+
 import pytest
-from support.members.job_world import World, digest_of
+from support.members.job_world import World, digest_of, training
 
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.restore import SavedJob, restored
@@ -9,14 +11,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
-
-def world(*names: str, least: int = 1, most: int = 8) -> World:
-    w = World(JobSpec(job="j", min_members=least, max_members=most, desired_members=len(names)))
-    for name in names:
-        w.join(name, stateless=True)
-    w.run(1.0)
-    assert w.roster() == list(names)
-    return w
+world = partial(training, stateless=True)
 
 
 def test_the_loss_of_a_finished_member_breaks_nothing() -> None:
@@ -39,7 +34,7 @@ def test_the_loss_of_a_finished_member_breaks_nothing() -> None:
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_other_members_form_a_generation_without_a_finished_one(least: int) -> None:
     """A finished member need neither stop nor propose, and counts towards the minimum."""
-    w = world("a", "b", "c", least=least)
+    w = world("a", "b", "c", low=least)
     w.finish("a")
     w.run(2.0)
     w.fail("b")
@@ -95,7 +90,7 @@ def test_a_joiner_is_refused_once_all_members_have_finished() -> None:
 
 def test_a_job_whose_last_member_failed_is_not_completed() -> None:
     """The job collects members again, at least the minimum."""
-    w = world("a", "b", least=2)
+    w = world("a", "b", low=2)
     w.finish("a")
     w.run(2.0)
     w.kill("b", seen_by_launcher=True)

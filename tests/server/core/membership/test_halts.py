@@ -1,18 +1,12 @@
 """Processes halted by a signal: they are lost soon, and fenced if they continue too late."""
 
-from support.members.job_world import World
+from functools import partial
 
-from shoal_server.core.generations.roster import JobSpec
+from support.members.job_world import training
+
 from shoal_server.core.membership.events import RefusalKind
 
-
-def running(*names: str) -> World:
-    w = World(JobSpec(job="j", desired_members=len(names)))
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    w.train(3)
-    return w
+running = partial(training, step=3)
 
 
 def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
@@ -45,7 +39,7 @@ def test_a_process_that_continues_too_late_is_fenced() -> None:
     w.run(2.0)
     generation = w.job.last_generation
     frozen.paused = False
-    w._report_broken(frozen)
+    w.report_broken(frozen)
     w.run(3.0)
     assert frozen.refused is not None
     assert frozen.refused.kind == RefusalKind.FENCED

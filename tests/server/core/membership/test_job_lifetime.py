@@ -1,7 +1,7 @@
 """Jobs that are stopped, abandoned and retried."""
 
 import pytest
-from support.members.job_world import World, digest_of
+from support.members.job_world import World, digest_of, training
 
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.job.restore import SavedJob, restored
@@ -10,16 +10,8 @@ from shoal_server.core.membership.events import EventRefused, RefusalKind
 from shoal_server.core.membership.phases import OVER, Phase
 
 
-def world(*names: str) -> World:
-    w = World(JobSpec(job="j", min_members=1, max_members=8, desired_members=max(1, len(names))))
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    return w
-
-
 def stopped(*names: str) -> World:
-    w = world(*names)
+    w = training(*names)
     w.train(7)
     w.stop("enough")
     w.run(5.0)
@@ -42,7 +34,7 @@ def test_members_of_a_stopped_job_leave_and_joiners_are_refused(names: tuple[str
 
 def test_a_joiner_is_refused_while_the_job_stops() -> None:
     """A launcher that replaces a worker must not continue the job."""
-    w = world("a")
+    w = training("a")
     w.job.stop("enough", w.now_s)  # not sent to its member yet
     late = w.join("late")
     w.run(1.5)
@@ -52,7 +44,7 @@ def test_a_joiner_is_refused_while_the_job_stops() -> None:
 
 
 def test_a_job_without_members_stops_at_once() -> None:
-    w = world("a")
+    w = training("a")
     w.kill("a", seen_by_launcher=True)
     w.run(2.0)
     w.stop("enough")
@@ -61,7 +53,7 @@ def test_a_job_without_members_stops_at_once() -> None:
 
 def test_an_abandoned_job_without_members_fails() -> None:
     """A job that has members does not."""
-    w = world("a")
+    w = training("a")
     w.abandon("no member for an hour")
     assert w.job.phase is Phase.RUNNING
     w.kill("a", seen_by_launcher=True)
@@ -93,7 +85,7 @@ def test_a_retried_job_is_lost_without_its_state_and_may_begin_from_scratch() ->
 def test_a_job_without_members_may_be_retried_repeatedly(is_stopped: bool) -> None:
     """A retry may be repeated, as after a lost answer. If one of them is from scratch, the job
     begins at step 0."""
-    w = world("a")
+    w = training("a")
     w.train(7)
     if is_stopped:
         w.stop("enough")
@@ -111,7 +103,7 @@ def test_a_job_without_members_may_be_retried_repeatedly(is_stopped: bool) -> No
 
 
 def test_a_running_or_finished_job_is_not_retried() -> None:
-    w = world("a")
+    w = training("a")
     with pytest.raises(EventRefused, match="not over"):
         w.retry()
     w.complete("a")

@@ -1,7 +1,7 @@
 """Pauses of members, and bring-ups that make progress, in virtual time."""
 
 import pytest
-from support.members.job_world import SimMember, World
+from support.members.job_world import SimMember, World, training
 
 from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo
 from shoal_server.core.limits import Limits
@@ -11,33 +11,22 @@ from shoal_server.core.membership.phases import Phase
 LIMITS = Limits()
 
 
-def who(member: SimMember) -> dict[str, str]:
-    return {"member_id": member.name, "incarnation": member.incarnation}
-
-
-def world_of(*names: str, **bounds: int) -> World:
-    """Return a world in which the named members train together."""
-    w = World(JobSpec(job="j", desired_members=len(names), **bounds))
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    assert w.job.phase is Phase.RUNNING
-    return w
-
-
 def pause(w: World, name: str, limit_s: float = 1800.0, elapsed_s: float = 0.0) -> None:
     event = events.MemberPaused(
-        **who(w.members[name]), reason="validation", limit_s=limit_s, elapsed_s=elapsed_s
+        **World.process_of(w.members[name]),
+        reason="validation",
+        limit_s=limit_s,
+        elapsed_s=elapsed_s,
     )
     w.send(w.members[name], event)
 
 
 def resume(w: World, name: str) -> None:
-    w.send(w.members[name], events.MemberResumed(**who(w.members[name])))
+    w.send(w.members[name], events.MemberResumed(**World.process_of(w.members[name])))
 
 
 def test_a_joiner_waits_for_the_end_of_a_pause_beyond_the_join_limit() -> None:
-    w = world_of("a", "b")
+    w = training("a", "b")
     pause(w, "a")
     w.run(2.0)
     w.join("c")
@@ -55,8 +44,8 @@ def test_a_joiner_waits_for_the_end_of_a_pause_beyond_the_join_limit() -> None:
 def test_a_late_report_of_an_earlier_pause_changes_nothing() -> None:
     """A report may arrive after the end of its pause, or during the next one. A member must not be
     removed for a pause that is over."""
-    w = world_of("a", "b")
-    process = who(w.members["a"])
+    w = training("a", "b")
+    process = World.process_of(w.members["a"])
 
     def pause_begins(number: int) -> events.MemberPaused:
         return events.MemberPaused(**process, reason="validation", limit_s=5.0, number=number)
@@ -96,7 +85,7 @@ def test_a_first_generation_waits_for_a_paused_member_beyond_the_last_call() -> 
 
 
 def test_a_member_whose_pause_exceeds_its_limit_is_removed() -> None:
-    w = world_of("a", "b")
+    w = training("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0)
     w.run(40.0)
@@ -110,7 +99,7 @@ def test_a_member_whose_pause_exceeds_its_limit_is_removed() -> None:
 
 def test_a_pause_reported_to_a_new_leader_keeps_its_limit() -> None:
     """The report has the seconds that have passed: 30 of 40."""
-    w = world_of("a", "b")
+    w = training("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0, elapsed_s=30.0)
     w.run(10.5)
@@ -121,7 +110,7 @@ def test_a_pause_reported_to_a_new_leader_keeps_its_limit() -> None:
 
 def test_a_member_killed_during_a_pause_is_lost_at_once() -> None:
     """The other members form the next generation once the pause is over."""
-    w = world_of("a", "b", "c")
+    w = training("a", "b", "c")
     pause(w, "a")
     w.run(2.0)
     w.kill("c", seen_by_launcher=True)
@@ -159,14 +148,16 @@ class Slow(World):
         super().__init__(spec)
         self.slow = slow
 
-    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+    def bring_up(self, member: SimMember, generation: Generation) -> None:
         if member.name not in self.slow:
-            super()._bring_up(member, generation)
+            super().bring_up(member, generation)
 
     def beat(self, name: str, **figures: int | bool | float) -> None:
         """Send a heartbeat with these figures of the member's trainer."""
         member = self.members[name]
-        self.job.heartbeat(events.HeartbeatReceived(**who(member), **figures), self.now_s)  # type: ignore[arg-type]
+        self.job.heartbeat(
+            events.HeartbeatReceived(**World.process_of(member), **figures), self.now_s
+        )  # type: ignore[arg-type]
 
 
 def _joining(slow: str = "abc") -> Slow:
@@ -196,7 +187,9 @@ def test_a_bring_up_that_makes_progress_is_never_late() -> None:
         w.beat("b", moved=moved, waits=True)
         assert w.job.phase is Phase.COMMITTED, w.job.reason
     for name in "abc":
-        ready = events.ReadinessReported(**who(w.members[name]), generation=w.job.last_generation)
+        ready = events.ReadinessReported(
+            **World.process_of(w.members[name]), generation=w.job.last_generation
+        )
         w.send(w.members[name], ready)
     w.run(w.now_s + 1.0)
     assert w.roster() == ["a", "b", "c"]
@@ -251,11 +244,16 @@ def test_if_all_members_wait_for_each_other_the_bring_up_is_repeated() -> None:
 def test_a_failed_collective_names_the_slow_member_with_its_time_and_a_remedy(
     loads: bool, where: str
 ) -> None:
-    w = world_of("a", "b")
+    w = training("a", "b")
     away = w.members["a"]
     w.run(40.0)
-    w.job.heartbeat(events.HeartbeatReceived(**who(away), own_code_s=31.0, loads=loads), w.now_s)
-    w.send(w.members["b"], events.BreakReported(**who(w.members["b"]), generation=1, error="hung"))
+    w.job.heartbeat(
+        events.HeartbeatReceived(**World.process_of(away), own_code_s=31.0, loads=loads), w.now_s
+    )
+    w.send(
+        w.members["b"],
+        events.BreakReported(**World.process_of(w.members["b"]), generation=1, error="hung"),
+    )
     w.run(45.0)
     failure = next(line for line in w.log if "collective_failed" in line)
     assert f"rank 0 (a) has been {where} for 31 s" in failure

@@ -22,16 +22,16 @@ class Clumsy(World):
         self.fits = 0
         """Size of a generation up to which no member fails."""
 
-    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+    def bring_up(self, member: SimMember, generation: Generation) -> None:
         attempt = self.job.attempt
         many = attempt is None or len(attempt.entries) > self.fits
         if member.name in self.failing and many:
             self.fail(member, generation, own=True)
         elif member.name not in self.hanging:
-            super()._bring_up(member, generation)
+            super().bring_up(member, generation)
 
     def fail(self, member: SimMember, generation: Generation, *, own: bool) -> None:
-        who = {"member_id": member.name, "incarnation": member.incarnation}
+        who = self.process_of(member)
         self.send(member, events.BreakReported(**who, generation=generation, error=ERROR, own=own))
 
 

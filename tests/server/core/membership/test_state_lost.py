@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from support.members.job_world import World, digest_of
+from support.members.job_world import World, digest_of, training
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.progress import JobProgress
@@ -24,17 +24,6 @@ from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 
 
-def running(*names: str, low: int = 1) -> World:
-    """Return a world in which the named members train in generation 1."""
-    spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
-    w = World(spec)
-    for name in names:
-        w.join(name)
-    w.run(1.0)
-    assert w.is_running()
-    return w
-
-
 def kill(w: World, *names: str) -> None:
     for name in names:
         w.kill(name, seen_by_launcher=True)
@@ -42,7 +31,7 @@ def kill(w: World, *names: str) -> None:
 
 def test_a_job_without_its_state_is_lost_and_refusals_have_its_step() -> None:
     """The members were killed and restarted; each refusal also has what to do."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.train(7)
     w.beat("a", 7)
     kill(w, "a", "b")
@@ -62,7 +51,7 @@ def test_a_job_without_its_state_is_lost_and_refusals_have_its_step() -> None:
 
 def test_a_later_joiner_of_a_lost_job_gets_the_same_refusal() -> None:
     """The loss is kept with the job, not with the members that found it."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.beat("a", 3)
     kill(w, "a", "b")
     w.join("a")
@@ -90,7 +79,7 @@ def test_a_standby_does_not_start_over_when_the_last_survivor_is_lost() -> None:
 
 def test_a_generation_that_ran_has_trained_although_no_step_was_reported() -> None:
     """Steps may be faster than heartbeats: the job cannot exclude that one was taken."""
-    w = running("a", "b")
+    w = training("a", "b")
     kill(w, "a", "b")
     w.join("a")
     fresh = w.join("b")
@@ -104,7 +93,7 @@ def test_a_running_generation_is_durable_before_members_are_notified() -> None:
     write."""
     w = World(JobSpec(job="j", desired_members=1))
     effects: list[events.Effect] = []
-    w._effects, deliver = lambda each: (effects.extend(each), deliver(each))[1], w._effects
+    w.apply, deliver = lambda each: (effects.extend(each), deliver(each))[1], w.apply
     w.join("a")
     w.run(1.0)
     kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]
@@ -119,13 +108,13 @@ def test_the_end_of_a_generation_that_never_ran_loses_nothing() -> None:
     """A generation that was committed but not brought up has taken no step, so the next one has
     initial values."""
     w = World(JobSpec(job="j", desired_members=2))
-    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    w.bring_up = lambda member, generation: None  # type: ignore[method-assign]
     w.join("a")
     w.join("b")
     w.run(1.0)
     assert w.job.phase is Phase.COMMITTED
     kill(w, "a", "b")
-    del w._bring_up
+    del w.bring_up
     w.join("a")
     w.join("b")
     w.run(2.0)
@@ -136,7 +125,7 @@ def test_the_end_of_a_generation_that_never_ran_loses_nothing() -> None:
 
 def test_a_job_continues_from_a_checkpoint_that_all_members_have() -> None:
     """The checkpoint may be older than the last step."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.beat("a", 500)
     kill(w, "a", "b")
     w.join("a", checkpoints=(100, 200, 300))
@@ -149,10 +138,10 @@ def test_a_job_continues_from_a_checkpoint_that_all_members_have() -> None:
 
 def test_a_generation_from_an_older_checkpoint_is_logged_with_both_steps() -> None:
     """The member reports the step of the checkpoint that it has loaded."""
-    w = running("a")
+    w = training("a")
     w.beat("a", 500)
     kill(w, "a")
-    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    w.bring_up = lambda member, generation: None  # type: ignore[method-assign]
     a = w.join("a", checkpoints=(200,))
     w.run(2.0)
     assert w.job.phase is Phase.COMMITTED
@@ -168,7 +157,7 @@ def test_a_generation_from_an_older_checkpoint_is_logged_with_both_steps() -> No
 
 def test_a_job_continues_from_a_member_with_an_older_state() -> None:
     """The member proposes a step above 0, so that it has a state."""
-    w = running("a")
+    w = training("a")
     w.beat("a", 500)
     kill(w, "a")
     w.join("x", step=100)
@@ -181,7 +170,7 @@ def test_a_job_continues_from_a_member_with_an_older_state() -> None:
 def test_a_member_that_alone_lacks_the_checkpoint_is_refused() -> None:
     """A member without the others' checkpoint is refused, as its host may not have mounted the
     directory; the other members train."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     kill(w, "a", "b", "c")
     w.join("a", checkpoints=(100,))
     w.join("b", checkpoints=(100,))
@@ -195,7 +184,7 @@ def test_a_member_that_alone_lacks_the_checkpoint_is_refused() -> None:
 
 def test_a_draining_member_that_alone_has_the_state_hands_it_over() -> None:
     """The joiner takes over the state before the member leaves."""
-    w = running("a", "b")
+    w = training("a", "b")
     w.train(4)
     w.drain("a")
     w.members["a"].paused = True
@@ -246,9 +235,9 @@ def test_a_job_of_stateless_members_is_never_lost() -> None:
 
 def test_a_job_is_lost_if_its_members_have_no_whole_state_together() -> None:
     """A member reports this from the bring-up; another attempt would find the same."""
-    w = running("a", "b", "c")
+    w = training("a", "b", "c")
     w.train(9)
-    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    w.bring_up = lambda member, generation: None  # type: ignore[method-assign]
     kill(w, "c")
     w.run(2.0)
     assert w.job.phase is Phase.COMMITTED

@@ -34,7 +34,7 @@ def lose(w: World, name: str, cause: str) -> None:
     w.gone.append(member)
     who = {"member_id": name, "incarnation": member.incarnation}
     event = events.MemberLost(**who, reason=f"its launcher saw it end ({cause})", cause=cause)
-    w.later(lambda: w._handle(event))
+    w.later(lambda: w.deliver(event))
 
 
 def test_the_summary_of_a_first_generation_has_its_number_of_members() -> None:
@@ -85,8 +85,8 @@ def test_a_drained_member_is_among_those_that_left() -> None:
 def test_a_collective_that_failed_without_a_loss_is_the_cause() -> None:
     w, stories = world("a", "b")
     for name in ("a", "b"):
-        who = {"member_id": name, "incarnation": w.members[name].incarnation}
-        w._handle(
+        who = w.process_of(w.members[name])
+        w.deliver(
             events.BreakReported(**who, generation=w.job.last_generation, error="out of memory")
         )
     w.run(5.0)

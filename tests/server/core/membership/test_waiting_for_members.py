@@ -72,7 +72,7 @@ def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
     for name in ("a", "b"):
         member = w.join(name)
         member.proposal = replace(member.proposal, synchronous=False)
-        proposed = events.TrainingProposed(**w._who(member), proposal=member.proposal)
+        proposed = events.TrainingProposed(**w.process_of(member), proposal=member.proposal)
         w.send(member, proposed)
     w.run(1.0)
     assert w.is_running()

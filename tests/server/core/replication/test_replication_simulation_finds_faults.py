@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+from support.sim.errors import fails
 from support.sim.replication.schedule import simulate_replication
 
 from shoal_server.core.processes import Holder
@@ -301,17 +303,10 @@ def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: Patch) -> Non
     """An invariant fails within `MAX_SEEDS` seeds; without the fault the same seed passes."""
     only = FOCUS.get(fault, ())
     for seed in range(MAX_SEEDS):
+        simulated = partial(simulate_replication, seed, only)
         with monkeypatch.context() as patch:
             fault(patch)
-            is_found = _fails(seed, only)
-        if is_found and not _fails(seed, only):
+            is_found = fails(simulated)
+        if is_found and not fails(simulated):
             return
     raise AssertionError(f"not found in {MAX_SEEDS} seeds")
-
-
-def _fails(seed: int, only: Sequence[str]) -> bool:
-    try:
-        simulate_replication(seed, only)
-    except AssertionError:
-        return True
-    return False

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 from support.clusters.assignment_records import write_assignments
-from support.clusters.parameter_servers import REBALANCING, ParameterServers, config
+from support.clusters.parameter_servers import (
+    REBALANCING,
+    ParameterServers,
+    config,
+    servers_fixture,
+)
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.servers import ShardServers
@@ -36,10 +41,7 @@ SCHEMA = [
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)] * 2)
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(2) as servers:
-        yield servers
+servers = servers_fixture(2)
 
 
 @pytest.fixture

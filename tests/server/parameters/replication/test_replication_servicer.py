@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from support.clusters.assignment_records import write_assignments
+from support.clusters.fake_primary import ANSWER_S, EPOCH, JOB, PRIMARY, Backup, FakePrimary
 from support.clusters.parameter_servers import config
 from support.clusters.snapshot_world import loaded
 
@@ -23,36 +23,29 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
     BackupRefused,
     BackupState,
-    ImageChunk,
     ImageInstalled,
-    ImageStart,
     Offer,
     RecordsReceived,
     Reply,
 )
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.comparison.digest import PieceWalk
-from shoal_server.parameters.process import RunningServer, running
+from shoal_server.parameters.process import running
 from shoal_server.parameters.replication.wire import frames, replies
-from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
+from shoal_server.parameters.shard.dense import DensePush, is_dense
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
-JOB, EPOCH = "job", 3
 KEY = (JOB, 0)
-PRIMARY = Holder("ps-9", "one")
 NUM_ELEMENTS = 600_000
 ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)])
-ANSWER_S = 30.0
 
 Frames = list[pb.FollowRequest]
 T = TypeVar("T")
@@ -62,73 +55,26 @@ AnyCall = grpc.aio.StreamStreamCall[pb.FollowRequest, pb.FollowReply]
 OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
 
 
-class Primary:
-    """A shard of a server that does not run, and the frames that replicate it."""
+class Primary(FakePrimary):
+    """A fake primary that sends all of a frame in a gRPC message."""
 
     def __init__(self) -> None:
-        block = Block(parameter="p", num_elements=NUM_ELEMENTS)
-        spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
-        self.shard = new_dense_shard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
-        self._records: list[UpdateRecord] = []
-        self.shard.subscribe(self._records.append)
-        self._sequence = 0
-        self._image = 0
+        super().__init__(NUM_ELEMENTS, ADAM)
 
-    def push(self) -> UpdateRecord:
-        self._sequence += 1
-        gradient = torch.full((NUM_ELEMENTS,), float(self._sequence)).numpy().tobytes()
-        push = DensePush(
-            session="s",
-            sequence=self._sequence,
-            epoch=EPOCH,
-            base_version=self._sequence,
-            lr=None,
-            blocks=[0],
-            gradient=gradient,
-        )
-        self.shard.push(push, lambda session: True)
-        return self._records[-1]
+    def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:  # type: ignore[override]
+        return [frames.as_message(frame) for frame in super().image(epoch, job, begin)]
 
-    def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
-        """Return the frames of a new image, or those from chunk `begin` on of the last one."""
-        self._image += not begin
-        with self.shard.image() as image:
-            key, number = (job, 0), self._image
-            start = ImageStart(key, epoch, 1, number, image.version, image.num_chunks, begin)
-            requests = [frames.of_image_start(start, image.header)]
-            for index in range(begin, image.num_chunks):
-                chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
-                requests += map(frames.as_message, chunk)
-        return requests
-
-    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
-        return [frames.as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
+    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:  # type: ignore[override]
+        return [frames.as_message(frame) for frame in super().frames_of(record, epoch)]
 
 
 @dataclass(kw_only=True)
-class World:
-    """A server that is to become the backup of the one shard."""
+class World(Backup):
+    """The server, with a stub for its calls, and its primary."""
 
-    server: RunningServer
-    store: MemoryStore
     stub: ReplicationStub
     primary: Primary
     links: int = 0
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.server.replicas._catalog
-
-    @property
-    def version(self) -> int:
-        """Version of the server's copy; 0 without one."""
-        replica = self.catalog.find(JOB, 0)
-        return 0 if replica is None else replica.state.version
-
-    def copy(self) -> ShardReplica:
-        replica = self.catalog.find(JOB, 0)
-        assert replica is not None
-        return replica
 
     async def settle(self) -> None:
         await self.server.replicas.received.settle(self.copy())
@@ -141,12 +87,6 @@ class World:
         assert copy.tensors.keys() == own.tensors.keys()
         for name, tensor in own.tensors.items():
             assert torch.equal(copy.tensors[name], tensor), name
-
-    async def write(self, assignment: ShardAssignment) -> None:
-        """Write the record, and make the server read it."""
-        record = JobAssignments(job=JOB, copies=2, shards=(assignment,))
-        await write_assignments(self.store, record)
-        await self.server.replicas.refresh(JOB)
 
 
 @pytest.fixture
@@ -178,24 +118,24 @@ class Link:
             for_images=bool(images_of),
             torch_version=torch.__version__,
         )
-        self._call = world.stub.Follow()
+        self.call = world.stub.Follow()
         self._hello = pb.FollowRequest(hello=hello)
 
     async def __aenter__(self) -> "Link":
-        await self._call.write(self._hello)
+        await self.call.write(self._hello)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._call.cancel()
+        self.call.cancel()
 
     async def write(self, requests: Iterable[pb.FollowRequest]) -> None:
         for request in requests:
-            await self._call.write(request)
+            await self.call.write(request)
 
     async def beat(self) -> pb.FollowReply:
-        await self._call.write(pb.FollowRequest(beat=pb.FollowBeat()))
+        await self.call.write(pb.FollowRequest(beat=pb.FollowBeat()))
         async with asyncio.timeout(ANSWER_S):
-            reply: pb.FollowReply = await self._call.read()
+            reply: pb.FollowReply = await self.call.read()
             return reply
 
     async def answers(self, num: int) -> list[Reply]:
@@ -205,7 +145,7 @@ class Link:
         try:
             async with asyncio.timeout(ANSWER_S):
                 while len(found) < num:
-                    message = await self._call.read()
+                    message = await self.call.read()
                     assert message is not grpc.aio.EOF
                     if message.job and not message.HasField("taken"):
                         found.append(replies.decode(message))
@@ -474,7 +414,7 @@ async def test_a_stream_for_images_needs_a_link_and_ends_with_it(world: World) -
         message = grpc.aio.EOF
         async with asyncio.timeout(ANSWER_S):
             while message is not grpc.aio.EOF:
-                message = await link._call.read()
+                message = await link.call.read()
     await world.assert_same()
 
 
@@ -501,7 +441,7 @@ def led_by(world: World) -> ShardAssignment:
 async def led(world: World) -> ShardReplica:
     """Wait until the server leads the shard, and return its replica."""
     async with asyncio.timeout(ANSWER_S):
-        await world.catalog.wait_for(JOB, [0], ANSWER_S)
+        await world.server.catalog.wait_for(JOB, [0], ANSWER_S)
     assert world.copy().role is ReplicaRole.PRIMARY
     return world.copy()
 

@@ -4,12 +4,12 @@ import asyncio
 import mmap
 import socket
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from weakref import ref
 
 import pytest
+from support.clusters.one_tensor import OneTensor
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
@@ -18,7 +18,6 @@ from shoal_proto.bulk import FrameKind
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.bulk import arena_slots
 from shoal_server.parameters.bulk.wire import FrameConnection
@@ -28,8 +27,7 @@ from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStr
 from shoal_server.parameters.service.bulk_connection import _BulkCall
 from shoal_server.parameters.shard.record import UpdateRecord
 
-NUM_ELEMENTS = 1_500_000
-SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MODEL = OneTensor(1_500_000)
 MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
 NUM_PUSHES = 3
 
@@ -44,10 +42,6 @@ def refused(offer: OpenBulkReply, address: str) -> socket.socket:
 
 
 TRANSPORTS = {"shared memory": bulk_opening.connect_to_offer, "tcp": by_port, "grpc": refused}
-
-
-def filled(value: float) -> dict[str, memoryview]:
-    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
 
 
 @pytest.mark.sampled()
@@ -81,11 +75,11 @@ def worker_that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClien
     """Run a worker that has made `NUM_PUSHES` pushes."""
     token = servers.admit("w0")
     with closing(ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)) as client:
-        client.place(SCHEMA)
-        client.create(MOMENTUM, filled(0.0))
-        client.pull(filled(9.0))
+        client.place(MODEL.schema)
+        client.create(MOMENTUM, MODEL.filled(0.0))
+        client.pull(MODEL.filled(9.0))
         for _ in range(NUM_PUSHES):
-            client.push(filled(-1.0))
+            client.push(MODEL.filled(-1.0))
         yield client
 
 
@@ -94,8 +88,8 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
     with ParameterServers(2) as servers:
         with worker_that_has_pushed(servers) as client:
             servers.stop("ps-0")
-            values = filled(9.0)
-            client.push(filled(-1.0), into=values)
+            values = MODEL.filled(9.0)
+            client.push(MODEL.filled(-1.0), into=values)
         expected = velocity = 0.0
         for _ in range(NUM_PUSHES + 1):
             velocity = 0.5 * velocity + 1.0
@@ -124,7 +118,7 @@ def test_replies_to_updates_in_shared_memory_are_sent_together(
 def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20.0) -> None:
     give_up_s = time.monotonic() + within_s
     for server in servers.servers.values():
-        for replica in server.replicas._catalog.shards():
+        for replica in server.catalog.shards():
             while replica.unreplicated_bytes:
                 assert time.monotonic() < give_up_s
                 time.sleep(0.001)

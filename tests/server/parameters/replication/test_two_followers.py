@@ -46,11 +46,11 @@ class World:
         spec = Shard(shard_id=0, epoch=1, dtype="float32", blocks=[block])
         shard = new_dense_shard(spec, SGD, bytearray(4 * NUM_ELEMENTS))
         replica = ShardReplica(JOB, shard, ReplicaRole.PRIMARY, 1)
-        assert self.primary.replicas._catalog.add(replica)
+        assert self.primary.catalog.add(replica)
         self.primary.replicas.created(replica)
 
     def copy_at(self, server: RunningServer) -> ShardReplica | None:
-        return server.replicas._catalog.find(*KEY)
+        return server.catalog.find(*KEY)
 
     def version_at(self, server: RunningServer) -> int:
         copy = self.copy_at(server)

@@ -1,12 +1,10 @@
 """Description of a server: refused pushes, and the versions of its copies."""
 
 from array import array
-from collections.abc import Iterator
 from zlib import crc32
 
 import grpc
-import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.processes.served_process import awaited
 
 from shoal_client.parameters.dense import ParameterClient
@@ -23,10 +21,7 @@ SCHEMA = [
 WITHIN_S = 10.0
 
 
-@pytest.fixture
-def servers() -> Iterator[ParameterServers]:
-    with ParameterServers(1) as servers:
-        yield servers
+servers = servers_fixture(1)
 
 
 def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from structlog.testing import capture_logs
+from support.weights.segments import segment_of
 
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment
 from shoal_server.core.processes import Holder
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
@@ -21,12 +22,6 @@ LIMIT_S = 10.0
 NUM_BYTES = 4096
 SERIES = "job/policy"
 ELEMENTS = [(4, NUM_BYTES)]
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 def changed(number: int) -> Segment:

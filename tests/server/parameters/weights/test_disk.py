@@ -5,17 +5,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from support.weights.segments import segment_of
 
-from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_server.parameters.weights.disk import WeightDisk
 
 SERIES = "job/policy"
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 def test_the_next_process_reads_a_segment(tmp_path: Path) -> None:

@@ -1,18 +1,13 @@
 """Segments that a server holds: those of versions, and others for a grace period."""
 
 import pytest
+from support.weights.segments import segment_of
 
 from shoal_proto.errors import Overloaded, StaleEpoch
-from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment
 from shoal_server.parameters.weights.store import GRACE_S, SegmentOrigin, SegmentStore
 
 SERIES = "job/policy"
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 A, B, C = (segment_of(name) for name in (b"a", b"b", b"c"))

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 from support.clusters.tls_world import TlsWorld
+from support.weights.segments import segment_of
 
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
@@ -15,7 +16,6 @@ from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.segments import transfer
-from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import Caller, CertificateRole
@@ -45,12 +45,6 @@ def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> byt
     ):
         own.contribute(segment_of(data), layout, publication=1, timeout_s=LIMIT_S)
     return data
-
-
-def segment_of(data: bytes) -> Segment:
-    writer = SegmentWriter(len(data))
-    writer.buffer[:] = data
-    return writer.seal()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from support.sim.coroutines import result_of
 from support.sim.event_loop import LoopProcess
 from support.sim.replication.machine import Network
 from support.sim.virtual_time import Clock
@@ -66,8 +67,8 @@ class SimEtcd:
     def do(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Execute a request now, and append its changes to the history."""
         before, revision = self._known, self._revision
-        result = _done(make())
-        self._revision = _done(self.memory.range("/none")).revision
+        result = result_of(make())
+        self._revision = result_of(self.memory.range("/none")).revision
         if self._revision == revision:
             return result
         after = self._known = self._items()
@@ -85,7 +86,7 @@ class SimEtcd:
 
     def put_if_absent(self, put: Put) -> None:
         """Write a key unless it exists."""
-        if _done(self.memory.get(put.key)) is None:
+        if result_of(self.memory.get(put.key)) is None:
             self.do(lambda: self.memory.transact((), (put,)))
 
     def items(self) -> dict[str, bytes]:
@@ -93,7 +94,7 @@ class SimEtcd:
         return {key: item.value for key, item in self._known.items()}
 
     def _items(self) -> dict[str, KeyValue]:
-        return {item.key: item for item in _done(self.memory.range("/")).items}
+        return {item.key: item for item in result_of(self.memory.range("/")).items}
 
     def reaches(self, process: LoopProcess) -> bool:
         """True if the process can reach etcd now."""
@@ -145,7 +146,7 @@ class SimKeyspace:
 
     async def _read(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         await self._delivered()
-        result = _done(make())
+        result = result_of(make())
         await self._delivered()
         return result
 
@@ -177,13 +178,3 @@ class SimKeyspace:
                 raise Unavailable("etcd does not answer")
             waited_s += 0.5
             await asyncio.sleep(0.5)
-
-
-def _done(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing, and return its result."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        outcome: T = stop.value
-        return outcome
-    raise AssertionError("it waits")

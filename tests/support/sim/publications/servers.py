@@ -43,7 +43,7 @@ class SimServer:
         self.process = LoopProcess(etcd.clock, f"{server_id}#{incarnation}")
         self.store = SegmentStore()
         self.shards = SimShardHost(self, is_live)
-        self._peers = peers
+        self.peers = peers
         self.received_s = etcd.clock.now_s
         holdings = cast("Any", SimHoldings(self))
         keyspace = cast("Any", SimKeyspace(etcd, self.process))
@@ -70,7 +70,7 @@ class SimServer:
         while True:
             if self.etcd.reaches(self.process):
                 self.received_s = self.etcd.clock.now_s
-                if self._peers.get(self.server_id) is self:
+                if self.peers.get(self.server_id) is self:
                     self.etcd.put_if_absent(Put(key, record))
             await asyncio.sleep(BEAT_S)
 
@@ -116,7 +116,7 @@ class SimServer:
         self.store.insert(series, cast("Any", segment), origin, self.process.now_s)
         holders = [self.server_id]
         if chain:
-            peer = self._peers.get(chain[0])
+            peer = self.peers.get(chain[0])
             if peer is not None:
                 with suppress(Unavailable):  # the reply lists the servers that have it
                     holders += await peer.call(
@@ -157,7 +157,7 @@ class SimHoldings:
         self, series: str, digest: bytes, num_bytes: int, source: pb.StoreServer
     ) -> None:
         server = self._server
-        peer = server._peers.get(source.id)
+        peer = server.peers.get(source.id)
         if peer is None:
             raise Unavailable(f"{source.id} is not there")
         segment = await peer.call(server.process, lambda: peer.fetch(series, digest), CALL_S)
@@ -171,7 +171,7 @@ class SimDirectory:
         self._server = server
 
     def address_of(self, server_id: str) -> str | None:
-        return server_id if server_id in self._server._peers else None
+        return server_id if server_id in self._server.peers else None
 
 
 class SimCalls:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from support.sim.coroutines import result_of
 from support.sim.replication.machine import Network, SimProcess
 from support.sim.virtual_time import Clock
 
@@ -104,8 +105,8 @@ class SimStore:
 
     def carry_out(self, work: Callable[[MemoryStore], Coroutine[Any, Any, T]]) -> T:
         """Execute the request now, and notify all watches."""
-        outcome = done(work(self.memory))
-        found = done(self.memory.range(keys.ASSIGNMENTS))
+        outcome = result_of(work(self.memory))
+        found = result_of(self.memory.range(keys.ASSIGNMENTS))
         changed = [item for item in found.items if item.mod_revision > self._revision]
         self._revision = found.revision
         for item in changed:
@@ -121,7 +122,7 @@ class SimStore:
 
     def listed(self) -> Mapping[str, bytes]:
         """Return the records of the registered servers, by server id."""
-        found = done(self.memory.range(keys.SERVERS))
+        found = result_of(self.memory.range(keys.SERVERS))
         return {item.key.removeprefix(keys.SERVERS): item.value for item in found.items}
 
     def watch(self, process: SimProcess, note: Callable[[KeyValue], None]) -> "RecordWatch":
@@ -196,7 +197,7 @@ class RecordWatch:
             self._is_broken = False
             missed, self._missed = self._missed, [] if self._store.replays_history else None
             if missed is None:
-                for item in done(self._store.memory.range(keys.ASSIGNMENTS)).items:
+                for item in result_of(self._store.memory.range(keys.ASSIGNMENTS)).items:
                     self._note(item)
                 return
             for items in missed:
@@ -282,13 +283,3 @@ class StoreClient:
             return None if item is None else decode(item)
 
         self.ask(work, answered, failed)
-
-
-def done(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing, and return its result."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        outcome: T = stop.value
-        return outcome
-    raise AssertionError("it waits")

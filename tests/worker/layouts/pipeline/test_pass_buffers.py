@@ -15,6 +15,7 @@ from support.processes.worlds import (
     this_world,
     train_rank,
 )
+from support.training import equality
 from torch import Tensor, nn
 
 import shoal
@@ -22,7 +23,6 @@ from shoal.data.batches import Loader
 from shoal.data.order import Order
 from shoal_proto.errors import InvalidSpec
 
-from ...strategies import test_equality as equality
 from .test_layout import TOLERANCE, in_stages
 
 _seeded = threading.Lock()

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
-import pytest
 from structlog.testing import capture_logs
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
@@ -18,12 +17,6 @@ from shoal_proto.errors import JobQuarantined
 
 STEP = 32
 NUM_STEPS = 10
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def leases_of(

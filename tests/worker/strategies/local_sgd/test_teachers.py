@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, entered, take_step
+from support.collectives.strategy_runs import Run, entered, take_step, weights_of
 from support.models.seeding import seeded
+from support.training import equality
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from worker.strategies import test_equality as equality
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
@@ -43,9 +43,9 @@ def trained_on_a_rank(kind: type[LocalSGD], *, writes: bool) -> tuple[dict[str, 
             with torch.no_grad():
                 model.get_submodule("teacher").get_parameter("weight").add_(3.0)
     here = model.get_submodule("teacher").get_parameter("weight").detach()
-    found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    found = weights_of(strategy)
     assert found["teacher.weight"].equal(here)
-    num_bytes = strategy._outer_loop.traffic.sent_bytes
+    num_bytes = strategy.metrics()["bytes_sent"]
     strategy.close()
     return found, num_bytes
 
