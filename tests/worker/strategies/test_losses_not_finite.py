@@ -5,14 +5,13 @@ import math
 from collections.abc import Callable
 
 import pytest
-from support.collectives.strategy_runs import entered
+from support.collectives.strategy_runs import enter
+from support.training import equality
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import NonFiniteGradient
-
-from . import test_equality as equality
 
 
 def outcome(made: Callable[[], Strategy], added: float) -> str:
@@ -20,7 +19,7 @@ def outcome(made: Callable[[], Strategy], added: float) -> str:
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     run = equality.run_of("sgd")
-    share = entered(run, strategy)
+    share = enter(run, strategy).share
     batch = run.loader().synchronous(0, *share)
     strategy.begin_step()
     loss = run.loss(strategy.module(batch.inputs), batch.targets)
