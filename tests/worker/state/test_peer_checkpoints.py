@@ -207,4 +207,4 @@ def test_a_generation_begins_without_the_connections_for_copies() -> None:
 def test_settings_out_of_range_are_refused(copies: int, every_steps: int) -> None:
     with pytest.raises(InvalidSpec) as refusal:
         PeerCheckpoints(copies=copies, every_steps=every_steps)
-    assert refusal.value.seen == f"copies={copies} every_steps={every_steps}"
+    assert refusal.value.seen == f"copies={copies} copy_every_steps={every_steps}"
