@@ -261,12 +261,16 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
     def measure(batch: Batch) -> Any:
         return {"each": batch.inputs}
 
+    model: Any
     model, optimizer = build("sgd", "layers")
     with shoal.join() as session:
-        session.distribute(model, optimizer)
+        model, optimizer = session.distribute(model, optimizer)
         refused = r"'each' in different shapes.*saw \(1,\), and \(4,\)"
-        with pytest.raises(InvalidSpec, match=refused):
-            session.evaluate((torch.ones(5),), measure, batch_size=4)
+        for step in session.batches(data(), global_batch_size=NUM_SAMPLES):
+            with session.step():
+                session.backward(cross_entropy(model(step.inputs), step.targets))
+            with pytest.raises(InvalidSpec, match=refused):
+                session.evaluate((torch.ones(5),), measure, batch_size=4)
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())
