@@ -1,5 +1,7 @@
 """Learning rates of the server equal those of torch.optim.lr_scheduler, bit for bit."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -127,3 +129,21 @@ def test_an_invalid_schedule_is_refused(phases: list[Phase], fragment: str) -> N
     """The error names what is wrong."""
     with pytest.raises(InvalidSpec, match=fragment):
         check_schedule(Schedule(phases=phases))
+
+
+IMPORTED = """
+import sys
+from shoal_proto.v1.optimizer_pb2 import Phase, Schedule, StepPhase
+from shoal_server.parameters.optimizers.schedules import RunningSchedule
+phase = Phase(step=StepPhase(step_size=2, gamma=0.5))
+RunningSchedule(Schedule(phases=[phase]), 0.1).advance(1)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_schedule_does_not_import_torchs_compiler() -> None:
+    """The import takes two seconds, in which a server would answer nobody."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False\n"

@@ -51,11 +51,26 @@ class RunningSchedule:
         copy_state(self.state(), state)
 
 
+class _RateHolder(torch.optim.Optimizer):
+    """An optimizer that updates nothing, whose rate torch's schedulers set.
+
+    It leaves out `Optimizer.__init__`, which imports torch's compiler: that would stop the server
+    for two seconds when its first shard is made.
+    """
+
+    def __init__(self, lr: float) -> None:
+        self.param_groups = [{"params": [], "lr": lr}]
+        self.defaults: dict[str, object] = {}
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
 class _TorchSchedule:
-    """torch's schedulers of all phases. They set the rate of an optimizer that updates nothing."""
+    """torch's schedulers of all phases."""
 
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
-        optimizer = torch.optim.SGD([torch.zeros(0)], lr=base_lr)
+        optimizer = _RateHolder(base_lr)
         self._group = optimizer.param_groups[0]
         self._phases = [new_scheduler(phase, optimizer) for phase in schedule.phases]
         self._starts = list(accumulate(phase.num_updates for phase in schedule.phases[:-1]))
