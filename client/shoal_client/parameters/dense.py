@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
 from shoal_client.parameters.receiver import Receiver
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
@@ -124,7 +124,7 @@ class ParameterClient:
         created: list[int] = []
 
         def attempt(
-            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             header = CreateHeader(token=self._job.token(), optimizer=optimizer, shards=shards)
             parts = [self._part(shard, (values,)) for shard in shards]
@@ -156,7 +156,7 @@ class ParameterClient:
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
         def attempt(
-            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
             left_s = max(ready_by_s - time.monotonic(), 0.0)

@@ -11,7 +11,7 @@ import structlog
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
 from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.transport import transport_of
-from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.servers import Attempt, ShardServers, most_severe
 from shoal_client.shards.layouts import keep_addresses
@@ -122,11 +122,11 @@ class JobShards:
         self._table_of = table_of
         chosen = transport_of(transport)
         self._servers = ShardServers(
-            lambda address, channel: ServerCalls(
+            lambda address, channel: ParameterCalls(
                 address, channel, self.token, transport=chosen, slot_bytes_for=slot_bytes_for
             ),
             timeout_s,
-            ServerCalls.close,
+            ParameterCalls.close,
         )
         self._map: ShardMap | None = None
         self.seen = SeenVersions()
@@ -195,7 +195,7 @@ class JobShards:
 
     def run(
         self,
-        attempt: Attempt[ServerCalls],
+        attempt: Attempt[ParameterCalls],
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
@@ -222,7 +222,7 @@ class JobShards:
         rounds beyond the first."""
 
         def attempt(
-            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             header = self._header(push, shards)
             # Parts are sent on other threads, which lack the span.
@@ -294,6 +294,6 @@ class JobShards:
         self._coordinators.close()
 
 
-def _connect(parts: Sequence[GradientPart], calls: ServerCalls) -> None:
+def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
     """Connect ahead of calls like the one with these parts."""
     calls.connect(max(part.num_bytes for part in parts), len(parts))

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.shards.parts import GradientPart, in_pieces
 from shoal_proto.checksum import verify
 from shoal_proto.errors import MalformedMessage, ShoalError, StalePush
@@ -160,7 +160,7 @@ class AskedRows:
 
 
 def look_up(
-    calls: ServerCalls, token: Token, asked: Sequence[AskedRows], timeout_s: float
+    calls: ParameterCalls, token: Token, asked: Sequence[AskedRows], timeout_s: float
 ) -> Iterator[tuple[int, Rows | ShoalError]]:
     """Look rows up at one server. Yield for each item, by its number and in order of arrival, the
     rows or the error."""

@@ -6,7 +6,7 @@ module finds the server of each shard, and repeats calls while a server is unava
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from shoal_client.parameters.calls import ServerCalls
+from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
 from shoal_client.parameters.servers import most_severe
 from shoal_client.parameters.table_rows import (
@@ -81,7 +81,7 @@ class TableClient:
         found: dict[Where, Rows] = {}
 
         def attempt(
-            calls: ServerCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             where = {shard.shard_id: _where(shard) for shard in shards}
             asked = [piece for s in shards for piece in self._cut(wanted[_where(s)], s)]

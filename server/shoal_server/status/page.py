@@ -18,6 +18,7 @@ from pydantic import RootModel, TypeAdapter
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.serving.json_view import View
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
 from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
 from shoal_server.status.views import (
@@ -28,7 +29,6 @@ from shoal_server.status.views import (
     MemberView,
     Readiness,
     ShardsView,
-    View,
 )
 
 log = structlog.get_logger(__name__)

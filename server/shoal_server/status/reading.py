@@ -14,6 +14,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.health import RunOrigin
 from shoal_proto.incarnation import public_id
+from shoal_server.serving.json_view import View
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -29,7 +30,6 @@ from shoal_server.status.views import (
     MemberView,
     PublishedSeriesView,
     SamplesView,
-    View,
 )
 
 SHOWN_PHASES: Mapping[str, str] = {

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from shoal_proto.health import HealthFigures
+from shoal_server.serving.json_view import View
 
 STATES = (
     *("running", "waiting", "interrupted", "finished", "failed", "stopped", "lost"),
@@ -20,15 +21,6 @@ STATES = (
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
 """States in which a job takes no members until an operator allows joins again, or starts a new run
 of a finished job."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Base of all views: field texts come from the source, NaN and infinity are sent as text."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        use_attribute_docstrings=True, ser_json_inf_nan="strings"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

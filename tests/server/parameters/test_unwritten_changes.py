@@ -67,7 +67,7 @@ class LockedRecord:
     def __init__(self) -> None:
         self.called = asyncio.Event()
 
-    async def change(
+    async def change_until_written(
         self,
         job: str,
         shard_ids: Collection[int],

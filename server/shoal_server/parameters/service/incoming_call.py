@@ -38,7 +38,7 @@ class IncomingPart(Protocol):
 
 
 class PartKind(Protocol[PartT_contra, AnswerT_co]):
-    """What is done with the parts of a call."""
+    """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> Awaitable[AnswerT_co | ShoalError]:
         """Start to apply a complete part."""

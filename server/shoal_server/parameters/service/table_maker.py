@@ -34,10 +34,10 @@ class TableMaker:
         self._memory = memory
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
-        """If this server has not one of these shards, given as (shard id, epoch), and does not know
-        another primary of it, make all table shards of the job that never existed and have this
-        server as primary. Raises Overloaded if there is no memory for the new shards, or what the
-        store raises."""
+        """Make all table shards of the job that never existed and have this server as primary, if
+        this server lacks one of the `wanted` shards and knows no other primary of it. `wanted`:
+        pairs of (shard id, epoch). Raises Overloaded if there is no memory for the new shards, or
+        what the store raises."""
         for shard_id, epoch in wanted:
             if (
                 self._catalog.find(job, shard_id) is None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal_server.status.views import View
+from shoal_server.serving.json_view import View
 
 
 @dataclass(frozen=True, kw_only=True)
