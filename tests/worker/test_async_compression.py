@@ -308,7 +308,7 @@ def test_malformed_pushes_are_refused_and_change_nothing(
     client: ParameterClient, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "shoal_client.parameters.calls.ServerCalls.check_codecs", lambda *args: None
+        "shoal_client.parameters.calls.ParameterCalls.check_codecs", lambda *args: None
     )
     (codec, data), kind, message = BAD[case]
     values = memoryview(array("f", bytes(16384))).cast("B")
