@@ -52,7 +52,7 @@ class Case(Protocol):
     """A job in a cluster, as a check uses it."""
 
     facts: dict[str, object]
-    """What the table shows."""
+    """The row of a case in the table."""
 
     @property
     def folder(self) -> Path:
