@@ -123,8 +123,8 @@ def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
 
 
 def test_a_machine_under_notice_ends_with_the_run(machines: Any, tmp_path: Path) -> None:
-    """Its launcher ignores SIGTERM, and the run ends before the kill: the fixture then waits until
-    the worker has ended."""
+    """The machine's launcher ignores SIGTERM, and the run ends before the kill: the fixture then
+    waits until the worker has ended."""
     (tmp_path / "ignores").touch()
     machines.join("machine-0")
     await_true(lambda: num_starts(tmp_path) == 1)

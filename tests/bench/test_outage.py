@@ -27,7 +27,7 @@ def test_steps_that_a_worker_repeats_or_leaves_out_are_lost(outage: Any) -> None
 
 
 def test_a_worker_that_was_replaced_before_the_outage_is_not_counted(outage: Any) -> None:
-    """Its log stays, and has no step since the outage began."""
+    """The replaced worker's log stays, and has no step since the outage began."""
     replaced = log_of(outage, 0, 30, begin_s=10.0)
     logs = [replaced, *([log_of(outage, 30, 90, begin_s=100.0, generation=2)] * 2)]
     assert outage.steps_lost(logs, 100.0) == 0

@@ -224,5 +224,5 @@ while True: signal.pause()
     options = ("-n", "2", "--min", "2", "--ps", "0", "--grace-s", "0.5")
     code, output = finish(shoal_command.start("run", *options, str(script)))
     assert code == 5, output
-    assert "1 of at least 2 workers left" in output
+    assert "1 workers left, at least 2 needed" in output
     assert "was killed by SIGKILL" in output

@@ -45,7 +45,7 @@ class JointStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPush:
-    """One push over all its attempts. The functions are called from several threads, by one thread
+    """Push over all its attempts. The functions are called from several threads, by one thread
     at a time for each shard."""
 
     span: str

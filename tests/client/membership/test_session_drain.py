@@ -146,7 +146,7 @@ async def test_a_new_leader_gets_the_drain_request() -> None:
         async with grpc.aio.insecure_channel(first.address) as channel:
             asked = pb.DrainRequest(job="j", member_id="a", reason="spot notice")
             await MembershipStub(channel).Drain(asked)
-        await asyncio.to_thread(awaited, lambda: a.draining, WITHIN_S, "a is told of the drain")
+        await asyncio.to_thread(awaited, lambda: a.draining, WITHIN_S, "a begins to drain")
         await first.coordinator.step_down()
         async with served(store) as second:
             b = second.client("b", desired=1)

@@ -32,14 +32,14 @@ class Failing:
 
 
 async def test_a_call_is_repeated_until_it_is_answered() -> None:
-    """The caller is told of each failure, for its log."""
+    """Each failure is reported to the caller, for its log."""
     seen: list[ShoalError] = []
     assert await until_answered(Failing(AWAY, UNKNOWN), seen.append) == 7
     assert seen == [AWAY, UNKNOWN]
 
 
 async def test_a_refusal_ends_the_repetition() -> None:
-    """By default only a RetryError is repeated; a caller may choose otherwise."""
+    """Only a RetryError is repeated by default; a caller may choose otherwise."""
     denied, seen = AccessDenied("no permission"), list[ShoalError]()
     with pytest.raises(AccessDenied):
         await until_answered(Failing(AWAY, denied), seen.append)

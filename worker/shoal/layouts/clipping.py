@@ -23,8 +23,9 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
     )
-    counts = layout.counts
-    counted = [g for name, g in gradients.items() if layout.is_replicated or counts(name)]
+    counted = list(gradients.values())
+    if not layout.is_replicated:
+        counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
     message = sum_of_squares(foreach_norm(counted), layout.world.device)
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:

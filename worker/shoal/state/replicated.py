@@ -114,10 +114,9 @@ class ReplicatedState:
         copies: dict[str, TensorShard] = {}
         for name, shard in now.shards.items():
             kept = before.get(name)
-            reuses = kept is not None and fits(kept.tensor, shard.tensor)
-            copies[name] = (
-                kept if kept and reuses else TensorShard.whole(torch.empty_like(shard.tensor))
-            )
+            if kept is None or not fits(kept.tensor, shard.tensor):
+                kept = TensorShard.whole(torch.empty_like(shard.tensor))
+            copies[name] = kept
         foreach_copy_(
             [shard.tensor for shard in copies.values()],
             [shard.tensor for shard in now.shards.values()],

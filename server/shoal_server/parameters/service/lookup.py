@@ -27,7 +27,7 @@ MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LookupPart:
-    """One item of a lookup: rows of one shard."""
+    """Item of a lookup: rows of one shard."""
 
     number: int
     item: LookupItem

@@ -57,7 +57,7 @@ class DenseTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class PushPart:
-    """One shard's part of a push."""
+    """Part of a push for one shard."""
 
     item: PushItem
     replica: ShardReplica

@@ -67,7 +67,6 @@ class DDP(LayoutStrategy):
         # One object for all generations, as it keeps this member's residuals.
         self._compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
-        self._rank = 0
         self._watching: list[RemovableHandle] = []
 
     # --- before any generation ---
@@ -110,7 +109,6 @@ class DDP(LayoutStrategy):
         if kept is not None:
             state_shard = self._checkpoints.read(kept, whole_chunk, self._optimizer)
             self.restore(state_shard)
-        self._rank = generation.rank
         if not self._watching:
             # The same parameters in all generations, unlike those of other layouts.
             self._watching = watch_parameters(
@@ -159,7 +157,8 @@ class DDP(LayoutStrategy):
         self.position.inspection.check(self._optimizer, lambda: self._state.collect(self.step))
 
     def _write_checkpoint(self) -> None:
-        self._checkpoints.write(self.step, self._state_shard, lambda _: self._rank == 0)
+        is_first = self.group.rank() == 0
+        self._checkpoints.write(self.step, self._state_shard, lambda _: is_first)
 
     def _state_shard(self) -> StateShard:
         return with_registered(self._state.state_shard(self.step), self._registered.current())
@@ -179,14 +178,14 @@ class DDP(LayoutStrategy):
         return state_dict_on_host(self._model)
 
     def weights(self) -> HeldWeights:
-        world_size = self.group.size()
+        group = self.group
         self._transaction.snapshot.settle_buffers()
         return replicated_weights(
             self._state.parameters,
             persistent_buffers(self._model),
             step=self.step,
-            rank=self._rank,
-            world_size=world_size,
+            rank=group.rank(),
+            world_size=group.size(),
             tied=tied(self._model),
         )
 
