@@ -160,14 +160,9 @@ def pause_of_kill_s(entry: Mapping[str, Any]) -> float:
     continues in place, and are taken out of that of one that restarts from a checkpoint: how many
     there are depends on the interval between checkpoints, which this model computes.
     """
-    again_s = entry["steps_twice"] * entry["step_s"]
-    if "stalled_s" not in entry:
-        # Recorded before stalls were: steps slower than the median count as pauses.
-        steps_s = entry["steps"] * entry["step_s"] + again_s
-        return float(entry["seconds"] - steps_s) / entry["kills"]
     stalled_s = entry["stalled_s"] - entry["stalled_without_s"]
     if entry.get("checkpoint_s") is not None:
-        stalled_s -= again_s
+        stalled_s -= entry["steps_twice"] * entry["step_s"]
     return float(stalled_s) / entry["kills"]
 
 
