@@ -93,6 +93,27 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
     }
 
 
+def due_steps(copy_s: tuple[float, ...], last: int) -> list[int]:
+    """Return the steps up to `last` at which copies are made if each step takes a second, and a
+    copy of rank r `copy_s[r]` seconds, by a clock of this test."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    now_s, trainer = 0.0, threading.current_thread()
+
+    def clock() -> float:
+        return now_s + (0.0 if threading.current_thread() is trainer else copy_s[rank])
+
+    copies = PeerCopies(dist.new_group(), copies=1, clock=clock)
+    made = []
+    for step in range(last + 1):
+        if copies.is_due(step):
+            copies.offer(part(step, rank, size))
+            copies.flush()
+            made.append(step)
+        now_s += 1.0
+    copies.close()
+    return made
+
+
 def over_generations() -> dict[str, Any]:
     """Return the steps that are held over several generations."""
     rank, size = dist.get_rank(), dist.get_world_size()

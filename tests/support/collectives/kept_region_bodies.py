@@ -12,7 +12,7 @@ from support.collectives.strategy_runs import (
     Run,
     by_one_process,
     difference,
-    enter,
+    entered,
     generation_of,
     take_step,
 )
@@ -93,7 +93,7 @@ def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
     the first one, and the difference of the weights from those of one process."""
     run = Run(build=_built, loader=_loader, loss=torch.nn.functional.mse_loss, num_steps=6)
     strategy = FSDP(min_group_bytes=0)
-    share_of_rank, loader = enter(run, strategy).share, run.loader()
+    share_of_rank, loader = entered(run, strategy), run.loader()
     rank, names = dist.get_rank(), [f"m{each}" for each in range(dist.get_world_size())]
     buffers, per_generation = [], run.num_steps // num_generations
     for step in range(run.num_steps):

@@ -249,6 +249,11 @@ def enter(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -
     return Rank(strategy, model, optimizer, strategy.data_share(generation))
 
 
+def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
+    """Make this rank's strategy enter a generation of all ranks; return its share of batches."""
+    return enter(run, strategy, group).share
+
+
 def weights_of(strategy: Strategy) -> dict[str, Tensor]:
     """Return a copy of the model's state, as the strategy shows it."""
     return {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
