@@ -4,7 +4,7 @@
     .venv/bin/python bench/strategies.py ddp fsdp       # these only
     .venv/bin/python bench/strategies.py fds ddp fsdp   # of these, descriptors only
     .venv/bin/python bench/strategies.py overhead session ddp fsdp   # of these, step_overhead only
-    .venv/bin/python bench/strategies.py copies 1 2 5      # of these intervals, step_copies only
+    .venv/bin/python bench/strategies.py copies auto 1 2   # of these intervals, step_copies only
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
   ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. Both systems
@@ -16,7 +16,8 @@
 - `step_overhead_session`: the same ratio for one rank and "ddp". It is the cost of `session.step()`
 itself.
 - `step_copies_N`: median step of "fsdp" with a copy of the state at a peer every N steps, over the
-  median step with the default of every 10 steps; both run under a session and take turns.
+  median step with a copy every 10 steps; both run under a session and take turns. "auto" is the
+  default: as often as copies take at most a tenth of the time.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
 - `bytes_per_step_STRATEGY`: bytes that one of four ranks passes to collectives in a step, counted
@@ -81,7 +82,7 @@ def overhead(cluster: LocalCluster, name: str, plan: BlockPlan, *, num_ranks: in
     return whole.rows(f"step_overhead_{name}", f"step_time_{name}", f"step_cpu_{name}", "torch")
 
 
-def copies(intervals: Sequence[int], place: Path) -> list[Row]:
+def copies(intervals: Sequence[str], place: Path) -> list[Row]:
     rows: list[Row] = []
     plan = BlockPlan(pairs=PAIRS, skipped=SKIPPED, timed=TIMED)
     config = LocalClusterConfig(directory=place / "copies-cluster", num_parameter_servers=0)
@@ -99,15 +100,15 @@ def copies(intervals: Sequence[int], place: Path) -> list[Row]:
     return rows
 
 
-def between_intervals(cluster: LocalCluster, every: int, plan: BlockPlan, start: int) -> Comparison:
+def between_intervals(cluster: LocalCluster, every: str, plan: BlockPlan, start: int) -> Comparison:
     """Compare fsdp with a copy every `every` steps, and every 10."""
 
-    def ranks(interval: int) -> Ranks:
+    def ranks(interval: str) -> Ranks:
         session = session_of(cluster, f"copies-{every}-{interval}-{start}", NUM_RANKS)
         arguments = ["shoal", f"fsdp/{interval}", str(PAUSE_MS)]
         return Ranks(f"every {interval}", SCRIPT, arguments, plan, [session] * NUM_RANKS)
 
-    with ranks(every) as ours, ranks(10) as theirs:
+    with ranks(every) as ours, ranks("10") as theirs:
         return compare(ours, theirs, plan.pairs, median)
 
 
@@ -232,7 +233,7 @@ def main() -> None:
         elif part == "overhead":
             publish("step_overhead", overheads(chosen or [SESSION, *STRATEGIES], place))
         elif part == "copies":
-            publish("step_copies", copies([int(each) for each in chosen or (1, 2, 5)], place))
+            publish("step_copies", copies(chosen or ["auto", "1", "2"], place))
         else:
             publish("strategies", everything(chosen or [*STRATEGIES, *ONLY_COUNTED], place))
 

@@ -3,7 +3,7 @@
     on_strategy.py shoal|plain STRATEGY PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
 `shoal`: a member of a session; `plain`: a rank of torch.distributed. See `Blocks`. The strategy
-"fsdp/2" is fsdp with a copy of the state at a peer every 2 steps.
+"fsdp/2" is fsdp with a copy of the state at a peer every 2 steps, "fsdp/auto" fsdp by default.
 """
 
 import sys
@@ -41,7 +41,8 @@ def strategy_of(name: str) -> str | Strategy:
     if name == "tensor":
         return shoal.TensorParallel(min_split_bytes=0)
     if name.startswith("fsdp/"):
-        return shoal.FSDP(copy_every_steps=int(name.removeprefix("fsdp/")))
+        interval = name.removeprefix("fsdp/")
+        return shoal.FSDP(copy_every_steps=None if interval == "auto" else int(interval))
     return name
 
 

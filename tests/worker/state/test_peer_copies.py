@@ -1,5 +1,6 @@
 """Copies in host memory: what peers keep, and what is left after the loss of a rank."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.state.peer_copies import targets_of
+from shoal.state.peer_copies import interval_of, targets_of
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
@@ -132,6 +133,27 @@ def test_on_hosts_of_eight_the_loss_of_one_leaves_a_copy_of_all() -> None:
     for rank, targets in enumerate(targets_of(hosts, 1)):
         assert targets == [(rank + 8) % 32]
     assert targets_of(["one"] * 4, 1) == [[1], [2], [3], [0]]
+
+
+@pytest.mark.parametrize(
+    ("copy_in_steps", "interval"),
+    [(0.0, 1), (0.1, 1), (0.11, 2), (0.35, 4), (1.0, 10), (1.01, 10), (math.inf, 10)],
+)
+def test_copies_take_a_tenth_of_the_time_at_most(copy_in_steps: float, interval: int) -> None:
+    assert interval_of(copy_in_steps) == interval
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "made"),
+    [
+        ((0.05, 0.05), [0, 2, 4, 5, 6, 7, 8, 9, 10]),
+        ((0.05, 0.35), [0, 2, 4, 8]),
+        ((2.0, 0.01), [0, 2, 4]),
+    ],
+)
+def test_ranks_copy_as_often_as_the_slowest_may(copy_s: tuple[float, ...], made: list[int]) -> None:
+    for seen in run_on_gloo(2, copies_bodies.due_steps, copy_s, 10):
+        assert seen == made
 
 
 def test_copies_are_kept_over_ranks_that_are_threads_too() -> None:

@@ -26,10 +26,11 @@ class PeerCheckpoints:
     tensors: with the first gradient of a layer, or after a change of a hyperparameter.
     """
 
-    def __init__(self, *, copies: int, every_steps: int) -> None:
+    def __init__(self, *, copies: int, every_steps: int | None) -> None:
         copies = as_index("copies", copies)
-        every_steps = as_index("copy_every_steps", every_steps)
-        if copies < 0 or every_steps < 1:
+        if every_steps is not None:
+            every_steps = as_index("copy_every_steps", every_steps)
+        if copies < 0 or (every_steps is not None and every_steps < 1):
             raise InvalidSpec(
                 "the copies' settings are out of range",
                 seen=f"copies={copies} copy_every_steps={every_steps}",

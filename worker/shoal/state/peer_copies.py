@@ -1,11 +1,13 @@
 """Copies of the state in the host memory of peers, so that it survives the loss of members.
 
-Every few steps each rank copies its part of the state, keeps the copy, and sends it to peers while
+After some steps each rank copies its part of the state, keeps the copy, and sends it to peers while
 training continues.
 """
 
+import math
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +42,9 @@ log = structlog.get_logger(__name__)
 MAX_SWAPPED_RANKS = 64
 """Greatest world size at which ranks swap targets. The search for swaps takes up to 0.5 s at this
 size, and more than ten times as long at four times the size."""
+COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.1, 2, 10
+"""Share of the time during which a copy may be in progress; steps between the first two copies of a
+generation, which nothing was timed for; greatest number of steps between two copies."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
@@ -145,6 +150,14 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
     return found + others
 
 
+def interval_of(copy_in_steps: float) -> int:
+    """Return the number of steps between two copies if a copy takes as long as `copy_in_steps`
+    steps: the smallest one that keeps COPYING_SHARE, at most MAX_INTERVAL."""
+    if not copy_in_steps <= COPYING_SHARE * MAX_INTERVAL:
+        return MAX_INTERVAL
+    return max(1, math.ceil(copy_in_steps / COPYING_SHARE))
+
+
 @dataclass(frozen=True)
 class _Ring:
     """Position of one rank in the exchange of copies: its targets and its sources."""
@@ -192,6 +205,9 @@ class PeerCopies:
     complete on every rank. So from the first copy on, there is always a step that is complete on
     all ranks. Before that the copies of the last generation are kept.
 
+    **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
+    steps it took, and `interval_of` the largest number is the interval from the next copy on.
+
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It
     is at most K steps older if the last copy was complete.
@@ -210,11 +226,12 @@ class PeerCopies:
         group: dist.ProcessGroup | DeferredGroup,
         *,
         copies: int,
-        every_steps: int,
+        every_steps: int | None = None,
         before: "PeerCopies | None" = None,
         travels: Callable[[str], bool] = lambda _: True,
         limit_s: float | None = None,
         hosts: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up the copies. `hosts`: the host of each rank; empty if all are on one host.
         `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
@@ -226,6 +243,10 @@ class PeerCopies:
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
+        self._clock = clock
+        self._interval, self._next_step = FIRST_INTERVAL, 0
+        self._offered: tuple[int, float] | None = None
+        """Step and time of the last offer."""
         self._travels = travels
         self._earlier_copies: tuple[StepCopies, ...] = (
             before._copies_to_keep() if before is not None else ()
@@ -258,6 +279,8 @@ class PeerCopies:
 
     def is_due(self, step: int) -> bool:
         """True if the state after `step` committed steps is to be offered."""
+        if self._every_steps is None:
+            return self._ring.has_peers and step >= self._next_step
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
@@ -277,12 +300,24 @@ class PeerCopies:
         later, self._later = self._later, None
         if later is not None:
             self._start(later.make())
+        # The last copy is complete: all ranks have agreed on the same interval.
+        self._next_step = state_shard.step + self._interval
+        timing = self._time(state_shard.step)
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
         slot.take(state_shard, self._travels)
         self._busy = True
-        self._queue.put((slot, leaving))
+        self._queue.put((slot, leaving, timing))
+
+    def _time(self, step: int) -> "_Timing | None":
+        """Return the timing of the copy that begins; None for the first copy of a generation, which
+        also opens the group's connections."""
+        now_s, before = self._clock(), self._offered
+        self._offered = step, now_s
+        if before is None or step <= before[0]:
+            return None
+        return _Timing(began_s=now_s, step_s=(now_s - before[1]) / (step - before[0]))
 
     def flush(self) -> None:
         """Block until the copy in progress is complete on all ranks. Raises what `offer` raises."""
@@ -355,9 +390,11 @@ class PeerCopies:
     def _serve(self, group: dist.ProcessGroup) -> None:
         try:
             while (order := self._queue.get()) is not None:
-                slot, ranks = order
+                slot, ranks, timing = order
                 self._copy(slot, ranks, group)
+                interval = self._agreed_interval(timing, group)
                 with self._changed:
+                    self._interval = interval
                     slot.everywhere = True
                     self._earlier_copies = ()
                     self._busy = False
@@ -397,8 +434,16 @@ class PeerCopies:
             slot.show(peer, shards, values[peer])
         slot.full = True
         self._wait(leaving)
-        # After this all ranks have received all their copies of this step.
-        dist.all_reduce(torch.zeros(1), group=group)
+
+    def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:
+        """Return the interval for the slowest rank. After this call all ranks have received all
+        their copies of this step."""
+        steps = torch.zeros(1, dtype=torch.float64)
+        if timing is not None and timing.step_s > 0:
+            steps[0] = (self._clock() - timing.began_s) / timing.step_s
+        dist.all_reduce(steps, dist.ReduceOp.MAX, group=group)
+        slowest = float(steps)
+        return interval_of(slowest) if slowest > 0 else FIRST_INTERVAL
 
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
@@ -406,7 +451,15 @@ class PeerCopies:
             self.num_moved += 1
 
 
-_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int]] | None]
+@dataclass(frozen=True)
+class _Timing:
+    """Start of a copy, and the mean time of the steps before it, in seconds."""
+
+    began_s: float
+    step_s: float
+
+
+_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing | None] | None]
 
 
 class Catalogue:

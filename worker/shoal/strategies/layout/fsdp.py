@@ -56,7 +56,7 @@ class FSDP(ShardedStrategy):
         elementwise_optimizer: bool = False,
         cpu_offload: bool = False,
         copies: int = 1,
-        copy_every_steps: int = 10,
+        copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         self._elementwise_optimizer = elementwise_optimizer

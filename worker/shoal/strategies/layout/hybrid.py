@@ -63,7 +63,7 @@ class Hybrid(ShardedStrategy):
         example: Any = None,
         elementwise_optimizer: bool = False,
         copies: int = 1,
-        copy_every_steps: int = 10,
+        copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         self._fixed = FixedSizes(

@@ -113,7 +113,7 @@ class Pipeline(ShardedStrategy):
         example: Any = None,
         per_parameter_optimizer: bool = False,
         copies: int = 1,
-        copy_every_steps: int = 10,
+        copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         self._schedule = schedule_spec(schedule, microbatches)

@@ -31,17 +31,18 @@ class ShardedStrategy(LayoutStrategy):
     """A strategy whose members hold shards of the state: each generation has a new layout, which is
     filled from the shards that its members hold.
 
-    The state of a lost member comes from copies that its peers keep in host memory. They are made
-    after the first step of each generation, and every `copy_every_steps` steps, each on `copies`
-    other members, while training continues. After a loss all members roll back by at most twice
-    `copy_every_steps` steps, and train on the same samples again. With `copies=0`, only a
-    checkpoint makes sure that training survives a loss.
+    The state of a lost member comes from copies that its peers keep in host memory, each on
+    `copies` other members. They are made after the first step of each generation and then as often
+    as they take at most a tenth of the time, at least every 10 steps, while training continues;
+    `copy_every_steps` fixes the number of steps between two copies. After a loss all members roll
+    back by at most two such intervals, and train on the same samples again. With `copies=0`, only
+    a checkpoint makes sure that training survives a loss.
     """
 
     state_is_spread = True
     initialises = True
 
-    def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
+    def __init__(self, *, copies: int = 1, copy_every_steps: int | None = None) -> None:
         super().__init__()
         self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)
         self._binding: OptimizerBinding | None = None

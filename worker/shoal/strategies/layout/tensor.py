@@ -46,7 +46,7 @@ class TensorParallel(ShardedStrategy):
         sequence: bool = False,
         elementwise_optimizer: bool = False,
         copies: int = 1,
-        copy_every_steps: int = 10,
+        copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         min_split_bytes = as_index("min_split_bytes", min_split_bytes)

@@ -44,7 +44,7 @@ class Zero1(ShardedStrategy):
         compression: str | Compression | None = None,
         per_parameter_optimizer: bool = False,
         copies: int = 1,
-        copy_every_steps: int = 10,
+        copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
         self._bucket_mb = bucket_size(bucket_mb)
