@@ -17,7 +17,7 @@
 itself.
 - `step_copies_N`: median step of "fsdp" with a copy of the state at a peer every N steps, over the
   median step with a copy every 10 steps; both run under a session and take turns. "auto" is the
-  default: as often as copies take at most a tenth of the time.
+  default: as often as copies take at most a twentieth of the time.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.
 - `bytes_per_step_STRATEGY`: bytes that one of four ranks passes to collectives in a step, counted

@@ -137,17 +137,17 @@ def test_on_hosts_of_eight_the_loss_of_one_leaves_a_copy_of_all() -> None:
 
 @pytest.mark.parametrize(
     ("copy_in_steps", "interval"),
-    [(0.0, 1), (0.1, 1), (0.11, 2), (0.35, 4), (1.0, 10), (1.01, 10), (math.inf, 10)],
+    [(0.0, 1), (0.05, 1), (0.06, 2), (0.18, 4), (0.5, 10), (0.51, 10), (math.inf, 10)],
 )
-def test_copies_take_a_tenth_of_the_time_at_most(copy_in_steps: float, interval: int) -> None:
+def test_copies_take_a_twentieth_of_the_time_at_most(copy_in_steps: float, interval: int) -> None:
     assert interval_of(copy_in_steps) == interval
 
 
 @pytest.mark.parametrize(
     ("copy_s", "made"),
     [
-        ((0.05, 0.05), [0, 2, 4, 5, 6, 7, 8, 9, 10]),
-        ((0.05, 0.35), [0, 2, 4, 8]),
+        ((0.04, 0.04), [0, 2, 4, 5, 6, 7, 8, 9, 10]),
+        ((0.04, 0.18), [0, 2, 4, 8]),
         ((2.0, 0.01), [0, 2, 4]),
     ],
 )

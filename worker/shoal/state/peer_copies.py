@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 MAX_SWAPPED_RANKS = 64
 """Greatest world size at which ranks swap targets. The search for swaps takes up to 0.5 s at this
 size, and more than ten times as long at four times the size."""
-COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.1, 2, 10
+COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.05, 2, 10
 """Share of the time during which a copy may be in progress; steps between the first two copies of a
 generation, which nothing was timed for; greatest number of steps between two copies."""
 

@@ -33,7 +33,7 @@ class ShardedStrategy(LayoutStrategy):
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
     `copies` other members. They are made after the first step of each generation and then as often
-    as they take at most a tenth of the time, at least every 10 steps, while training continues;
+    as they take at most a twentieth of the time, at least every 10 steps, while training continues;
     `copy_every_steps` fixes the number of steps between two copies. After a loss all members roll
     back by at most two such intervals, and train on the same samples again. With `copies=0`, only
     a checkpoint makes sure that training survives a loss.
