@@ -20,8 +20,8 @@ class CheckpointStore(Protocol):
     """The newest checkpoint that this process has written; None: none. Any thread."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due.
-        A directory is not tested."""
+        """Raise InvalidSpec for a bucket that cannot store checkpoints. Called before the first
+        checkpoint is due. A directory is not tested."""
 
     def steps(self) -> Collection[int]:
         """List the storage, and return the steps of its complete checkpoints. Raises InvalidSpec if

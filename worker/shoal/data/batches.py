@@ -85,8 +85,8 @@ class Batch:
         remaining parts are stand-ins: one sample with weight 0.
 
         Raises InvalidSpec outside a step; for a batch other than the step's; for a second loop, or
-        a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; as
-        `cut`; and if a part has no backward pass or several."""
+        a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; if
+        the batch cannot be cut by sample; and if a part has no backward pass or several."""
         return of_step().parts(self, num_parts)
 
 

@@ -306,7 +306,7 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Scheduler that steps only in the last part of a step, or after it if it was committed."""
+    """Scheduler that steps only in the last part of a step, or after a step that was committed."""
 
     def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
         self.scheduler, self._steps = scheduler, steps

@@ -50,7 +50,7 @@ class LightningBatches:
         self._counters, self._ahead = JobCounters(trainer, self._job), self._job.take()
         if self._job.num_steps < self._until:
             raise InvalidSpec(
-                "max_steps, with larger batches in the checkpoint",
+                "max_steps needs more epochs than planned: earlier batches were larger",
                 seen=f"max_steps={self._until}, and samples for {self._job.num_steps} steps in the"
                 " epochs of this batch size",
                 expected="max_epochs without max_steps, or the checkpoint's batch size",

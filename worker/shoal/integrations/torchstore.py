@@ -55,8 +55,8 @@ async def get_state_dict(
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, the version is written
     into its tensors, and `user_state_dict` is returned; of a DTensor, only the local slice is
-    written. With `strict`, its names must be those of the version. Otherwise only common names are
-    written, and names that the version lacks are logged as `tensors_not_in_version`. Raises
+    written. With `strict`, it must have the same names as the version. Otherwise only common names
+    are written, and names that the version lacks are logged as `tensors_not_in_version`. Raises
     InvalidSpec for values that are not tensors, and what `Subscription.fetch` raises: VersionGone
     before the first put."""
     subscription = _subscribed(series_of(key, store_name))

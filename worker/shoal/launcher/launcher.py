@@ -361,7 +361,7 @@ class Launcher:
             if num == 1
             else f"{num} workers finish their step and end"
         )
-        self._say(f"{name}: {consequence}; once more kills {'it' if num == 1 else 'them'}")
+        self._say(f"{name}: {consequence}; a second signal kills {'it' if num == 1 else 'them'}")
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:

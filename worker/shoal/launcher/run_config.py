@@ -178,9 +178,9 @@ class RunConfig:
         of_fewer = sum(sizes[1 - num_nodes :]) if num_nodes > 1 else 0
         if of_fewer >= least:
             raise InvalidSpec(
-                "--nnodes counts hosts, and fewer of these hosts have as many workers",
-                seen=f"--nnodes {self.over_ssh.num_nodes}: {of_fewer} workers on {num_nodes - 1},"
-                f" and {least} on {num_nodes} others",
+                "fewer hosts than --nnodes requires have enough workers to train",
+                seen=f"--nnodes {self.over_ssh.num_nodes}: {of_fewer} workers on {num_nodes - 1} of"
+                f" the hosts, and {least} are enough",
                 expected="hosts with similar numbers of workers, or --min",
                 fix=f"Give --min {of_fewer + 1}, or --min without --nnodes.",
             )

@@ -168,7 +168,7 @@ class Layout(ABC):
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
-        that peers need a copy. By default: all, as an unneeded copy does no harm."""
+        that peers need a copy. True by default, as an unneeded copy does no harm."""
         return True
 
     @property
@@ -188,7 +188,7 @@ class Layout(ABC):
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """Leaf tensors of every backward pass, which can then be limited to their gradients; None
+        """Leaf tensors of every backward pass: autograd can limit a pass to their gradients. None
         if the leaves differ from pass to pass."""
         return None
 

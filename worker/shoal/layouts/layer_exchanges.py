@@ -266,6 +266,6 @@ def different_layers(seen: str) -> InvalidSpec:
         seen=seen,
         expected="the same layers in the same order in each pass on each of these members: they"
         " compute each layer together, for the same samples",
-        fix="Choose the layers of a pass by nothing that differs between members, such as"
+        fix="The layers of a pass must not depend on values that differ between members, such as"
         " session.rank or a random number from Python's random module.",
     )

@@ -102,7 +102,8 @@ class AbortableWaiter:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
-            # torch drops the class of an error in a hook of DDP: backends then look for "gloo".
+            # For an error in a hook of DDP, torch drops the class: backends then look for "gloo" in
+            # the error's text.
             self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
@@ -138,7 +139,7 @@ class AbortableWaiter:
                 completion.set_result(reason)
 
     def forget(self) -> None:
-        """Discard all completions, whose waits are over."""
+        """Discard all completions. Call this once their waits are over."""
         self._pending.clear()
 
 

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 ABORTED_S = 10.0
 """Time for which the next bring-up waits for the aborts of this generation's communicators."""
 _IDENTITY = struct.Struct("<64q")
-"""A GPU's id as ranks exchange it: one number for each byte of the text, in any release."""
+"""A GPU's id as ranks exchange it: one number for each byte of the text. Same in all releases."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 

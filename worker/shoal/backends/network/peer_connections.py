@@ -23,7 +23,8 @@ from shoal_proto.errors import GenerationBroken
 
 LOOK_EVERY_S = 0.5
 STUCK_AFTER_S = 5.0
-"""Time after a rank has closed a connection. A collective that has not failed by then is stuck."""
+"""Time in which a collective should fail once a rank has closed its connection. A collective that
+has not failed by then is stuck."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
 """Stores by Gloo group of this process, with the addresses that the group's ranks announced."""

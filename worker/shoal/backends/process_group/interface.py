@@ -43,8 +43,9 @@ class Group(Protocol):
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.
 
-        Called before results of collectives change the state permanently. On a device, where an
-        aborted collective ends without an error, it waits for all work that the trainer has queued.
+        Called before results of collectives change the state permanently. On a device, an aborted
+        collective ends without an error; so there, this call waits for all work that the trainer
+        has queued.
         """
 
     def retire(self) -> None:

@@ -147,7 +147,8 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # Any process can list sockets by name. The whole name is the key, so half of it is shown.
+    # Any process can list the addresses of sockets. All of `name` is the key, so the address has
+    # only half of it.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 

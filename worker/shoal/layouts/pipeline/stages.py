@@ -120,7 +120,7 @@ def _no_input(laid_out_for: str, seen: str) -> InvalidSpec:
     return InvalidSpec(
         f"the pipeline was laid out for {laid_out_for}",
         seen=seen,
-        expected="values for the first input and for those without a default only",
+        expected="values only for the first input and for inputs without a default",
     )
 
 

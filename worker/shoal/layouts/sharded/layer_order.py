@@ -1,4 +1,4 @@
-"""Check, before each all-gather and reduction over Gloo, that all ranks run the same one.
+"""Check, before each all-gather and reduction over Gloo, that all ranks run the same operation.
 
 A message does not say whose rows it carries. If a rank skips a layer, the others' next all-gather
 receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is sent more than
