@@ -46,8 +46,8 @@ class BatchSource(ABC):
 
     @property
     def order(self) -> Order:
-        """Order of the samples. The position at which a checkpoint's batch size ended is known from
-        the first batch on."""
+        """Order of the samples. If the run continues a checkpoint of another batch size, the order
+        has the position of the change from the first batch on."""
         return self._loader.order
 
     @property

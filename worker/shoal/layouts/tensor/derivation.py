@@ -1,8 +1,8 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if the result is correct for every use of them. These are pairs with only
-elementwise operations in between, torch's own attention, attention whose model declares it, and
-single modules whose outputs are gathered. All else stays whole, and the plan says why.
+Modules are split only if the result is correct for every use of them. That holds for pairs with
+only elementwise operations in between, torch's own attention, attention whose model declares it,
+and single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
 from collections import Counter
