@@ -254,8 +254,8 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples; if it has no weight, for any
-        loss that is not a mean over them. For a part, raises at once. For a whole batch,
+        """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss without a
+        weight that is not a mean over them. For a part, raises at once. For a whole batch,
         `check_complete` raises, and only if the step has no other pass: if a script cuts its batch
         itself, no pass is over all samples."""
         present = self._part or self._batch

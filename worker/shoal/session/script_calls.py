@@ -102,7 +102,7 @@ class ScriptCalls:
             raise InvalidSpec(
                 f"{kind} is used in a session, and not registered with it",
                 seen=f"a {kind} whose count is lost at the first loss or join",
-                expected=f'session.register("a name", its {kind}) before the first batch',
+                expected=f'session.register("a name", the {kind}) before the first batch',
             )
         if isinstance(stateful, AveragedModel):
             _check_whole(stateful, *arguments)

@@ -132,8 +132,8 @@ class SharedCalls:
             raise InvalidSpec(
                 f"{call} before the first batch",
                 seen="no batch that this member's script has asked for",
-                expected="the call after a step: the script of a member that joins later begins"
-                " there",
+                expected="the call after a step: a member that joins later would make an earlier"
+                " call alone",
             )
         return strategy
 

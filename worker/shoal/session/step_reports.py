@@ -243,7 +243,8 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read anew: another batch size than a checkpoint's is known from the first batch on.
+            # Read each time: if the job resumes from a checkpoint of another batch size, the number
+            # changes at the first batch.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,

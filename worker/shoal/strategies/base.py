@@ -134,7 +134,7 @@ class Strategy(ABC):
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
-        """Note that the script has finished the last step. Synchronous strategies: called by all
+        """Note that the script has finished the latest step. Synchronous strategies: called by all
         members at the same step. Raises what `end_step` raises; also RegisteredStateDiffers, on all
         members."""
 
@@ -164,23 +164,23 @@ class Strategy(ABC):
         return False
 
     def leaves_with_checkpoint(self) -> bool:
-        """True if this member has to leave after the last step, and no further generation follows.
-        Returns once the checkpoint of that step is written, or has failed."""
+        """True if this member has to leave after the latest step, and no further generation
+        follows. Returns once the checkpoint of that step is written, or has failed."""
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
-        """Write a checkpoint of the last step, if this member holds the whole state. Called if the
-        member is to leave and no generation runs in which members could write one together."""
+        """Write a checkpoint of the latest step, if this member holds the whole state. Called if
+        the member is to leave and no generation runs in which members could write one together."""
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's last checkpoint, known after the last step; None if the checkpoint
-        was written."""
+        """The error of the job's final checkpoint, known after the final step; None if the
+        checkpoint was written."""
         return None
 
     @property
     def checkpoint_due(self) -> bool:
-        """True if a checkpoint of the state after the last step is to be written."""
+        """True if a checkpoint of the state after the latest step is to be written."""
         return False
 
     @abstractmethod
@@ -320,7 +320,7 @@ class Strategy(ABC):
         """Raise TrainingFailed if training has no usable result. Called at the end of the
         session's block, if the job is complete."""
 
-    def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
+    def finish_passes(self) -> None:  # noqa: B027 - most strategies have nothing to check
         """Check forward passes between two steps; called by all members. Raises InvalidSpec on all
         of them if members that split layers computed with different layers."""
 
@@ -385,8 +385,8 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Wait until every member has committed the steps that this member has committed: if one
         fails before that, it needs this member. Asynchronous strategies get the final values
-        instead. Called after the last step, and again if a member was lost meanwhile. Raises what
-        `between_steps` raises."""
+        instead. Called after the job's final step, and again if a member was lost meanwhile. Raises
+        what `between_steps` raises."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""

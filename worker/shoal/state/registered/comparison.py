@@ -14,8 +14,8 @@ from shoal_proto.errors import RegisteredStateDiffers
 TOLERANCE = 1e-5
 """Relative difference that is allowed: hosts with other instruction sets round sums differently."""
 SMALL = 1e-14
-"""Absolute difference that is allowed: near its end at 0, a schedule that subtracts a cosine from 1
-has no relative precision, and the last bit of the cosine is that of the libm."""
+"""Absolute difference that is allowed. A schedule that ends at 0 may subtract a cosine from 1. Near
+its end only the cosine's rounding error remains, which depends on the host's math library."""
 UNTRAINED = -1
 """Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120

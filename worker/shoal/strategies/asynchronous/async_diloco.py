@@ -7,7 +7,7 @@ continues from the values right after its own push, which include other members'
 
 - Each member steps its own optimizer, any of torch's except LBFGS, and keeps its state.
 - A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
-  its work since its last push is lost too: other members train on the samples again. A member that
+  the work since its last push is lost: other members train on those samples again. A member that
   drains, or whose loop without `session.batches` ends, pushes its round first.
 """
 

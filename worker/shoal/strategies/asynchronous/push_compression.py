@@ -5,7 +5,7 @@ the next step (error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901
 are kept by block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its
 residual stays.
 
-A residual counts once, whatever the outcome of a push:
+A residual counts at most once, whatever the outcome of a push:
 
 - Encoding adds the residual to the gradients that are sent. Once the server has acknowledged the
   shard's part as applied, the new residual is kept.

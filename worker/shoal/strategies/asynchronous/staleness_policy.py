@@ -2,10 +2,11 @@
 
 The staleness of a push is the number of updates since the values that it was computed on.
 
-- "damp", the default: slows the optimizer down by the staleness. For SGD the effective rate,
-  lr / (1 - momentum), is divided by 2 * staleness + 1: momentum is lowered, and lr only if that is
-  not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one member
-  nothing is stale, and nothing changes. So settings found with one process also train with several.
+- "damp", the default: slows the optimizer down, more for staler gradients. For SGD the effective
+  rate, lr / (1 - momentum), is divided by 2 * staleness + 1: momentum is lowered, and lr only if
+  that is not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one
+  member nothing is stale, and nothing changes. So settings found with one process also train with
+  several.
 - "none": steps on stale gradients unchanged.
 - "scale": divides the learning rate by a staleness above 1 (Zhang et al. 2016, arXiv:1511.05950).
 - "compensate": corrects gradients for the change of the values since then (Zheng et al. 2017,
