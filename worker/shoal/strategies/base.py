@@ -174,7 +174,7 @@ class Strategy(ABC):
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's final checkpoint, known after the final step; None if the
+        """The error of this member's last checkpoint, known after its last step; None if that
         checkpoint was written."""
         return None
 

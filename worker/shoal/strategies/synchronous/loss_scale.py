@@ -14,7 +14,7 @@ from shoal.backends.abortable.waiter import all_reduce
 from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
-"""The largest scale: a scale is a number of this dtype."""
+"""The largest scale: scales are float32."""
 
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:

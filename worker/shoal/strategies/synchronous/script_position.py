@@ -28,7 +28,7 @@ NO_STATE = -1
 class CallInterrupted(OSError):
     """Raised if the other members are in a call that this member's script is not in.
 
-    An OSError, as a later attempt may succeed: like a port that is in use.
+    An OSError because a later attempt may succeed, as with a port that is in use.
     """
 
 

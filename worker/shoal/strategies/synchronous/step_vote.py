@@ -116,7 +116,7 @@ class StepVote:
     conflict: str = field(default="", compare=False)
     """The difference between a repeated step and its first attempt; empty if there is none."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The error, as a dict, that refuses the optimizer's state after the last step."""
+    """The error, as a dict, that refuses the optimizer's state after the latest step."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
     """`LayerExchanges.record`; in whole votes only."""
 

@@ -71,7 +71,7 @@ class SynchronousStrategy(Strategy):
         """Drop all references to the group. Quick, raises nothing, may be called twice."""
 
     def _write_checkpoint(self) -> None:
-        """Write a checkpoint of the state after the last step, if one is due."""
+        """Write a checkpoint of the state after the latest step, if one is due."""
 
     # --- generations ---
 
