@@ -121,8 +121,8 @@ class Node:
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
-        continue. Does nothing if the job is closed. Raises a RetryError if no coordinator answers for
-        `close_timeout`, and refusals."""
+        continue. Does nothing if the job is closed. Raises a RetryError if no coordinator answers
+        for `close_timeout`, and refusals."""
         if self.is_closed:
             return
         self._give_up_s = time.monotonic() + self._config.close_timeout_s

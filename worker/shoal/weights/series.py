@@ -119,7 +119,7 @@ Connect = Callable[[PublisherRank], Contributor]
 
 
 class PendingPublication:
-    """A publication, from its copy to its commit. Any thread."""
+    """A publication, from its copy to its commit. Any thread may call its methods."""
 
     def __init__(
         self,
