@@ -259,7 +259,7 @@ class ElasticController:
         return self.generation
 
     def _finish_last_step(self, strategy: Strategy) -> None:
-        """Finish the last step, as the script asks for the next one."""
+        """Finish the latest step, as the script asks for the next one."""
         if strategy.checkpoint_due:
             # A job that resumes from the checkpoint does not take these steps again.
             self.job_log.flush()
@@ -271,7 +271,7 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the last step, as the script takes no further step. Changes that the script made
+        """Finish the latest step, as the script takes no further step. Changes that the script made
         since belong to that step, for example in a checkpoint that is due. Without batches, no
         other member takes this member's last steps again: they are flushed. Raises the errors of
         the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
@@ -335,8 +335,8 @@ class ElasticController:
             raise
 
     def _keep_state(self) -> None:
-        """Write a checkpoint if this member leaves and no generation continues from the last step.
-        Only the generation's first remaining member writes, if it holds the whole state."""
+        """Write a checkpoint if this member leaves and no generation continues from its latest
+        step. Only the generation's first remaining member writes, if it holds the whole state."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
             return

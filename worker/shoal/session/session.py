@@ -375,10 +375,10 @@ class Session:
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. The weights
-        become those of one process if the loss is computed from all rows, the same on every member,
-        or if it is a mean over the member's own rows (from `batch.first`), each compared with all
-        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
+        `tensor` has a row for each sample of the share; shares may differ in size. The model trains
+        as with one process if the loss is computed from all rows, the same on every member, or if
+        it is a mean over the member's own rows (from `batch.first`), each compared with all rows.
+        All members make the same calls in a step, in the same order. See docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that
         gather no rows, and on all members if their tensors do not fit together.
@@ -508,11 +508,11 @@ class Session:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
         `trackers`: once for each step, even if members are lost or join.
 
-        Values that are given within a step belong to that step, and are logged if it is committed:
-        the last value of each name. Values that are given after it belong to the last step, if it
-        has none of that name yet. All members call it; the values of one member are shown. Within a
-        step, a member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec
-        before `distribute`, for a value that is not one number, and for an invalid name.
+        Of the values given within a step, the last value of each name is logged, once the step is
+        committed. Values given between two steps belong to the step before, unless it has a value
+        of that name. All members call it; the values of one member are shown. Within a step, a
+        member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
+        `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch

@@ -1,14 +1,14 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
 Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
-into memory that all can read: for an all-gather into its part of a common slot; for a sum into its
-own slot, and each rank adds up its part of all slots. A collective takes at most one barrier
-(`barrier`). In backward torch gathers weights before it needs them: if a sum follows before their
-use, the barrier of the sum completes the gather too.
+into memory that all ranks can read. For an all-gather it writes into its part of a common slot. For
+a sum it writes into its own slot, and each rank adds up its part of all slots. A collective takes
+at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
+follows before their use, the barrier of the sum completes the gather too.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
-the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
-choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
+until the next collective. So each rank announces at each barrier which slots it still uses, and all
+ranks choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
 A slot does not say whose rows it has. So at each barrier ranks also compare digests of what they
 have gathered and summed so far: if a rank has skipped a layer, all detect it at the next barrier,

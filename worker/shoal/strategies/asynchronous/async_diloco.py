@@ -1,7 +1,7 @@
 """The strategy `async-diloco`: members step alone for a round, then push their change.
 
 The parameter servers take the outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) for
-each member's round as it arrives, not for the mean of all; no member waits for another (as in Liu
+each member's round as it arrives, not for the mean of all. No member waits for another (as in Liu
 et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
 continues from the values right after its own push, which include other members' pushes.
 
