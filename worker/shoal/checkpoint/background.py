@@ -71,7 +71,7 @@ class Checkpoints:
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
         self.written: WrittenCheckpoint | None = None
-        """The newest checkpoint that this object has written; None: none. Any thread."""
+        """The newest checkpoint that this object has written; None: none. Thread-safe."""
 
     # --- called by a strategy: see `shoal.checkpoint.interface` ---
 

@@ -76,7 +76,7 @@ def publish(partial: Path, path: Path) -> None:
     if replaced:
         path.rename(replaced)
     partial.rename(path)
-    # Durable before any rank is notified, and before the replaced checkpoint is deleted.
+    # Make the new name durable before any rank is notified and the replaced checkpoint is deleted.
     synchronise(path.parent)
     if replaced:
         discard(replaced)

@@ -17,7 +17,7 @@ class CheckpointStore(Protocol):
     """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
     written: WrittenCheckpoint | None
-    """The newest checkpoint that this process has written; None: none. Any thread."""
+    """The newest checkpoint that this process has written; None: none. Thread-safe."""
 
     def probe(self) -> None:
         """Raise InvalidSpec for a bucket that cannot store checkpoints. Called before the first

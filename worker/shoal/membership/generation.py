@@ -27,16 +27,16 @@ class Context:
     """Returns the time, by `time.monotonic`, until which waits for other members had no limit. Any
     thread."""
     is_away: Callable[[], bool] = lambda: False
-    """Returns True while no coordinator can be reached. Any thread."""
+    """Returns True while no coordinator can be reached. Thread-safe."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
-    """Returns True if this member is to leave and no further generation follows. Any thread."""
+    """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
     """Returns the error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)
     """Key-value stores through which the members of a generation connect. The strategy closes
     them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
-    """Takes the trainer's status, which heartbeats carry. Any thread."""
+    """Takes the trainer's status, which heartbeats carry. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)

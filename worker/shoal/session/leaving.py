@@ -38,7 +38,7 @@ class SessionEnd:
         self._drain_reason = ""
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order. Any thread, also within a signal handler."""
+        """Ask to leave in good order. Any thread may call this, also within a signal handler."""
         self._drain_reason = reason
         self._controller.membership.drain(reason)
 

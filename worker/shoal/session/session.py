@@ -183,7 +183,7 @@ class Session:
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as SIGTERM does. For scripts that are notified in another way
-        that their process will be ended. Any thread, also within a signal handler.
+        that their process will be ended. Any thread may call this, also within a signal handler.
 
         Returns at once. The step in progress is finished, and the members agree on a step from
         which the others train without this member. At that step the batches end with

@@ -97,7 +97,7 @@ class StepCopies:
         self.step = state_shard.step
 
     def wait(self) -> None:
-        """Block until this rank's snapshot can be read. Any thread."""
+        """Block until this rank's snapshot can be read. Thread-safe."""
         self._copy_in_progress.wait()
 
     def record_names(self, names: frozenset[str]) -> None:

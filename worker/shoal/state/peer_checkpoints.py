@@ -137,12 +137,12 @@ class PeerCheckpoints:
 
     @property
     def num_moved(self) -> int:
-        """Number of messages of copies completed in this generation. Any thread."""
+        """Number of messages of copies completed in this generation. Thread-safe."""
         copies = self._copies
         return copies.num_moved if copies is not None else 0
 
     def interrupt(self) -> None:
-        """Make every thread that waits for a copy raise GenerationBroken. Any thread."""
+        """Make every thread that waits for a copy raise GenerationBroken. Thread-safe."""
         copies = self._copies
         if copies is not None:
             copies.close()

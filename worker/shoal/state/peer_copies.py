@@ -234,7 +234,7 @@ class PeerCopies:
         """Slots of the two copies, the older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
-        """Number of completed messages. Any thread."""
+        """Number of completed messages. Thread-safe."""
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -295,7 +295,7 @@ class PeerCopies:
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers' copies.
-        Any thread. Excludes copies that are still being received. The result is valid until the
+        Thread-safe. Excludes copies that are still being received. The result is valid until the
         next `offer`, also after `close`."""
         return [
             state_shard

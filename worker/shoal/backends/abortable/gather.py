@@ -96,7 +96,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def barrier(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks are here. Raises what `wait_abortable` raises."""
+    """Wait until all ranks have called this. Raises what `wait_abortable` raises."""
     all_reduce(torch.zeros(1), group)
 
 

@@ -93,11 +93,11 @@ class AbortableWaiter:
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
-        """Return the completions that are not set yet. Any thread."""
+        """Return the completions that are not set yet. Thread-safe."""
         return [completion for completion in list(self._pending) if not completion.done()]
 
     def abort(self, reason: str) -> None:
-        """End all present waits, and with `for_good` later ones too. Any thread."""
+        """End all present waits, and with `for_good` later ones too. Thread-safe."""
         if self._for_good:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
@@ -132,7 +132,7 @@ class AbortableWaiter:
 
     def complete(self, completion: Completion, reason: str) -> None:
         """Set the completion, which ends its wait. `reason`: the reason of the failure, "" after a
-        success. Any thread."""
+        success. Thread-safe."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1

@@ -38,7 +38,7 @@ class Group(Protocol):
         """
 
     def cut(self, reason: str) -> None:
-        """End every present and later operation: it raises, or `check` does. Any thread, quick."""
+        """End every present and later operation: it raises, or `check` does. Thread-safe, quick."""
 
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.

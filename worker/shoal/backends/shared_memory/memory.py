@@ -70,12 +70,12 @@ class SharedMemory:
 
     @property
     def num_barriers(self) -> int:
-        """Number of barriers of this rank so far. Any thread."""
+        """Number of barriers of this rank so far. Thread-safe."""
         return self._num_barriers
 
     @property
     def num_moved(self) -> int:
-        """Number of barriers and of other waits so far. Any thread."""
+        """Number of barriers and of other waits so far. Thread-safe."""
         return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class SharedMemory:
         self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
-        """Make every wait of this rank and of all others raise. Any thread, quick."""
+        """Make every wait of this rank and of all others raise. Thread-safe, quick."""
         with self._lock:
             if self._reason:
                 return

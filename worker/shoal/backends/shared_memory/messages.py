@@ -118,7 +118,7 @@ class SharedMessages:
         self._message = self._work = None
 
     def cut(self, reason: str) -> None:
-        """Make waits in memory raise, see `SharedMemory.cut`. Any thread."""
+        """Make waits in memory raise, see `SharedMemory.cut`. Thread-safe."""
         self._reason = reason
         memory = self._memory
         if memory is not None:
