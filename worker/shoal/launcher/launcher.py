@@ -228,7 +228,7 @@ class Launcher:
         return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
-        # First, so that no later heartbeat says that the worker runs.
+        # Called first, so that no later heartbeat says that the worker runs.
         self._beats.halted(process.pid, halted)
         self._reporter.report(
             ReportHaltRequest(
@@ -349,8 +349,8 @@ class Launcher:
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
-        # After the first signal, workers finish their step. A second one or the grace time's end
-        # kills them.
+        # After the first signal, workers finish their step. A second signal, or the end of the
+        # grace time, kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return

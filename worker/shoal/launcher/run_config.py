@@ -97,12 +97,12 @@ class RunConfig:
         int,
         Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
     ] = 1
-    """Worker processes on this host, or on each of --hosts. auto: one for each of its GPUs; without
-    a GPU, one for each core that this process may use."""
+    """Worker processes on this host, or on each of --hosts. auto: one for each GPU of the host;
+    without a GPU, one for each core that this process may use."""
     over_ssh: Annotated[HostOptions, Parameter(name="*")] = field(default_factory=HostOptions)
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
-    that two runs do not meet by accident, and is printed."""
+    """Name of the job, by default the script's name. With --coordinator a random ending is added to
+    that name, so that two runs do not meet by accident, and the name is printed."""
     fresh: bool = False
     """Start over: remove what the cluster keeps of an earlier run with this name."""
     coordinators: CoordinatorAddresses = ()

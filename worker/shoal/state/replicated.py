@@ -64,7 +64,7 @@ class ReplicatedState:
     def collect(self, step: int) -> StateShard:
         """Return everything that training changes, not copied, valid until the next step: what a
         member that joins needs to continue. No number of a tensor is read, as that would wait for a
-        GPU. Raises UnsupportedOptimizer."""
+        GPU. Raises UnsupportedOptimizer for state that another member could not restore."""
         tensors = self._tensors()
         slots: dict[str, Json] = {}
         refuse_other_owners(self._optimizer, self._names)
