@@ -25,7 +25,7 @@ Dataset = MapDataset | tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One member's share of one step. `inputs, targets = batch` unpacks it; if samples are dicts,
+    """Share of one member in one step. `inputs, targets = batch` unpacks it; if samples are dicts,
     `batch["x"]` is their entry "x"."""
 
     inputs: Any

@@ -80,7 +80,7 @@ _Event = Process | _Halted | _Signalled | _GivenUp | WorkerStatus
 
 
 class Launcher:
-    """One `shoal run`: `run` returns the exit code when no worker is left."""
+    """Launcher of one `shoal run`: `run` returns the exit code when no worker is left."""
 
     def __init__(self, config: RunConfig, orders: StopOrders) -> None:
         """`orders`: signals of this process, including those before and after the run."""

@@ -70,7 +70,7 @@ class World:
 
 
 class Layout(ABC):
-    """One rank's part of a model (base class); all ranks' layouts compute steps together."""
+    """Part of a model on one rank (base class); all ranks' layouts compute steps together."""
 
     world: World
     module: nn.Module

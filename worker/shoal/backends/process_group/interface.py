@@ -14,7 +14,7 @@ LONGEST_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One member's rank and address in the group of a generation."""
+    """Rank and address of one member in the group of a generation."""
 
     generation: int
     rank: int

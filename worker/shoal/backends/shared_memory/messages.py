@@ -23,7 +23,7 @@ _NUM_SETS = 2
 
 
 class SharedMessages:
-    """One rank's view of the exchange. All ranks call the same methods in the same order. For one
+    """View of the exchange for one rank. All ranks call the same methods in the same order. For one
     thread, except `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:

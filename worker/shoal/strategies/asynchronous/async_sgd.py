@@ -75,8 +75,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Limit of the steps in a member's first values. If they include the updates of this many steps or
-more, the member does not watch the loss: it joined too late to know the initial loss."""
+"""Number of steps. A member whose first values include the updates of this many steps or more does
+not watch the loss: it joined too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
