@@ -29,9 +29,9 @@ class Batch:
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of the collated samples except the last, as a tuple if there are several; the only
-    part if there is one. Collated samples that are not a tuple, such as a dict, are the inputs as a
-    whole."""
+    """All parts of the collated samples except the last, as a tuple if there are several. If the
+    samples have only one part, that part. Collated samples that are not a tuple, such as a dict,
+    are the inputs as a whole."""
     targets: Any
     """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]

@@ -101,8 +101,8 @@ class Order:
 
     @cached_property
     def num_steps_more(self) -> int:
-        """Difference between the numbers of steps up to the same sample: in a job whose batches all
-        have this size, minus in this job. Below 0 if earlier batches were smaller."""
+        """Number of steps at the end of the origin's epoch in a job whose batches always had this
+        size, minus the number of steps in this job. Below 0 if earlier batches were smaller."""
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
     def place(self, step: int) -> tuple[int, int]:

@@ -46,8 +46,8 @@ class BatchSource(ABC):
 
     @property
     def order(self) -> Order:
-        """Order of the samples. If the run continues a checkpoint of another batch size, the order
-        has the position of the change from the first batch on."""
+        """Order of the samples. If the job continues from a checkpoint with another batch size,
+        `order.origin` is set just before the first batch is handed out."""
         return self._loader.order
 
     @property

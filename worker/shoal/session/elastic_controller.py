@@ -83,14 +83,17 @@ class CallBetweenSteps:
 
 @dataclass
 class ProposalDetails:
-    """Content of a member's proposal in addition to its fields, from its model and batches."""
+    """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them; some may leave them out."""
+    """Values that must be the same on all members that propose them. A member may leave them out.
+    Sent with the proposal."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Listings by field, from which the coordinator names the first entry that differs."""
+    """By field of the proposal, the entries that the field's value covers, packed. If members
+    propose different values, the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
-    """Share sizes, if shares may be too small for a layer of the model."""
+    """Check that rejects planned changes after which shares would be too small for a layer of the
+    model; None if no check is needed. Not sent."""
 
 
 class ElasticController:
@@ -261,7 +264,7 @@ class ElasticController:
     def _finish_last_step(self, strategy: Strategy) -> None:
         """Finish the latest step, as the script asks for the next one."""
         if strategy.checkpoint_due:
-            # A job that resumes from the checkpoint does not take these steps again.
+            # A job that resumes from the checkpoint does not log the values of these steps again.
             self.job_log.flush()
         try:
             strategy.between_steps()
@@ -352,7 +355,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # Cut first: members that wait for this one notice that their connections close.
+        # Cut the group first: members that wait for this member see their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)

@@ -43,8 +43,9 @@ class SessionEnd:
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Raise Drained while the script waits for a batch, if this member was asked to leave and
-        is alone, or the loading processes have been silent for SILENT_DRAIN_S (`silent_s`)."""
+        """Raise Drained if this member was asked to leave, and either it trains alone or its
+        loading processes have been silent for SILENT_DRAIN_S. Called while the script waits for a
+        batch; `silent_s`: the seconds of silence so far."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")

@@ -63,7 +63,7 @@ class SchedulerWarnings:
             log.warning(
                 "schedule_counts_own_steps",
                 schedule=type(stateful).__name__,
-                seen="a schedule that the script steps: by the steps of this member, not the job's",
+                seen="a schedule that the script steps, and that counts this member's own steps",
                 fix=self._fix,
             )
         return call()

@@ -243,7 +243,7 @@ def reduce(
     part: int | None = None,
 ) -> dict[str, Any]:
     """Reduce the values of all members, by a collective. With a `part`, for sums only: among
-    members with the same `part` only the first member counts. If it is None, every member counts.
+    members with the same `part` only the first member counts. If `part` is None, all members count.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """

@@ -6,7 +6,7 @@ without an error:
 
 - step the optimizer: every gradient would be applied twice;
 - scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
-- drop the gradients after its own optimizer.step(): the session would step without gradients;
+- drop the gradients after the backward pass: the session would step without gradients;
 - add parameters to the optimizer: members that join later would not have them.
 """
 

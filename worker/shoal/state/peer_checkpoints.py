@@ -184,8 +184,8 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were recorded. For each of their parameters that had no state then, these are the
-        keys that are kept for any other parameter."""
+        the names were recorded. A parameter of theirs that had no state then may have every key
+        that is kept for any other parameter."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

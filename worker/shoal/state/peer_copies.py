@@ -52,9 +52,9 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     host, or keep it and reduce the number of repeated hosts. There is no swap above
     MAX_SWAPPED_RANKS ranks. In each result, targets on other hosts come first.
 
-    All copies of a rank are on different hosts, none on its own, if `copies` + 1 times the number
-    of ranks of the largest host is at most the number of all ranks: otherwise that is impossible.
-    The first copy goes to another host, unless one host has more than half of the ranks.
+    All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
+    largest host) is at most the number of all ranks: otherwise that is impossible. The first copy
+    goes to another host, unless one host has more than half of the ranks.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -198,8 +198,8 @@ class PeerCopies:
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
     ranks whose copies it has), and the copies of members that have left. Until a generation's
-    first copy is complete, up to four copies of earlier generations and one of its own; no more
-    than three unless several generations in a row end before their first copy.
+    first copy is complete: its own copy in progress, and up to three copies of earlier generations
+    (four, if several generations in a row ended before their first copy).
 
     The group must have no other use: a thread uses it while the trainer uses other groups. Names,
     shapes and chunks are sent only if they have changed.

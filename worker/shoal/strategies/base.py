@@ -199,7 +199,7 @@ class Strategy(ABC):
         return ""
 
     def attach(self, context: Context) -> None:
-        """Set the context. Called once, when this process has become a member."""
+        """Set the context. Called once, after `distribute`; this process is a member by then."""
         self.context = context
 
     @abstractmethod
@@ -383,10 +383,10 @@ class Strategy(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Wait until every member has committed the steps that this member has committed: if one
-        fails before that, it needs this member. Asynchronous strategies get the final values
-        instead. Called after the job's final step, and again if a member was lost meanwhile. Raises
-        what `between_steps` raises."""
+        """Wait until every member has committed the steps that this member has committed: if a
+        member is lost before that, the others need this member to take steps again. Asynchronous
+        strategies get the final values instead. Called after the job's final step, and again if a
+        member was lost meanwhile. Raises what `between_steps` raises."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""

@@ -25,7 +25,7 @@ def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
     """Check, by a collective, that members at the same step hold the same registered state. `own`:
-    this member's state by the objects' names; None leaves it out of the comparison. `members`: by
+    this member's state by the objects' names; None: this member is not compared. `members`: by
     rank. Raises RegisteredStateDiffers, on all members."""
     if len(members) == 1:
         return

@@ -11,8 +11,8 @@ A residual counts at most once, whatever the outcome of a push:
   shard's part as applied, the new residual is kept.
 - A part that was refused as too stale changed nothing: the old residual is restored. The step's
   gradients for that shard are computed anew.
-- If a push failed otherwise, it is unknown which shards applied it: the residuals of shards that
-  have not acknowledged it are discarded.
+- If a push failed for another reason, it is unknown which shards applied it: the residuals of
+  shards that have not acknowledged it are discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -38,7 +38,7 @@ class FSDP(ShardedStrategy):
     copied to the GPU for their passes; no effect on models on a CPU.
     `copies` and `copy_every_steps`: see `ShardedStrategy`.
 
-    All members run the same modules in the same order in each step.
+    All members must run the same modules in the same order in each step.
     """
 
     name = "fsdp"

@@ -1,4 +1,5 @@
-"""2D parallel: layers are split over a group of members, and parts sharded by rows over groups."""
+"""2D parallel: layers are split over each group of members; a member's part is sharded by rows over
+the groups."""
 
 import json
 from collections.abc import Mapping

@@ -219,7 +219,8 @@ class LocalSGD(SynchronousStrategy):
         if self._outer_loop.has_agreed and (in_step or self.step != self._outer_loop.agreed.step):
             try:
                 if self._is_ending_round:
-                    # The round may have ended on another member: then its weights are taken later.
+                    # The round may have ended on another member, whose weights this member then
+                    # takes in the next generation.
                     self._outer_loop.save_optimizer_state(self.step)
                 self._outer_loop.roll_back()
             except (ShapeMismatch, DtypeMismatch) as error:

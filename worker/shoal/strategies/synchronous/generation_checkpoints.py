@@ -113,8 +113,8 @@ class GenerationCheckpoints:
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps. First waits for the
-        previous checkpoint; if that failed, only logs the error. Raises InvalidSpec if
-        `Checkpoints.begin_write` does."""
+        previous checkpoint. If that failed, logs the error; if it is still being written at its
+        time limit, writes none. Raises InvalidSpec if `Checkpoints.begin_write` does."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:

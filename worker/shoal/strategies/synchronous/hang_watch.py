@@ -242,7 +242,7 @@ class HangWatch:
 
     def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer's thread has not run, in code that waits for
-        other ranks; None if it runs, or is elsewhere. Finds waits that are not in
+        other ranks; None if it runs, or is in other code. Finds waits that are not in
         `AbortableWaiter`: torch's own collectives, shared memory, copies to peers."""
         ticks = _cpu_ticks(trainer.native_id)
         if ticks is None or not _is_in_collective(trainer.ident):

@@ -80,8 +80,8 @@ class Hyperparameters:
     def entering(self) -> None:
         """Compare the values with a failed attempt's, before a new generation changes them.
 
-        The script has got no batch since the failed attempt. So it made any change since then for a
-        step that did not happen.
+        A change since then was made for a step that did not happen: the script has not got the next
+        batch yet.
         """
         failed, self._failed = self._failed, None
         if failed is not None:

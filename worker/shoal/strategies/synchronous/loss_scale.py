@@ -18,7 +18,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
-    """Do what `GradScaler.update` does after a step, with an Inf found or not."""
+    """Update the scale as `GradScaler.update` does after a step. `overflowed`: True if a gradient
+    was Inf or NaN on any member."""
     state = scaler_state(scaler)
     if overflowed:
         state["scale"] *= state["backoff_factor"]

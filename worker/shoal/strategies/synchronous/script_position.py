@@ -68,7 +68,8 @@ class ScriptPosition:
     """The point at which the script waits for others; its `step` is not set."""
 
     def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
-        """Set the point at which the script waits for others, if it waits, until the next call."""
+        """Set the point at which the script waits, if it waits for others before the next call of
+        this method. An empty `what` says that it waits at no point."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
