@@ -81,7 +81,7 @@ class DistributeOptions:
     keyed_dropout: bool
     sync_batchnorm: bool
     in_step: Callable[[], bool]
-    """True if a step of the session is open."""
+    """Returns True if a step of the session is open."""
 
 
 class LongLivedObjects:

@@ -86,10 +86,11 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec if the loss is a weighted mean over targets, and the sums of weights differ
-    between the `num_samples` samples: with other shares of the batch this would be another loss.
-    Only means that torch's loss functions took in the last operations of the loss are found. A mean
-    over the `num_gathered` rows of all members is allowed."""
+    """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
+    0), and the sums of weights differ between the `num_samples` samples: with other shares of the
+    batch this would be another loss. Only means that torch's loss functions took in the last
+    operations of the loss are found. A mean over the `num_gathered` rows of all members is
+    allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is the mean of a mean for each sample.

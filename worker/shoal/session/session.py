@@ -469,7 +469,7 @@ class Session:
         If a member is lost meanwhile, the others reduce their values in the next generation. Raises
         InvalidSpec within a step, before the first batch or step, under asynchronous strategies,
         and on all members if their calls or values differ; StateLost if the script has left its
-        loop over the batches, and no member has the state of the loop's last step any more.
+        loop over the batches, and the members no longer hold the state of the loop's last step.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)

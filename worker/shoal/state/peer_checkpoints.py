@@ -18,7 +18,7 @@ CLOSE_S = 5.0
 
 
 class PeerCheckpoints:
-    """The live state of the last generation, and copies of this member's and its peers' state.
+    """The live state of the previous generation, and copies of this member's and its peers' state.
 
     A member's live state is a part of the whole. The next generation can use it only with the other
     members' parts, and only if the names of all tensors are known: otherwise a missing part would
@@ -55,7 +55,7 @@ class PeerCheckpoints:
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
-            # If all members of the last generation keep their state, each reports its own names.
+            # If all members of the previous generation keep their state, each reports its names.
             since = frozenset() if self._members <= keeping else self._since
             held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
         if self._half is not None:

@@ -190,7 +190,7 @@ class PeerCopies:
 
     Two copies are kept. The next copy overwrites the older one, but only once the newer one is
     complete on every rank. So from the first copy on, there is always a step that is complete on
-    all ranks. Before that the copies of the last generation are kept.
+    all ranks. Before that the copies of the previous generation are kept.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It
@@ -268,7 +268,7 @@ class PeerCopies:
         Copies are sent to peers in the background. First waits until the previous copy is complete
         on all ranks; the time limits of its messages bound this wait. Raises the previous copy's
         error, as a collective of the group would, and GenerationBroken after `close`. Without peers
-        it only drops the copies of the last generation, which no member needs any more.
+        it only drops the copies of the previous generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()

@@ -132,7 +132,8 @@ class ShardedStrategy(LayoutStrategy):
         held: list[StateShard],
         binding: OptimizerBinding,
     ) -> StateShard:
-        """Return the newest state that the members hold together, or else a checkpoint's."""
+        """Return the newest state that the members hold together. If they hold no whole state, or
+        only that of step 0, return the newest checkpoint's, if there is one."""
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):

@@ -57,12 +57,12 @@ class HangWatchConfig:
     leaderless_s: float
     """Time that a bring-up may last without a coordinator, which would otherwise end it."""
     is_away: Callable[[], bool]
-    """True if there is no coordinator."""
+    """Returns True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Counter of transfers between members in the background."""
+    """Returns the number of transfers between members in the background."""
     held_until_s: Callable[[], float]
-    """Time by `time.monotonic` until which limits were suspended; while a member pauses, the
-    present time."""
+    """Returns the time, by `time.monotonic`, until which limits were suspended; while a member
+    pauses, the present time."""
     report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]

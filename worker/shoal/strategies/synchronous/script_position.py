@@ -53,7 +53,7 @@ class ScriptPosition:
     reason: str = ""
     """The reason that the script gave for its wish."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """True if this member is to leave and no further generation follows."""
+    """Returns True if this member is to leave and no further generation follows."""
     checkpoint_at: int | None = None
     """The step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
