@@ -275,9 +275,10 @@ class ElasticController:
 
     def conclude(self, *, has_batches: bool) -> None:
         """Finish the latest step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. Without batches, no
-        other member takes this member's last steps again: they are flushed. Raises the errors of
-        the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
+        since belong to that step, for example in a checkpoint that is due. If the script makes its
+        own batches, the last steps are flushed, as no other member would take them again. Raises
+        the errors of the strategy's `between_steps` and `flush`, except those that mean a lost
+        peer."""
         if self._left or not self._is_ready:
             return
         try:

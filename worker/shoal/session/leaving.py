@@ -87,8 +87,8 @@ class SessionEnd:
 
     def _has_ended(self) -> bool:
         """True if the job is complete. Waits for the others if the script called `session.stop`.
-        Raises the error of the job's last checkpoint, if it failed, and TrainingFailed as
-        `Strategy.check_result`."""
+        Raises the error of the job's last checkpoint, if it failed, and what
+        `Strategy.check_result` raises."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields:

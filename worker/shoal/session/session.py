@@ -336,10 +336,10 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
         commits them at its end.
 
-        The step is rolled back without an error if a peer is lost in the block, if a member has
-        stopped before the step, or if servers have refused it as stale: `committed` of the returned
-        object stays False. After any other error in the block the member leaves, and the error, or
-        an InvalidSpec that explains it, is raised.
+        The step is rolled back without an error if a peer is lost in the block, if a script has
+        called `stop` before the step, or if servers have refused it as stale: `committed` of the
+        returned object stays False. After any other error in the block the member leaves, and the
+        error, or an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error

@@ -59,7 +59,7 @@ class SharedCalls:
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost at the end of the last call: some may lack its result.
+                # A member was lost at the end of the last call: some members may lack its result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.present_or_next_generation(self._fields)
             position.in_call = True

@@ -52,7 +52,7 @@ class Strategy(ABC):
     trains_several: ClassVar[bool] = False
     """True if several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False
-    """True if a job may continue from a checkpoint with another batch size, at the same sample."""
+    """True if a job may continue from a checkpoint with another batch size, at the next sample."""
     syncs_batchnorm: ClassVar[bool] = False
     """True if BatchNorm may normalise over the samples of all members, see
     `shoal.layouts.synced_batchnorm`."""
@@ -344,7 +344,8 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of steps that this member has committed; in asynchronous strategies its own."""
+        """Number of committed steps: of the job, or under asynchronous strategies of this
+        member."""
 
     @property
     @abstractmethod

@@ -33,8 +33,8 @@ _COLLECTIVE_FOLDERS = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders with the code of collectives. A thread that makes no progress in it waits for other
-ranks."""
+"""Folders with the code of collectives. A thread that makes no progress in this code waits for
+other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""

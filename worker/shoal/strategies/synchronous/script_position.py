@@ -100,7 +100,7 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def undo(self, step: int) -> None:
-        """Discard wishes that were made in a step that is rolled back."""
+        """Discard the wish to stop, and the checkpoint agreed on, of a step that is rolled back."""
         self._wait = None
         if self.wish is not None and self.wish > step:
             self.wish = None

@@ -54,7 +54,8 @@ class StepTransaction:
         self.is_weighted = False
         """True if the step had a backward pass weighted by this member's share."""
         self.training: Training | None = None
-        """The optimizer of each model, if there are several optimizers."""
+        """The models of each optimizer; None if the script gave one model and one optimizer, not in
+        a list or by name."""
         self.chosen: frozenset[str] = frozenset()
         """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
@@ -171,8 +172,8 @@ class StepTransaction:
 
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which the chosen of several optimizers step before the end of the
-        step, with complete gradients. `held`: this member's tensors that these optimizers
+        """Return a context in which the chosen optimizers step before the end of the step, with
+        complete gradients. `held`: this member's tensors that these optimizers
         change."""
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
