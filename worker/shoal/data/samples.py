@@ -68,7 +68,7 @@ class FailedSample:
     error: str
     trace: str
     is_temporary: bool
-    """True if a later attempt may succeed: an OSError, or a lack of memory."""
+    """True if a later attempt may succeed: an OSError, or a lack of memory or another resource."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
     """True if the batch was loaded and could not be sent to the trainer."""

@@ -45,7 +45,7 @@ class CopyUnderWay:
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
     """Begin to copy each source into the target of the same index, which is in host memory. The
-    sources may change on return: later work on the caller's stream runs after the copy."""
+    sources may change once this returns: later work on the caller's stream runs after the copy."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
     return queued_work(sources)

@@ -130,7 +130,7 @@ class Strategy(ABC):
     def gathers_lack(self) -> str:
         """The obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
-            return "members whose steps are their own, with models that differ meanwhile"
+            return "members that take their own steps, with models that differ meanwhile"
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default

@@ -125,7 +125,7 @@ class Zero3(FSDP):
 
 
 class Zero2(FSDP):
-    """Strategy "zero2": gathered parameters stay from forward until their gradients are reduced.
+    """Strategy "zero2": gathered parameters stay in memory until their gradients are reduced.
 
     Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
     the optimizer writes only this member's part, which the next step gathers. Each step saves one

@@ -219,7 +219,7 @@ class ShardedStrategy(LayoutStrategy):
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
         if self.step == 1 or self._checkpoints.is_due(self.step):
             self.position.inspection.raise_on_all(self.group)
-        # The copy is made in the next step, so that the report of this step does not wait for it.
+        # The copy is made in the next step, so that the end of this step does not wait for it.
         self._copy_due = self._peer_checkpoints.is_due(self.step)
 
     def _write_checkpoint(self) -> None:

@@ -39,7 +39,7 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 class LayoutBinding(Protocol):
-    """A layout, and the tensors that the optimizer steps and a step may change."""
+    """A layout, with the parameters and gradients of this member."""
 
     @property
     def layout(self) -> Layout: ...

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as running means, in the steps that change them."""
+"""Buffers of a model, such as running means, which a step may change or replace."""
 
 from collections.abc import Iterable, Mapping
 from operator import is_
