@@ -53,7 +53,7 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 class MapDataset(Protocol):
-    """Any map-style dataset of torch."""
+    """Interface of torch's map-style datasets."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 

@@ -89,8 +89,8 @@ class ProposalDetails:
     """Values that must be the same on all members that propose them. A member may leave them out.
     Sent with the proposal."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """By field of the proposal, the entries that the field's value covers, packed. If members
-    propose different values, the coordinator names the first entry that differs."""
+    """Packed entries that a field's value covers, by the name of the field. If members propose
+    different values, the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
     """Check that rejects planned changes after which shares would be too small for a layer of the
     model; None if no check is needed. Not sent."""

@@ -223,7 +223,7 @@ class AsyncSGD(LeasingStrategy):
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
         `staleness_policy.py`; `reject_above`: number of updates above which a gradient is
-        refused, with any of these. `compensation`: the paper's lambda_0, or its lambda if not
+        refused, with any of these. `compensation`: DC-ASGD's lambda_0, or its lambda if not
         `adaptive`.
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of

@@ -64,7 +64,7 @@ class StepTransaction:
         self._computes = False
         self._votes: StepAgreement | None = None
 
-    # --- the parts of all steps ---
+    # --- model and generation ---
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Set the model and optimizer of all steps, in all generations. Called before any other
