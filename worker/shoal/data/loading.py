@@ -441,7 +441,7 @@ def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
         "a process that loads batches has ended, or took too long",
         seen=seen,
         expected=f"{loading.num_workers} processes that load",
-        fix="A killed process was often out of memory (see dmesg, and the size of /dev/shm): take"
+        fix="A killed process was often out of memory (see dmesg, and the size of /dev/shm): use"
         " fewer num_workers or a smaller prefetch_factor. For a process that hangs, `py-spy"
         " dump --pid`"
         " shows where.",

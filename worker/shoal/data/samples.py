@@ -29,7 +29,7 @@ _COLLATION_OFFSET = 1 << 62
 
 
 REMEDY = (
-    "Memory, shared memory (/dev/shm), processes or open files ran out: take fewer num_workers, a"
+    "Memory, shared memory (/dev/shm), processes or open files ran out: use fewer num_workers, a"
     " smaller prefetch_factor or smaller batches; or give the container a larger /dev/shm (docker"
     " run --shm-size, an emptyDir of medium Memory), more memory, or a higher `ulimit -n`."
 )

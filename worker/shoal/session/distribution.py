@@ -314,7 +314,7 @@ class Distribution:
                 raise InvalidSpec(
                     f"{call} is for an optimizer that is not the session's",
                     seen=type(given).__name__,
-                    expected="the one that session.distribute was given",
+                    expected="the optimizer that session.distribute was given",
                 )
             return None
         if weight is not None:

@@ -280,7 +280,7 @@ def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | No
         )
     if not any(known):
         raise InvalidSpec(
-            f"the losses of step {step} weigh nothing",
+            f"the losses of step {step} all have weight 0",
             seen="weight=0 on every member",
             expected="session.backward(loss, weight=...) with a weight above 0 somewhere",
         )
