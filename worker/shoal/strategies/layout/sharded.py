@@ -133,7 +133,8 @@ class ShardedStrategy(LayoutStrategy):
         binding: OptimizerBinding,
     ) -> StateShard:
         """Return the newest state that the members hold together. If they hold no whole state, or
-        only that of step 0, return the newest checkpoint's, if there is one."""
+        only that of step 0, return the newest checkpoint's, if there is one. Raises StateLost if
+        there is neither."""
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):
