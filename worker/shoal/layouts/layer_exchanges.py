@@ -240,8 +240,8 @@ def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
 
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ; return each
-    member's exchange there, or None if none is found. Members before that position are left out.
+    """Find the first known position at which members in the same step differ. Return the exchange
+    at that position of each member that has reached it; None if there is no such position.
     """
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}

@@ -40,9 +40,9 @@ class Stage:
     ) -> None:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
-        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
-        one persistent buffer, in one module or in two, and the stage `is_trained`: the copies
-        would diverge.
+        The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
+        `is_trained` and two stages would hold the same persistent buffer, of one module or of two:
+        its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model

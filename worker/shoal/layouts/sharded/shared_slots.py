@@ -10,9 +10,9 @@ A slot is reused only when no rank uses it any more. torch may keep gathered wei
 until the next collective. So each rank announces at each barrier which slots it still uses, and all
 ranks choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
-A slot does not say whose rows it has. So at each barrier ranks also compare digests of what they
-have gathered and summed so far: if a rank has skipped a layer, all detect it at the next barrier,
-before any rank computes with rows of another layer.
+A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
+what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
+barrier, before any rank computes with rows of another layer.
 """
 
 import weakref

@@ -46,8 +46,8 @@ def derive(
     """Derive a plan that splits the model over `degree` ranks.
 
     `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole";
-    the last match counts. Any combination is correct: a row without its column takes its part of
-    whole inputs, a column without its row has its outputs gathered.
+    the last match counts. Any combination is correct: a "row" module without its "column" takes its
+    part of whole inputs; the outputs of a "column" module without its "row" are gathered.
     `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
     leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
     Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module or
