@@ -104,7 +104,8 @@ class SessionAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one part of a step; the last part commits or repeats the step."""
+        """Return the context of one part of a step. The end of the last part commits the step, or
+        makes the loader return its samples again."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:

@@ -144,9 +144,9 @@ class NcclGroup:
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. An
-        aborted collective ends without an error, with an incomplete result (torchft, pull request
-        147); its reason is set before that."""
+        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. The
+        collective itself ends without an error, with an incomplete result (torchft, pull request
+        147). The reason of the abort is recorded before the collective ends."""
         self._device.synchronise()
         if fault := self._reason or self._device.fault():
             raise GenerationBroken(

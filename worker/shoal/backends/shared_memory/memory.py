@@ -53,7 +53,8 @@ class SharedMemory:
         self.data = data
         """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets of words: a rank may be at the next barrier while another reads this one's words.
+        # Two sets of words: a rank may be at the next barrier while another still reads the words
+        # of this barrier.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         semaphores = _semaphores(head, rounds * world_size)

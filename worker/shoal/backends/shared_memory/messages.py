@@ -19,7 +19,7 @@ from shoal.torch_private.c10d import timeout_of
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int64)
 _NUM_SETS = 2
-"""Number of sets of words: a rank may write the next set while another still reads the last."""
+"""Number of sets of words: a rank may write a set while another still reads the previous one."""
 
 
 class SharedMessages:

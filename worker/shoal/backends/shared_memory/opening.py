@@ -60,8 +60,8 @@ def share_memory(
     Returns None, on all ranks alike, if they are not on one machine, if the machine cannot share
     memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
     time limit of each barrier. The first region in `kept` is reused, with its old contents, if all
-    ranks have that region, it is large enough and no other process may write to it. `close` adds
-    the memory's region to `kept`. Raises RuntimeError as the group's collectives do, and
+    ranks have that region, its size `fits` and no other process may write to it. `close` adds the
+    memory's region to `kept`. Raises RuntimeError as the group's collectives do, and
     InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
