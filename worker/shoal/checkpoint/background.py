@@ -123,9 +123,9 @@ class Checkpoints:
         writes nothing. The error is CheckpointFailed (disk full, no permission), with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
         state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks,
-        while the previous checkpoint takes longer than the limit. Training is unaffected, and the
-        next write tries again. If a rank was lost meanwhile, no error is raised; the checkpoint may
-        be complete or absent.
+        if the previous checkpoint is still being written after its limit. Training is unaffected,
+        and the next write tries again. If a rank was lost meanwhile, no error is raised; the
+        checkpoint may be complete or absent.
         """
         self.finish_write()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
@@ -165,7 +165,7 @@ class Checkpoints:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
             if self._thread.is_alive():
                 raise CheckpointFailed(
-                    f"the last checkpoint in {self.directory} is still being written",
+                    f"a checkpoint in {self.directory} is still being written",
                     seen=f"{self._thread.name}, which began more than {self._limit_s:g} s ago",
                     expected=f"a complete checkpoint within limit_s={self._limit_s:g}",
                     fix="Check that the storage answers. If it is slow, set a larger limit_s.",

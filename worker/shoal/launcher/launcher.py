@@ -297,7 +297,8 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's phase if no member can join it any more, as far as known here; else empty."""
+        """The job's newest known phase if it is LOST, STOPPED or FAILED; else empty. Also empty if
+        the job was completed, see `_completed`."""
         return "" if self._completed else self._reporter.final_phase
 
     @property

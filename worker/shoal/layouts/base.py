@@ -76,7 +76,8 @@ class Layout(ABC):
     module: nn.Module
     """The module that runs a forward pass of the user's model on this rank, within a step."""
     data_index: int = 0
-    """Index of this rank's share of each batch; ranks that work on the same samples share one."""
+    """Index of this rank's share of each batch. Ranks that work on the same samples have the same
+    index."""
     data_count: int = 1
     """Number of shares of a batch."""
     elementwise: bool = True
@@ -178,7 +179,8 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange of ranks that bypasses the group. Thread-safe."""
+        """Counter that rises with each exchange between ranks that bypasses the group.
+        Thread-safe."""
         return 0
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
@@ -217,7 +219,8 @@ class Layout(ABC):
 
     @property
     def completes(self) -> bool:
-        """True if the pass that begins leaves the whole batch's gradients, not only this rank's."""
+        """True if gradients are to be the whole batch's, not only this rank's, after the pass that
+        begins."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:

@@ -53,7 +53,7 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the collectives of a group. Each wait ends when a completion is set: by the end
+    """Waiter for the collectives of a group. Each wait ends when its completion is set: by the end
     of the collective, or by `abort`.
 
     After a write to a connection that was just reset, Gloo may wait until the collective's time

@@ -96,8 +96,8 @@ class Stage:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them. Raises
-        InvalidSpec for a value that the trace has no input for: one that differs from the default
-        to which an input is fixed, and any that `*args` or `**kwargs` would get."""
+        InvalidSpec for a value that differs from the default to which the trace fixes an input, and
+        for any value that `*args` or `**kwargs` would get: the trace has no inputs for these."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():

@@ -98,8 +98,8 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def reserve_gather(self, num_bytes: int) -> memoryview | None:
-        """Reserve a slot for an all-gather that `gather` completes, for as long as anything refers
-        to the returned memory. None, on all ranks, if no slot is free and large enough."""
+        """Reserve a slot for the all-gather that `gather` begins, for as long as anything refers to
+        the returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
