@@ -114,8 +114,8 @@ class Layout(ABC):
 
     @property
     def plain(self) -> nn.Module:
-        """The copied model with the user's own names, which the script sees and evaluates with:
-        `module` itself, or the model that `module` wraps."""
+        """The model under the user's own names, which the script sees and evaluates: `module`
+        itself, or the model that `module` wraps."""
         return self.module
 
     @property

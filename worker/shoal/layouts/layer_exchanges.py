@@ -31,8 +31,11 @@ by a digest."""
 MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
+"""Limit of the description of one exchange."""
 DIGEST_BITS, FIRST_BITS = 38, 16
+"""Bits of the two parts of `LayerExchanges.summary`: a digest, and the lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
+"""Bits of `LayerExchanges.summary`, of which the highest is always set if layers are split."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,8 @@ class Subscription:
 
     def __iter__(self) -> Iterator[WeightVersion]:
         """Yield the newest version, if it is newer than the installed one, and then newer ones,
-        without end. Of several that are published meanwhile only the newest is yielded."""
+        without end. Of several that are published meanwhile only the newest is yielded. Raises what
+        `wait` raises."""
         last = self.version
         while True:
             version = self.wait(last)
