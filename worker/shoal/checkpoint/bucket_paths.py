@@ -190,5 +190,5 @@ def size_of(path: CheckpointPath) -> int:
 
 def _not_a_path(name: str) -> InvalidSpec:
     return InvalidSpec(
-        "that is no location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
+        "that is not a location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
     )

@@ -13,9 +13,9 @@ end is killed, unless its script has left the finished job; it is abandoned if i
 kernel.
 
 The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
-the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
-or hit a time limit is restarted whatever its error code, up to the number of restarts. A worker
-that would be refused again is not restarted."""
+the beat board, memory that it shares with the launcher. A worker that was fenced (declared lost,
+but alive) or hit a time limit is restarted whatever its error code, up to the number of restarts. A
+worker that would be refused again is not restarted."""
 
 import math
 import os

@@ -99,8 +99,8 @@ class Layout(ABC):
     left, and `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
-    """Parameters that the loss does not depend on, if that kept the step's gradients from being
-    reduced."""
+    """Names of parameters that the loss does not depend on, if the step's gradients were not
+    reduced for this reason; else empty."""
 
     step: int = 0
     """Number of steps committed before this one, for error messages."""
