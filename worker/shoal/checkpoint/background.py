@@ -115,9 +115,9 @@ class Checkpoints:
         change as soon as this returns.
 
         Call it on all ranks after the same step. First waits for the previous checkpoint: at most
-        one is in progress. `peers`: the ranks that write together; None: those selected last, else
-        this rank alone. A shard for whose name `writes` returns False is not copied: another rank
-        must write it. A shard that several ranks have is written once.
+        one is in progress. `peers`: the ranks that write together; None: those of the last
+        `select_writers`, else this rank alone. A shard for whose name `writes` returns False is not
+        copied: another rank must write it. A shard that several ranks have is written once.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
         writes nothing. The error is CheckpointFailed (disk full, no permission), with path and

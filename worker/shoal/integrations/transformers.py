@@ -72,7 +72,8 @@ class SessionTrainer(Trainer):
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
-        """Sum of the losses since the last log, as it was before each step that may be repeated."""
+        """Sum of the losses since the last log, as it was before each step that may be repeated;
+        by step."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))

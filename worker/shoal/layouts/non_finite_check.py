@@ -40,7 +40,7 @@ class NonFiniteCheck:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: discard the results of the last one."""
+        """Begin a step: discard the results of the previous step."""
         self.losses.begin()
         self._own = ""
         self._found = ""

@@ -1,7 +1,7 @@
 """Readers of a series: outside the roster, and without cost for trainers.
 
 A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
-arrives, and all that is wanted of a version is staged before anything is installed. The tensors of
+arrives, and all wanted chunks are staged before a tensor of the reader is written. The tensors of
 `Weights` change only if their reader writes to them."""
 
 import asyncio

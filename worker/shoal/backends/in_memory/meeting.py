@@ -23,7 +23,7 @@ Complete = Callable[[list[Any]], None]
 
 
 class Hub:
-    """The ranks of one job. Any thread may call."""
+    """The ranks of one job. Thread-safe."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size

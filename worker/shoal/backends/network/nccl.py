@@ -191,7 +191,7 @@ class NcclGroup:
 
 
 class Aborts:
-    """Aborts of a generation's groups on a device, made concurrently. Any thread may call.
+    """Aborts of a generation's groups on a device, made concurrently. Thread-safe.
 
     `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises.
     The abort of one group may wait, in cudaFree, for a kernel of another group that waits for a

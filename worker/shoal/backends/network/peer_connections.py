@@ -2,7 +2,7 @@
 
 If a peer closes its connections, a collective usually raises within milliseconds. But after a write
 to a connection that was just reset, Gloo may wait until the collective's time limit, with no
-connection left to shut down. The end of a generation ends such a wait of the trainer. Any other
+connection left to shut down. The end of the generation aborts such a wait in the trainer. Any other
 thread, such as one that writes a checkpoint, checks the connections itself while it waits.
 """
 

@@ -57,7 +57,7 @@ class SharedSlots:
         self.names: Sequence[str] = ()
         """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
-        """Global ranks of these ranks, for error messages."""
+        """Global ranks of the ranks that share the slots, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes

@@ -240,7 +240,7 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name, by which others might call it."""
+        """True if the module has no second name, by which other modules might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
