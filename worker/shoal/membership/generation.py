@@ -67,7 +67,7 @@ class Generation:
             if entry.member_id == self.token.member_id:
                 return entry
         raise InternalError(
-            f"generation {self.number} does not have this member in it",
+            f"generation {self.number} does not include this member",
             seen=", ".join(entry.member_id for entry in self.record.roster.entries),
             expected=self.token.member_id,
         )

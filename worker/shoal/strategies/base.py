@@ -253,10 +253,10 @@ class Strategy(ABC):
         """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
         The step's gradients are the gradients of the mean over all units in all members' passes.
-        Raises InvalidSpec if the strategy weighs by samples only.
+        Raises InvalidSpec if the strategy weights losses by samples only.
         """
         raise InvalidSpec(
-            f"strategy {self.name} weighs losses by samples only",
+            f"strategy {self.name} weights losses by samples only",
             seen="session.backward(loss, weight=...)",
             expected="session.backward(loss), the mean over the batch's samples; or one of ddp,"
             " zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor",

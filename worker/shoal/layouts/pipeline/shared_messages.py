@@ -131,7 +131,7 @@ class _Lane:
         num_bytes = self._lanes.words[at // _WORD_BYTES]
         if num_bytes != tensor.nbytes:
             raise InternalError(
-                "a stage of the pipeline sent a message of another size than the next one expects",
+                "a stage sent a message of another size than the next stage expects",
                 seen=f"{num_bytes} bytes",
                 expected=f"{tensor.nbytes} bytes",
             )

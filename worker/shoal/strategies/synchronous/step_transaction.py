@@ -167,7 +167,7 @@ class StepTransaction:
             raise InvalidSpec(
                 f"step {self.step} has no session.backward(loss)",
                 seen="no backward pass, or a plain loss.backward()",
-                expected="session.backward(loss) once or more, which weighs this member's share",
+                expected="session.backward(loss) once or more, weighted by this member's share",
             )
 
     @contextmanager
