@@ -244,15 +244,15 @@ def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
     [
         (
             "s3:/bucket/runs",
-            "no location for checkpoints; saw 's3:/bucket/runs'; expected a directory",
+            "not a location for checkpoints; saw 's3:/bucket/runs'; expected a directory",
         ),
-        ("s3://", "no location"),
-        ("s3://bucket//runs", "no location"),
-        ("s3://bucket/../runs", "no location"),
-        ("s3://bucket/runs?version=1", "no location"),
-        ("http://host/runs", "no location"),
-        ("simplecache::s3://bucket/runs", "no location"),
-        ("file://runs", "no location"),
+        ("s3://", "not a location"),
+        ("s3://bucket//runs", "not a location"),
+        ("s3://bucket/../runs", "not a location"),
+        ("s3://bucket/runs?version=1", "not a location"),
+        ("http://host/runs", "not a location"),
+        ("simplecache::s3://bucket/runs", "not a location"),
+        ("file://runs", "not a location"),
         ("gs://bucket/runs", "no installed filesystem reaches.*gcsfs"),
     ],
 )

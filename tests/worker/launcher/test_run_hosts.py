@@ -283,7 +283,7 @@ def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
     run.send_signal(signal.SIGINT)
     code, output = finish(run)
     assert code == 130
-    assert "SIGINT: workers finish their step and end; once more kills them" in output
+    assert "SIGINT: workers finish their step and end; a second signal kills them" in output
     await_gone([pid for pair in pids.values() for pid in pair])
 
 

@@ -262,7 +262,7 @@ def test_an_object_that_does_not_take_its_state_is_named() -> None:
     registered.add("count", Breaking())
     registered.keep()
     registered.attempt()
-    with pytest.raises(InvalidSpec, match=r"'count' does not take the state.*AttributeError"):
+    with pytest.raises(InvalidSpec, match=r"'count' cannot load the state.*AttributeError"):
         registered.undo()
 
 

@@ -138,7 +138,7 @@ def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("weights", "words"),
-    [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "weigh nothing")],
+    [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "all have weight 0")],
 )
 def test_weights_that_do_not_go_together_are_refused_on_all(
     strategy: str, weights: list[float | None], words: str

@@ -244,12 +244,12 @@ def test_options_that_the_coordinator_would_refuse_are_refused_at_once(
 
 
 def test_large_metadata_are_refused(publications: Publications) -> None:
-    with pytest.raises(InvalidSpec, match="metadata are too large"):
+    with pytest.raises(InvalidSpec, match="metadata is too large"):
         publications.publish(held(1.0, 1), ALONE, {"text": "x" * 5000})
 
 
 def test_metadata_that_no_message_can_carry_are_refused(publications: Publications) -> None:
-    with pytest.raises(InvalidSpec, match="metadata are no text"):
+    with pytest.raises(InvalidSpec, match="metadata is not text"):
         publications.publish(held(1.0, 1), ALONE, {"text": "\udcff"})
 
 

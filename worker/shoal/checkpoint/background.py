@@ -71,7 +71,7 @@ class Checkpoints:
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
         self.written: WrittenCheckpoint | None = None
-        """The newest checkpoint that this object has written; None: none. Any thread."""
+        """The newest checkpoint that this object has written; None: none. Thread-safe."""
 
     # --- called by a strategy: see `shoal.checkpoint.interface` ---
 
@@ -115,17 +115,17 @@ class Checkpoints:
         change as soon as this returns.
 
         Call it on all ranks after the same step. First waits for the previous checkpoint: at most
-        one is in progress. `peers`: the ranks that write together; None: those selected last, else
-        this rank alone. A shard for whose name `writes` returns False is not copied: another rank
-        must write it. A shard that several ranks have is written once.
+        one is in progress. `peers`: the ranks that write together; None: those of the last
+        `select_writers`, else this rank alone. A shard for whose name `writes` returns False is not
+        copied: another rank must write it. A shard that several ranks have is written once.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
         writes nothing. The error is CheckpointFailed (disk full, no permission), with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
         state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks,
-        while the previous checkpoint takes longer than the limit. Training is unaffected, and the
-        next write tries again. If a rank was lost meanwhile, no error is raised; the checkpoint may
-        be complete or absent.
+        if the previous checkpoint is still being written after its limit. Training is unaffected,
+        and the next write tries again. If a rank was lost meanwhile, no error is raised; the
+        checkpoint may be complete or absent.
         """
         self.finish_write()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
@@ -165,7 +165,7 @@ class Checkpoints:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
             if self._thread.is_alive():
                 raise CheckpointFailed(
-                    f"the last checkpoint in {self.directory} is still being written",
+                    f"a checkpoint in {self.directory} is still being written",
                     seen=f"{self._thread.name}, which began more than {self._limit_s:g} s ago",
                     expected=f"a complete checkpoint within limit_s={self._limit_s:g}",
                     fix="Check that the storage answers. If it is slow, set a larger limit_s.",

@@ -5,9 +5,9 @@
     step-00000120/<token>.begun                  marks a draft, even if its writer has died
     step-00000120/<token>.index                  the index of a draft, until it is published
 
-A folder with an index is a checkpoint, which consists of the files that the index names. A
-checkpoint that replaces one of the same step writes its files beside the old ones, under names with
-its own token. Then the writer overwrites the index, and removes files that are not in the new one.
+A folder with an index is a checkpoint, which consists of the files that the index names. To replace
+a checkpoint of the same step, a writer puts new files beside the old ones, under names with another
+token. Then it overwrites the index, and removes the files that the new index does not name.
 
 A storage may carry out a request after the client has given up on it. So a writer publishes by
 copying the draft's index to `.metadata`, and discards a draft by removing the draft's index before

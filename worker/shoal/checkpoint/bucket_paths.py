@@ -79,8 +79,8 @@ class BucketPath:
             self.files.pipe_file(self.key, data)
 
     def copy(self, name: str) -> None:
-        """Copy this file within its folder, atomically, replacing an existing file of that name. A
-        storage that carries the request out late, when this file is gone, copies nothing."""
+        """Copy this file within its folder, atomically, replacing an existing file of that name. If
+        the storage executes the request late, when this file is gone, it copies nothing."""
         with self._errors_as_os_error():
             self.files.cp_file(self.key, (self.parent / name).key)
 
@@ -190,5 +190,5 @@ def size_of(path: CheckpointPath) -> int:
 
 def _not_a_path(name: str) -> InvalidSpec:
     return InvalidSpec(
-        "that is no location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
+        "that is not a location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
     )

@@ -3,7 +3,7 @@
     step-00000120                          a checkpoint
     .step-00000120.<token>.partial         being written or deleted, or a leftover of a writer that
                                            has died
-    .step-00000120.<token>.replaced        a checkpoint that another of the same step replaces
+    .step-00000120.<token>.replaced        a checkpoint while a new one of its step replaces it
 
 A rename is atomic: while a checkpoint is replaced, there is always a complete one under the first
 or the third name.
@@ -69,14 +69,14 @@ def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
 
 def publish(partial: Path, path: Path) -> None:
     """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one. The
-    caller has synced the files. Raises OSError; an existing checkpoint may then be at its
-    `.replaced` path (see `sweep`), or the new one in place."""
+    caller has synced the files. Raises OSError; `path` may then have the new checkpoint already, or
+    none, if the existing one is still at its `.replaced` path (see `sweep`)."""
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None
     if replaced:
         path.rename(replaced)
     partial.rename(path)
-    # Durable before any rank is notified, and before the replaced checkpoint is deleted.
+    # Make the new name durable before any rank is notified and the replaced checkpoint is deleted.
     synchronise(path.parent)
     if replaced:
         discard(replaced)
@@ -99,8 +99,8 @@ def discard(path: Path) -> None:
 
 def sweep(path: Path, keep: Path) -> None:
     """Remove leftovers of dead writers of `path`, except `keep`. If `path` is the checkpoint of a
-    step, removes those of all steps in its directory. A replaced checkpoint without a successor is
-    restored. The caller must know that no other writer is alive."""
+    step, removes the leftovers of all steps in its directory. A replaced checkpoint without a
+    successor is restored. The caller must know that no other writer is alive."""
     for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:

@@ -17,11 +17,11 @@ class CheckpointStore(Protocol):
     """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
     written: WrittenCheckpoint | None
-    """The newest checkpoint that this process has written; None: none. Any thread."""
+    """The newest checkpoint that this process has written; None: none. Thread-safe."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due.
-        A directory is not tested."""
+        """Raise InvalidSpec for a bucket that cannot store checkpoints. Called before the first
+        checkpoint is due. A directory is not tested."""
 
     def steps(self) -> Collection[int]:
         """List the storage, and return the steps of its complete checkpoints. Raises InvalidSpec if

@@ -148,7 +148,7 @@ class _Reader:
         ):
             shown = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
             raise MalformedMessage(
-                f"the checkpoint {self._path} holds another {key} than its index says",
+                f"{key} in the checkpoint {self._path} is not the tensor that the index describes",
                 seen=shown or type(tensor).__name__,
                 expected=f"{dtype} {chunk.sizes}",
             )

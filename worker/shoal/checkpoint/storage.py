@@ -37,7 +37,8 @@ def draft_of(path: CheckpointPath) -> Draft:
 
 
 def check(location: CheckpointPath) -> None:
-    """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due."""
+    """Raise InvalidSpec for a bucket that cannot store checkpoints. Called before the first
+    checkpoint is due."""
     if isinstance(location, BucketPath):
         location.probe()
 

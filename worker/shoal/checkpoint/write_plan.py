@@ -111,13 +111,13 @@ def _cut(item: PlannedChunk) -> Iterator[PlannedChunk]:
 def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
     if first.shape != item.shape:
         raise ShapeMismatch(
-            f"rank {rank} holds another {item.name} than the lower ranks",
+            f"rank {rank} has {item.name} in another shape than the lower ranks",
             seen=str(item.shape),
             expected=str(first.shape),
         )
     if first.dtype != item.dtype:
         raise DtypeMismatch(
-            f"rank {rank} holds another {item.name} than the lower ranks",
+            f"rank {rank} has {item.name} in another dtype than the lower ranks",
             seen=str(item.dtype),
             expected=str(first.dtype),
         )

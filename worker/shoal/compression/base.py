@@ -7,9 +7,9 @@ Every compressor promises:
 
 - the averages are bit for bit the same on all ranks;
 - a NaN or an infinity on any rank gives NaN or infinity on all of them;
-- residuals, if it keeps any, are sent in later steps. The sum of all averages, plus mean residuals
-  and kept mean errors, equals the sum of the mean gradients, except for rounding and for residuals
-  of lost ranks.
+- residuals and coding errors of averages, if it keeps any, are sent in later steps. The sum of all
+  averages, plus the means of what is still kept, equals the sum of the mean gradients, except for
+  rounding and for what lost ranks kept.
 """
 
 from abc import ABC, abstractmethod

@@ -1,1 +1,1 @@
-"""Selection of a step's samples: the order common to all members, and leased ranges of it."""
+"""Selection and loading of a step's samples, in an order common to all members."""

@@ -91,7 +91,7 @@ class BatchOptions:
         collate_fn = options.get("collate_fn")
         if collate is not None and collate_fn is not None:
             raise InvalidSpec(
-                "collate and collate_fn are the same, and both are given", expected="one of them"
+                "collate and collate_fn are one option, and both are given", expected="one of them"
             )
         return cls(
             global_batch_size=global_batch_size,

@@ -25,13 +25,13 @@ Dataset = MapDataset | tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One member's share of one step. `inputs, targets = batch` unpacks it; if samples are dicts,
+    """Share of one member in one step. `inputs, targets = batch` unpacks it; if samples are dicts,
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of the collated samples except the last, as a tuple if there are several; the only
-    part if there is one. Collated samples that are not a tuple, such as a dict, are the inputs as a
-    whole."""
+    """All parts of the collated samples except the last, as a tuple if there are several. If the
+    samples have only one part, that part. Collated samples that are not a tuple, such as a dict,
+    are the inputs as a whole."""
     targets: Any
     """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]
@@ -85,8 +85,8 @@ class Batch:
         remaining parts are stand-ins: one sample with weight 0.
 
         Raises InvalidSpec outside a step; for a batch other than the step's; for a second loop, or
-        a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; as
-        `cut`; and if a part has no backward pass or several."""
+        a loop after a backward pass; if `num_parts` is below 1 or above the global batch size; if
+        the batch cannot be cut by sample; and if a part has no backward pass or several."""
         return of_step().parts(self, num_parts)
 
 

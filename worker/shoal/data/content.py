@@ -67,8 +67,8 @@ def content_of(dataset: Dataset) -> str:
     """Return the digest of the contents; empty for `Shards`, and if they cannot be read without
     loading samples.
 
-    Members with the same values in the same order have the same digest. With different samples
-    their digests usually differ, but not if only values differ that are not read."""
+    Members with the same values in the same order have the same digest. Members with different
+    samples usually have different digests, unless they differ only in values that are not read."""
     return _digest_of(_items_of(dataset))
 
 

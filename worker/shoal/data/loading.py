@@ -67,12 +67,12 @@ class Loading:
     multiprocessing_context: Any = None
     """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Limit of the seconds that the trainer waits for a batch of the processes, checked about each
-    second; LoadingFailed is raised then. 0: no limit."""
+    """Seconds that the trainer waits for a batch of the processes before it raises LoadingFailed;
+    checked about once a second. 0: no limit."""
     silence_s: float = 600.0
-    """Limit of the seconds in which the processes begin no sample and use no processor time while
-    the trainer waits for a batch; LoadingFailed is raised then. 0: no limit. Detects a deadlock: a
-    process that works slowly is not silent."""
+    """Seconds in which the processes may begin no sample and use no processor time while the
+    trainer waits for a batch; after that, the trainer raises LoadingFailed. 0: no limit. Detects a
+    deadlock: a process that works slowly is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -441,7 +441,7 @@ def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
         "a process that loads batches has ended, or took too long",
         seen=seen,
         expected=f"{loading.num_workers} processes that load",
-        fix="A killed process was often out of memory (see dmesg, and the size of /dev/shm): take"
+        fix="A killed process was often out of memory (see dmesg, and the size of /dev/shm): use"
         " fewer num_workers or a smaller prefetch_factor. For a process that hangs, `py-spy"
         " dump --pid`"
         " shows where.",

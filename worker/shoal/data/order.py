@@ -2,7 +2,8 @@
 
 For given data and options, the order is a function of the epoch, and the number of committed steps
 is the position in it. The members of a generation only divide each batch among them: with any
-number of members, changing at any time, each sample counts once an epoch (except by `drop_last`).
+number of members, changing at any time, each sample counts once an epoch, except those that
+`drop_last` leaves out.
 """
 
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class Order:
 
     @cached_property
     def num_steps_more(self) -> int:
-        """Number of steps that a job with batches of this size alone takes more than this one up to
-        the same sample; below 0 if earlier batches were smaller."""
+        """Number of steps at the end of the origin's epoch in a job whose batches always had this
+        size, minus the number of steps in this job. Below 0 if earlier batches were smaller."""
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
     def place(self, step: int) -> tuple[int, int]:

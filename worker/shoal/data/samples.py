@@ -29,7 +29,7 @@ _COLLATION_OFFSET = 1 << 62
 
 
 REMEDY = (
-    "Memory, shared memory (/dev/shm), processes or open files ran out: take fewer num_workers, a"
+    "Memory, shared memory (/dev/shm), processes or open files ran out: use fewer num_workers, a"
     " smaller prefetch_factor or smaller batches; or give the container a larger /dev/shm (docker"
     " run --shm-size, an emptyDir of medium Memory), more memory, or a higher `ulimit -n`."
 )
@@ -53,7 +53,7 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 class MapDataset(Protocol):
-    """Any map-style dataset of torch."""
+    """Interface of torch's map-style datasets."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -68,7 +68,7 @@ class FailedSample:
     error: str
     trace: str
     is_temporary: bool
-    """True if a later attempt may succeed: an OSError, or a lack of memory."""
+    """True if a later attempt may succeed: an OSError, or a lack of memory or another resource."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
     """True if the batch was loaded and could not be sent to the trainer."""

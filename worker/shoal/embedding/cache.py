@@ -61,7 +61,7 @@ class HotRows:
         )
 
     def store_rows(self, ids: Ids, held: CachedRows, step: int) -> None:
-        """Store rows that were looked up at this step; of several rows with one slot, one row."""
+        """Store rows that were looked up at this step."""
         slots = self._slots(ids)
         self._ids[slots] = ids
         # If several rows have one slot, only the row whose id was written last is stored.

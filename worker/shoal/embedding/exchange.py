@@ -107,7 +107,7 @@ class TableExchange:
 
     def prefetch(self, table: str, ids: Tensor) -> None:
         """Begin to look rows up, unless too many lookups run. Errors are dropped: the step looks
-        the rows up again, and raises its own."""
+        the rows up again, and raises the errors of that lookup."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return

@@ -119,9 +119,9 @@ class EmbeddingTable(nn.Module):
     def prefetch(self, ids: Tensor) -> None:
         """Begin to look up rows for a later step, unless four calls are in progress. Does not wait.
 
-        The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
-        up again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the table is not
-        connected yet; errors of the lookup are dropped."""
+        The rows count as looked up at the present step: with a `staleness_bound` of 0, a later step
+        looks them up again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the
+        table is not connected yet; errors of the lookup are dropped."""
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -183,8 +183,8 @@ class EmbeddingBagTable(EmbeddingTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return one row for each bag: a row of a two-dimensional `ids`, or a range that `offsets`
-        begins. Raises what `EmbeddingTable.forward` raises."""
+        """Return one row for each bag. A bag is a row of a two-dimensional `ids`, or the ids from
+        one entry of `offsets` to the next. Raises what `EmbeddingTable.forward` raises."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding_bag(
             positions,

@@ -104,7 +104,8 @@ class SessionAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one part of a step; the last part commits or repeats the step."""
+        """Return the context of one part of a step. The end of the last part commits the step, or
+        makes the loader return its samples again."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -306,7 +307,7 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Scheduler that steps only in the last part of a step, or after it if it was committed."""
+    """Scheduler that steps only in the last part of a step, or after a step that was committed."""
 
     def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
         self.scheduler, self._steps = scheduler, steps

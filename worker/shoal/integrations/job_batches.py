@@ -62,7 +62,8 @@ class JobBatches:
 
     @property
     def _order(self) -> Order:
-        # That of the session has the position at which a checkpoint's batch size ended.
+        # If the run continues a checkpoint of another batch size, only the session's order has the
+        # position of the change.
         return self._planned if self._batches is None else self._batches.order
 
     @property

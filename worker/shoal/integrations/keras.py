@@ -40,6 +40,8 @@ class KerasModule(nn.Module):
 
     Under strategies that train copies, the Keras model keeps its old weights until `give_back`
     writes the trained ones into it.
+
+    Raises InvalidSpec for a model that is not built, or if Keras computes with another backend.
     """
 
     keras_model: Any

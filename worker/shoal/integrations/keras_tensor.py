@@ -94,8 +94,8 @@ def track_values(model: Any) -> None:
 class LayerSplits:
     """Splits of a Keras model's layers over the ranks of one generation after another.
 
-    Between `split_variables` and `undo` the layers compute with parts. The caller passes in the
-    values of their variables, see `keras.StatelessScope`.
+    Between `split_variables` and `undo` the layers compute with parts. The caller passes the values
+    of the layers' variables to each call, see `keras.StatelessScope`.
     """
 
     def __init__(self, model: Any) -> None:

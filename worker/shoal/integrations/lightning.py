@@ -386,7 +386,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     ]
     if schedules:
         raise InvalidSpec(
-            "a number of parts that changes with the epochs of one member",
+            "the number of parts of a batch cannot change from epoch to epoch",
             seen=type(schedules[0]).__name__,
             expected="accumulate_grad_batches, a number",
         )

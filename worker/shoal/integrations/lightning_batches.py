@@ -32,12 +32,12 @@ class LightningBatches:
         self._ahead: Batch | None = None
         self._counters: JobCounters | None = None
         self._until = 0
-        """Number of steps from which the number of epochs was derived; 0: it was given."""
+        """The Trainer's `max_steps`, if the number of epochs was derived from it; else 0."""
         self.is_over = False
         """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """Decide the number of epochs. Raises InvalidSpec if two settings contradict each other."""
+        """Decide the number of epochs, and return it. Raises what `epochs_of` raises."""
         if self._epochs is None and trainer.max_epochs == NO_LIMIT:
             self._until = max(trainer.max_steps, 0)
         epochs = epochs_of(trainer, self._epochs, len(self))
@@ -45,12 +45,12 @@ class LightningBatches:
         return epochs
 
     def begin(self, trainer: Trainer) -> None:
-        """Wait for the job's first batch, and set the Trainer's counters to its step. Raises
-        InvalidSpec if `max_steps` needs more epochs than were planned for it."""
+        """Wait for this member's first batch, and set the Trainer's counters to the batch's step.
+        Raises InvalidSpec if `max_steps` needs more epochs than were planned for it."""
         self._counters, self._ahead = JobCounters(trainer, self._job), self._job.take()
         if self._job.num_steps < self._until:
             raise InvalidSpec(
-                "max_steps, with larger batches in the checkpoint",
+                "max_steps needs more epochs than planned: earlier batches were larger",
                 seen=f"max_steps={self._until}, and samples for {self._job.num_steps} steps in the"
                 " epochs of this batch size",
                 expected="max_epochs without max_steps, or the checkpoint's batch size",

@@ -55,8 +55,8 @@ async def get_state_dict(
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, the version is written
     into its tensors, and `user_state_dict` is returned; of a DTensor, only the local slice is
-    written. With `strict`, its names must be those of the version. Otherwise only common names are
-    written, and names that the version lacks are logged as `tensors_not_in_version`. Raises
+    written. With `strict`, it must have the same names as the version. Otherwise only common names
+    are written, and names that the version lacks are logged as `tensors_not_in_version`. Raises
     InvalidSpec for values that are not tensors, and what `Subscription.fetch` raises: VersionGone
     before the first put."""
     subscription = _subscribed(series_of(key, store_name))
@@ -81,7 +81,8 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 def series_of(key: str, store_name: str) -> str:
     """Return the name of a key's series, in the job SHOAL_JOB or in a job with the store's name. If
-    a character had to be replaced, a digest is appended: different keys have different series."""
+    the key has other characters than names may have, or more than 40, a digest is appended:
+    different keys have different series."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"

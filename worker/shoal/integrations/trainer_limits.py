@@ -20,7 +20,7 @@ same."""
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: the batches' `epochs`, or else the Trainer's limit.
-    That is `max_epochs`, by Lightning's default 1000; without it, the limit follows from
+    This limit is `max_epochs` (Lightning's default: 1000); if `max_epochs` is -1, it follows from
     `max_steps`.
 
     Raises InvalidSpec if neither is given, or if both are given and differ. If `epochs` is given, a

@@ -142,7 +142,8 @@ class CountedSmoother(LabelSmoother):
         """Return the weight of the last loss, and forget its labels; None if the loss is a mean
         over samples.
 
-        Raises InvalidSpec if it is a mean over the labels of each part, and some are ignored."""
+        Raises InvalidSpec if the loss is a separate mean over the labels of each part, and some
+        labels are ignored."""
         labels, self._labels = self._labels, None
         if labels is None:
             return None

@@ -72,7 +72,8 @@ class SessionTrainer(Trainer):
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
-        """Sum of the losses since the last log, as it was before each step that may be repeated."""
+        """Sum of the losses since the last log, as it was before each step that may be repeated;
+        by step."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -165,7 +166,7 @@ class SessionTrainer(Trainer):
         if self.args.max_steps > 0:
             if order.num_steps < state.max_steps:
                 raise refused(
-                    "max_steps, with larger batches in the checkpoint",
+                    "max_steps needs more epochs than planned: earlier batches were larger",
                     f"max_steps={state.max_steps}, and samples for {order.num_steps} steps in"
                     f" {state.num_train_epochs} epochs of this batch size",
                     "num_train_epochs without max_steps, or the checkpoint's batch size",
@@ -174,8 +175,8 @@ class SessionTrainer(Trainer):
         state.max_steps -= order.num_steps_more
         schedule = self.lr_scheduler
         if makes_schedule and order.num_steps_more and isinstance(schedule, LambdaLR):
-            # Only a partial depends on the length. In its place a partial again: a schedule's state
-            # shows the kind of function, and members that join compare it before they come here.
+            # Only a partial depends on the length. It is replaced by another partial: a schedule's
+            # state contains the kind of each function, which members compare when they join.
             schedule.lr_lambdas = [
                 partial(_rate_of_later_step, each, order.num_steps_more)
                 if isinstance(each, partial)
@@ -314,8 +315,8 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec for a script's `compute_loss` unless the script has set if its loss is
-        divided by `num_items_in_batch`, or is a mean over samples."""
+        """Raise InvalidSpec for a script's `compute_loss`, unless `loss_is_scaled_for_ga` says if
+        its loss is divided by `num_items_in_batch`, or is a mean over samples."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -461,7 +462,7 @@ class TrainerCounts:
 
 
 class _Position(TrainerCallback):
-    """Sets the epoch that Trainer shows to the job's epoch, also on members that joined late."""
+    """Makes Trainer show the job's epoch, also on members that joined late."""
 
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
@@ -523,4 +524,4 @@ def _refuse(trainer: SessionTrainer) -> None:
     ]
     for is_given, seen, expected in table:
         if is_given:
-            raise refused("Trainer in a session", seen, expected)
+            raise refused("a session does not support this option of Trainer", seen, expected)

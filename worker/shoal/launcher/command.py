@@ -86,8 +86,8 @@ def run(config: RunConfig) -> int:
 
 
 def _run_workers(config: RunConfig, orders: StopOrders) -> int:
-    """Run the workers on these hosts, with a cluster of their own if they need one. Return the exit
-    code."""
+    """Run the workers on this host, or on those of --hosts, and return the exit code. Without
+    --coordinator, first start a cluster for them on this machine."""
     with ExitStack() as stack:
         hosts = None
         if config.over_ssh.hosts:

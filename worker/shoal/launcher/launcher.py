@@ -13,9 +13,9 @@ end is killed, unless its script has left the finished job; it is abandoned if i
 kernel.
 
 The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
-the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
-or hit a time limit is restarted whatever its error code, up to the number of restarts. A worker
-that would be refused again is not restarted."""
+the beat board, memory that it shares with the launcher. A worker that was fenced (declared lost,
+but alive) or hit a time limit is restarted whatever its error code, up to the number of restarts. A
+worker that would be refused again is not restarted."""
 
 import math
 import os
@@ -80,7 +80,7 @@ _Event = Process | _Halted | _Signalled | _GivenUp | WorkerStatus
 
 
 class Launcher:
-    """One `shoal run`: `run` returns the exit code when no worker is left."""
+    """Launcher of one `shoal run`: `run` returns the exit code when no worker is left."""
 
     def __init__(self, config: RunConfig, orders: StopOrders) -> None:
         """`orders`: signals of this process, including those before and after the run."""
@@ -228,7 +228,7 @@ class Launcher:
         return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
-        # First, so that no later heartbeat says that the worker runs.
+        # Called first, so that no later heartbeat says that the worker runs.
         self._beats.halted(process.pid, halted)
         self._reporter.report(
             ReportHaltRequest(
@@ -297,7 +297,8 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's phase if no member can join it any more, as far as known here; else empty."""
+        """The job's newest known phase if it is LOST, STOPPED or FAILED; else empty. Also empty if
+        the job was completed, see `_completed`."""
         return "" if self._completed else self._reporter.final_phase
 
     @property
@@ -349,8 +350,8 @@ class Launcher:
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
-        # After the first signal, workers finish their step. A second one or the grace time's end
-        # kills them.
+        # After the first signal, workers finish their step. A second signal, or the end of the
+        # grace time, kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return
@@ -361,7 +362,7 @@ class Launcher:
             if num == 1
             else f"{num} workers finish their step and end"
         )
-        self._say(f"{name}: {consequence}; once more kills {'it' if num == 1 else 'them'}")
+        self._say(f"{name}: {consequence}; a second signal kills {'it' if num == 1 else 'them'}")
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:

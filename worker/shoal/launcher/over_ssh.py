@@ -298,7 +298,7 @@ class HostLaunchers:
             self._say(
                 f"{name}: workers are killed"
                 if again
-                else f"{name}: workers finish their step and end; once more kills them"
+                else f"{name}: workers finish their step and end; a second signal kills them"
             )
         again = len(self._interrupted) > 1
         limit_s = KILLED_S if again else self._config.restart.grace_s + END_S

@@ -97,12 +97,12 @@ class RunConfig:
         int,
         Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
     ] = 1
-    """Worker processes on this host, or on each of --hosts. auto: one for each of its GPUs; without
-    a GPU, one for each core that this process may use."""
+    """Worker processes on this host, or on each of --hosts. auto: one for each GPU of the host;
+    without a GPU, one for each core that this process may use."""
     over_ssh: Annotated[HostOptions, Parameter(name="*")] = field(default_factory=HostOptions)
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
-    that two runs do not meet by accident, and is printed."""
+    """Name of the job, by default the script's name. With --coordinator a random ending is added to
+    that name, so that two runs do not meet by accident, and the name is printed."""
     fresh: bool = False
     """Start over: remove what the cluster keeps of an earlier run with this name."""
     coordinators: CoordinatorAddresses = ()
@@ -178,9 +178,9 @@ class RunConfig:
         of_fewer = sum(sizes[1 - num_nodes :]) if num_nodes > 1 else 0
         if of_fewer >= least:
             raise InvalidSpec(
-                "--nnodes counts hosts, and fewer of these hosts have as many workers",
-                seen=f"--nnodes {self.over_ssh.num_nodes}: {of_fewer} workers on {num_nodes - 1},"
-                f" and {least} on {num_nodes} others",
+                "fewer hosts than --nnodes requires have enough workers to train",
+                seen=f"--nnodes {self.over_ssh.num_nodes}: {of_fewer} workers on {num_nodes - 1} of"
+                f" the hosts, and {least} are enough",
                 expected="hosts with similar numbers of workers, or --min",
                 fix=f"Give --min {of_fewer + 1}, or --min without --nnodes.",
             )

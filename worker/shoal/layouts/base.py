@@ -70,13 +70,14 @@ class World:
 
 
 class Layout(ABC):
-    """One rank's part of a model (base class); all ranks' layouts compute steps together."""
+    """Part of a model on one rank (base class); all ranks' layouts compute steps together."""
 
     world: World
     module: nn.Module
     """The module that runs a forward pass of the user's model on this rank, within a step."""
     data_index: int = 0
-    """Index of this rank's share of each batch; ranks that work on the same samples share one."""
+    """Index of this rank's share of each batch. Ranks that work on the same samples have the same
+    index."""
     data_count: int = 1
     """Number of shares of a batch."""
     elementwise: bool = True
@@ -98,8 +99,8 @@ class Layout(ABC):
     left, and `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
-    """Parameters that the loss does not depend on, if that kept the step's gradients from being
-    reduced."""
+    """Names of parameters that the loss does not depend on, if the step's gradients were not
+    reduced for this reason; else empty."""
 
     step: int = 0
     """Number of steps committed before this one, for error messages."""
@@ -113,8 +114,8 @@ class Layout(ABC):
 
     @property
     def plain(self) -> nn.Module:
-        """The copied model with the user's own names, which the script sees and evaluates with:
-        `module` itself, or the model that `module` wraps."""
+        """The model under the user's own names, which the script sees and evaluates: `module`
+        itself, or the model that `module` wraps."""
         return self.module
 
     @property
@@ -168,7 +169,7 @@ class Layout(ABC):
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
-        that peers need a copy. By default: all, as an unneeded copy does no harm."""
+        that peers need a copy. True by default, as an unneeded copy does no harm."""
         return True
 
     @property
@@ -178,7 +179,8 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange of ranks that bypasses the group. Thread-safe."""
+        """Counter that rises with each exchange between ranks that bypasses the group.
+        Thread-safe."""
         return 0
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
@@ -188,7 +190,7 @@ class Layout(ABC):
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """Leaf tensors of every backward pass, which can then be limited to their gradients; None
+        """Leaf tensors of every backward pass: autograd can limit a pass to their gradients. None
         if the leaves differ from pass to pass."""
         return None
 
@@ -217,7 +219,8 @@ class Layout(ABC):
 
     @property
     def completes(self) -> bool:
-        """True if the pass that begins leaves the whole batch's gradients, not only this rank's."""
+        """True if gradients are to be the whole batch's, not only this rank's, after the pass that
+        begins."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:

@@ -104,8 +104,8 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members. Raises InvalidSpec if this is no tensor with rows, and on
-        all members if their rows do not fit."""
+        """Return the rows of all members. Collective. Raises InvalidSpec if `tensor` is not a dense
+        tensor with rows; and on all members if their rows do not fit together."""
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
         messages = self._meet(
@@ -229,7 +229,7 @@ class RowGathers:
     def _refusal(
         self, what: str, messages: Sequence[_CallMessage], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
-        """Build the error of a call, the same on all members."""
+        """Build the error of a call, the same on all members. Collective, as all detect it."""
         if self._p2p is not None:
             barrier_after_collective(self._p2p.group)
         by_member = zip(self._members, messages, strict=True)

@@ -25,7 +25,7 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
     """Build the error of a step whose gradients were not reduced: members would drift apart.
 
-    `unreached`: parameters without a gradient. `strategy`: name of its class.
+    `unreached`: parameters without a gradient. `strategy`: name of the strategy's class.
     """
     if unreached:
         return InvalidSpec(

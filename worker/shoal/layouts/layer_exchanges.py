@@ -31,8 +31,11 @@ by a digest."""
 MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
+"""Limit of the description of one exchange."""
 DIGEST_BITS, FIRST_BITS = 38, 16
+"""Bits of the two parts of `LayerExchanges.summary`: a digest, and the lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
+"""Bits of `LayerExchanges.summary`, of which the highest is always set if layers are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +243,8 @@ def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
 
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ; return each
-    member's exchange there, or None if none is found. Members before that position are left out.
+    """Find the first known position at which members in the same step differ. Return the exchange
+    at that position of each member that has reached it; None if there is no such position.
     """
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}
@@ -266,6 +269,6 @@ def different_layers(seen: str) -> InvalidSpec:
         seen=seen,
         expected="the same layers in the same order in each pass on each of these members: they"
         " compute each layer together, for the same samples",
-        fix="Choose the layers of a pass by nothing that differs between members, such as"
+        fix="The layers of a pass must not depend on values that differ between members, such as"
         " session.rank or a random number from Python's random module.",
     )

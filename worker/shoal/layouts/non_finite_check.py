@@ -11,7 +11,8 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
 from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
-# A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
+# A rank's flag: OWN if its own gradients were not finite before they were reduced; GIVEN if only
+# reduced gradients are not finite.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 
@@ -30,15 +31,16 @@ class NonFiniteCheck:
         device: torch.device,
         own_fault: Callable[[], str] = lambda: "",
     ) -> None:
-        """`own_fault`: in place of `scan`, if gradients are examined as they are reduced; returns a
-        parameter whose gradients on this rank were not finite before, or an empty name."""
+        """`own_fault`: for layouts that examine gradients while they reduce them, and do not call
+        `scan`. Returns the name of a parameter whose gradients on this rank were not finite before
+        they were reduced; empty if there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
         """Losses of this rank: one that is not finite counts as this rank's own fault."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: discard the results of the last one."""
+        """Begin a step: discard the results of the previous step."""
         self.losses.begin()
         self._own = ""
         self._found = ""

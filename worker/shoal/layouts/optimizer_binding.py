@@ -300,8 +300,8 @@ class OptimizerBinding:
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
         not copy it: for the model the layout's own, for optimizer state new memory. None for state
-        of another shape than its parameter, such as a scalar, and unless this rank's part is that
-        chunk and lies on the host."""
+        of another shape than its parameter, such as a scalar; if this rank's part is another chunk;
+        and if the part is not on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)

@@ -51,7 +51,7 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 
 def _refuse_foreign(model: nn.Module) -> None:
     for module in model.modules():
-        # With the torch backend, Keras layers are torch modules and may lie in any other.
+        # With the torch backend, Keras layers are torch modules, and any module may contain them.
         if names := keras_batchnorm_layers(module):
             raise InvalidSpec(
                 "BatchNorm layers that are not torch's do not normalise over members",

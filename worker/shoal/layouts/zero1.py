@@ -24,12 +24,12 @@ class Zero1Layout(ReplicatedLayout):
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
-    An owner sends its updated parameters as one message. They lie in one piece of memory, so they
-    are neither packed nor copied. Concurrent broadcasts, one for each owner, move each byte to each
-    rank once. An all-gather does so only for equal parts: Gloo needs parts padded to the largest,
-    so a model that is mostly one embedding would be sent several times. On loopback, broadcasts of
-    40 MB in equal parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms
-    (3 ranks), 34 and 80 ms (4 ranks); below 1 MB both take the same time.
+    An owner's parameters lie in one piece of memory, so it broadcasts them without packing or
+    copying them. Concurrent broadcasts, one for each owner, move each byte to each rank once. An
+    all-gather does so only for equal parts: Gloo needs parts padded to the largest, so a model that
+    is mostly one embedding would be sent several times. On loopback, broadcasts of 40 MB in equal
+    parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms (3 ranks), 34 and 80 ms
+    (4 ranks); below 1 MB both take the same time.
     """
 
     strategy = "Zero1"

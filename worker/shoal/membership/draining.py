@@ -100,8 +100,8 @@ class DrainSignal:
         self._installed = False
 
     def forget_order(self) -> None:
-        """Forget the signals so far: the next one repeats none of them, and a handler that is set
-        gets it."""
+        """Forget earlier signals: the next one does not count as a repetition, and a handler that
+        is set afterwards is installed at once."""
         self._orders = StopOrders()
 
     @property

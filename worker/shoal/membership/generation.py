@@ -20,23 +20,24 @@ class Context:
     coordinators: Sequence[str]
     """host:port of every coordinator."""
     token: Callable[[], Token]
-    """Returns the member's token, with the generation that it has entered. Cheap; any thread."""
+    """Returns the member's token, with the generation that it has entered. Cheap and
+    thread-safe."""
     limits: Limits
     """The job's time limits, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Returns the time, by `time.monotonic`, until which waits for other members had no limit. Any
-    thread."""
+    """Returns the time, by `time.monotonic`, until which waits for other members had no limit, as a
+    member was paused or no coordinator could be reached. Thread-safe."""
     is_away: Callable[[], bool] = lambda: False
-    """Returns True while no coordinator can be reached. Any thread."""
+    """Returns True while no coordinator can be reached. Thread-safe."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
-    """Returns True if this member is to leave and no further generation follows. Any thread."""
+    """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """Returns the error that ended the membership, if it has ended. Cheap; any thread."""
+    """Returns the error that ended the membership, if it has ended. Cheap and thread-safe."""
     stores: GenerationStores = field(default_factory=LoneStores)
     """Key-value stores through which the members of a generation connect. The strategy closes
     them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
-    """Takes the trainer's status, which heartbeats carry. Any thread."""
+    """Takes the trainer's status, which heartbeats carry. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Generation:
             if entry.member_id == self.token.member_id:
                 return entry
         raise InternalError(
-            f"generation {self.number} does not have this member in it",
+            f"generation {self.number} does not include this member",
             seen=", ".join(entry.member_id for entry in self.record.roster.entries),
             expected=self.token.member_id,
         )

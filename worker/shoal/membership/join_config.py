@@ -78,7 +78,7 @@ class JoinConfig:
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
     reconfigure: bool = False
-    """Reconfigure the process group of the last generation for the next one, instead of making a
+    """In each generation, reconfigure the previous generation's process group instead of making a
     new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several

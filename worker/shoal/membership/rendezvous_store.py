@@ -54,7 +54,7 @@ class RendezvousStores:
 
 
 class RendezvousStore(Store):
-    """Store of one generation's keys. Any thread.
+    """Store of one generation's keys. Thread-safe.
 
     Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
     date, and what `Coordinators.call` raises. After `abort`, calls in progress and later ones raise
@@ -84,7 +84,7 @@ class RendezvousStore(Store):
         self._waited: dict[str, bytes] = {}
 
     def abort(self, reason: str) -> None:
-        """End all calls, those in progress and later ones. Any thread."""
+        """End all calls, those in progress and later ones. Thread-safe."""
         with self._lock:
             self._aborted = self._aborted or reason
             self._ended.set()

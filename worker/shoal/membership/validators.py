@@ -105,7 +105,7 @@ def validator(name: str) -> Callable[[V], V]:
             raise InvalidSpec(
                 f"two validators have the name {name!r}",
                 seen=_origin(function),
-                expected=f"{_origin(registered)} alone to have it",
+                expected=f"only {_origin(registered)} to have this name",
                 fix="Give one of them another name.",
             )
         _registered[name] = function

@@ -5,7 +5,8 @@ strategy.
 Only an optimizer's source shows its kind. If a member has only some of the parameters, an optimizer
 that takes a norm over all parameters (LAMB's clipping, the step size of Prodigy and D-Adaptation)
 silently computes other weights. A trial on small tensors could miss that: a norm may matter only
-from some size or step on. So this module lists classes whose source was read; users vouch for more.
+from some size or step on. So this module lists classes whose source was read. Users may vouch for
+others.
 """
 
 from torch import optim

@@ -162,7 +162,7 @@ def bare_backward() -> InvalidSpec:
     return InvalidSpec(
         "a backward pass in a step did not go through the session",
         seen="loss.backward()",
-        expected="session.backward(loss), which weighs this member's share of the batch",
+        expected="session.backward(loss), which weights it by this member's share of the batch",
         fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
         " train the model, call torch.autograd.grad.",
     )

@@ -120,7 +120,7 @@ class _NotedObject:
 
 
 def _noted(value: object) -> object:
-    """Return what equals `_noted` of the same value later, and of no other one."""
+    """Return a record of a value. It equals later records of the same value, and no others."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_noted, value))
     if isinstance(value, _PLAIN):

@@ -22,7 +22,8 @@ _Value = TypeVar("_Value")
 def tied(model: nn.Module) -> dict[str, str]:
     """Return each further name of a parameter or persistent buffer, with its first name.
 
-    Parameters come first: a parameter that is registered as a buffer too has its own name.
+    Parameters come first: if a parameter is registered as a buffer too, its name as a parameter is
+    the first name.
     """
     first: dict[int, str] = {}
     first_names: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Checks of a model: its state is in tensors, and its trained parameters stay as they were.
 
-Gradients are reduced for the parameters that required a gradient at that time. A parameter that is
+Gradients are reduced for the parameters that required one at `distribute`. A parameter that is
 trained only from a later step on would get each member's own gradient, and a member that joins
 after that step would not train it at all: copies of the model would silently diverge. The same
 holds for a layer that replaces another one, and for parameters that an optimizer gets later.

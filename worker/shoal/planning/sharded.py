@@ -33,8 +33,8 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. In memory and in collectives a rank's part counts with the size of
-    the first rank's, to which shorter parts are padded."""
+    """Computation of one plan. In memory and in collectives, each rank's part counts with the size
+    of the first rank's part, as shorter parts are padded to it."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options

@@ -46,8 +46,8 @@ class BatchSource(ABC):
 
     @property
     def order(self) -> Order:
-        """Order of the samples. The position at which a checkpoint's batch size ended is known from
-        the first batch on."""
+        """Order of the samples. If the job continues from a checkpoint with another batch size,
+        `order.origin` is set just before the first batch is handed out."""
         return self._loader.order
 
     @property
@@ -78,7 +78,7 @@ class BatchSource(ABC):
         return _nothing
 
     def close(self) -> None:
-        """Return leased samples that were not trained on, and end the loading processes."""
+        """Give back leased samples that were not trained on, and end the loading processes."""
         self._loader.close()
 
     def stop(self) -> bool:
@@ -247,7 +247,8 @@ class LeasedBatches(BatchSource):
             log.warning("last_steps_not_acknowledged", reason=str(error))
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer a range's batch, again after a refused step, until a step on it is committed."""
+        """Offer a range's batch, and after each refused step offer it again, until a step on it is
+        committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
@@ -280,7 +281,8 @@ class LeasedBatches(BatchSource):
 
 class Batches(Iterator[Batch]):
     """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
-    progress bars; in an asynchronous job it raises TypeError, as the other members' pace decides.
+    progress bars; in an asynchronous job it raises TypeError: the number depends on the members'
+    pace.
 
     After the script has left a loop over the batches, a call between steps raises StateLost if the
     state was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop

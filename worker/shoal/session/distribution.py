@@ -81,16 +81,16 @@ class DistributeOptions:
     keyed_dropout: bool
     sync_batchnorm: bool
     in_step: Callable[[], bool]
-    """True if a step of the session is open."""
+    """Returns True if a step of the session is open."""
 
 
 class LongLivedObjects:
     """The objects of one session's process that Python's garbage collector skips.
 
     A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s.
-    Python begins one after many objects were made. Bringing up a generation makes many, so the
-    collection would run while all members wait for one another. Objects that exist before the first
-    generation live as long as the session, and need not be visited.
+    Python begins a full collection after many objects were made. Bringing up a generation makes
+    many, so the collection would run while all members wait for one another. Objects that exist
+    before the first generation live as long as the session, and need not be visited.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,8 @@ class LongLivedObjects:
 
 
 class Distribution:
-    """The distribution of one session; empty until `distribute`."""
+    """Model, optimizer, registered state and proposal fields of one session, set by `distribute`;
+    `release` undoes its changes to the script's objects."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
@@ -313,7 +314,7 @@ class Distribution:
                 raise InvalidSpec(
                     f"{call} is for an optimizer that is not the session's",
                     seen=type(given).__name__,
-                    expected="the one that session.distribute was given",
+                    expected="the optimizer that session.distribute was given",
                 )
             return None
         if weight is not None:

@@ -83,14 +83,17 @@ class CallBetweenSteps:
 
 @dataclass
 class ProposalDetails:
-    """Content of a member's proposal in addition to its fields, from its model and batches."""
+    """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them; some may leave them out."""
+    """Values that must be the same on all members that propose them. A member may leave them out.
+    Sent with the proposal."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Listings by field, from which the coordinator names the first entry that differs."""
+    """Packed entries that a field's value covers, by the name of the field. If members propose
+    different values, the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
-    """Share sizes, if shares may be too small for a layer of the model."""
+    """Check that rejects planned changes after which shares would be too small for a layer of the
+    model; None if no check is needed. Not sent."""
 
 
 class ElasticController:
@@ -259,9 +262,9 @@ class ElasticController:
         return self.generation
 
     def _finish_last_step(self, strategy: Strategy) -> None:
-        """Finish the last step, as the script asks for the next one."""
+        """Finish the latest step, as the script asks for the next one."""
         if strategy.checkpoint_due:
-            # A job that resumes from the checkpoint does not take these steps again.
+            # A job that resumes from the checkpoint does not log the values of these steps again.
             self.job_log.flush()
         try:
             strategy.between_steps()
@@ -271,10 +274,11 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the last step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. Without batches, no
-        other member takes this member's last steps again: they are flushed. Raises the errors of
-        the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
+        """Finish the latest step, as the script takes no further step. Changes that the script made
+        since belong to that step, for example in a checkpoint that is due. If the script makes its
+        own batches, the last steps are flushed, as no other member would take them again. Raises
+        the errors of the strategy's `between_steps` and `flush`, except those that mean a lost
+        peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -335,8 +339,8 @@ class ElasticController:
             raise
 
     def _keep_state(self) -> None:
-        """Write a checkpoint if this member leaves and no generation continues from the last step.
-        Only the generation's first remaining member writes, if it holds the whole state."""
+        """Write a checkpoint if this member leaves and no generation continues from its latest
+        step. Only the generation's first remaining member writes, if it holds the whole state."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
             return
@@ -352,7 +356,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # Cut first: members that wait for this one notice that their connections close.
+        # Cut the group first: members that wait for this member see their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)

@@ -40,8 +40,8 @@ def join(
 
     - SHOAL_JOB, SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS,
       SHOAL_MAX_MEMBERS, SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS.
-    - SHOAL_CHECK_PEERS: "auto" (before each generation, members on different hosts check that they
-      reach each other), "always" or "never".
+    - SHOAL_CHECK_PEERS: "auto" (before a generation, members on different hosts check that they
+      reach each other, unless they have trained together), "always" (on one host too) or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
     - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous generation's process
       group instead of making a new group. Needs torch 2.14 or newer and Gloo; must be the same on

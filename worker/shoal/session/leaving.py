@@ -38,13 +38,14 @@ class SessionEnd:
         self._drain_reason = ""
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order. Any thread, also within a signal handler."""
+        """Ask to leave in good order. Any thread may call this, also within a signal handler."""
         self._drain_reason = reason
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Raise Drained while the script waits for a batch, if this member was asked to leave and
-        is alone, or the loading processes have been silent for SILENT_DRAIN_S (`silent_s`)."""
+        """Raise Drained if this member was asked to leave, and either it trains alone or its
+        loading processes have been silent for SILENT_DRAIN_S. Called while the script waits for a
+        batch; `silent_s`: the seconds of silence so far."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
@@ -86,8 +87,8 @@ class SessionEnd:
 
     def _has_ended(self) -> bool:
         """True if the job is complete. Waits for the others if the script called `session.stop`.
-        Raises the error of the job's last checkpoint, if it failed, and TrainingFailed as
-        `Strategy.check_result`."""
+        Raises the error of the job's last checkpoint, if it failed, and what
+        `Strategy.check_result` raises."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields:

@@ -86,10 +86,11 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec if one of torch's loss functions, among the last operations of the loss,
-    averages over targets whose weights have different sums in the `num_samples` samples: with other
-    shares of the batch this would be a different loss. A mean over the `num_gathered` rows of all
-    members is allowed."""
+    """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
+    0), and the sums of weights differ between the `num_samples` samples: with other shares of the
+    batch this would be another loss. Only means that torch's loss functions took in the last
+    operations of the loss are found. A mean over the `num_gathered` rows of all members is
+    allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is the mean of a mean for each sample.
@@ -254,8 +255,8 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples; if it has no weight, for any
-        loss that is not a mean over them. For a part, raises at once. For a whole batch,
+        """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss without a
+        weight that is not a mean over them. For a part, raises at once. For a whole batch,
         `check_complete` raises, and only if the step has no other pass: if a script cuts its batch
         itself, no pass is over all samples."""
         present = self._part or self._batch

@@ -58,7 +58,7 @@ class SessionSeries:
         *,
         metadata: Mapping[str, object] | None = None,
     ) -> PendingPublication:
-        """Publish the model after the last step, as the next version of the series.
+        """Publish the model of the last committed step as the next version of the series.
 
         All members call it at the same point between two steps:
 

@@ -28,7 +28,7 @@ _SECRET_WORDS = frozenset(
 _KEYS = frozenset({"key", "keys"})
 _KINDS_OF_KEYS = frozenset({"access", "account", "api", "auth", "private", "secret"})
 _NAMED = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&?{}\[\]]+)""")
-"""A name and its value within an argument: of JSON, of a query, of a header."""
+"""A name and its value within an argument that is JSON, a URL with a query, or a header."""
 _SECRET_VALUES = re.compile(
     # user and password of a URL, and the credentials of a header
     r"(?<=://)[^/\s@]+(?=@)|(?<=bearer )\S+|(?<=basic )\S+"

@@ -63,7 +63,7 @@ class SchedulerWarnings:
             log.warning(
                 "schedule_counts_own_steps",
                 schedule=type(stateful).__name__,
-                seen="a schedule that the script steps: by the steps of this member, not the job's",
+                seen="a schedule that the script steps, and that counts this member's own steps",
                 fix=self._fix,
             )
         return call()
@@ -102,7 +102,7 @@ class ScriptCalls:
             raise InvalidSpec(
                 f"{kind} is used in a session, and not registered with it",
                 seen=f"a {kind} whose count is lost at the first loss or join",
-                expected=f'session.register("a name", its {kind}) before the first batch',
+                expected=f'session.register("a name", the {kind}) before the first batch',
             )
         if isinstance(stateful, AveragedModel):
             _check_whole(stateful, *arguments)

@@ -183,7 +183,7 @@ class Session:
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as SIGTERM does. For scripts that are notified in another way
-        that their process will be ended. Any thread, also within a signal handler.
+        that their process will be ended. Any thread may call this, also within a signal handler.
 
         Returns at once. The step in progress is finished, and the members agree on a step from
         which the others train without this member. At that step the batches end with
@@ -336,10 +336,10 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
         commits them at its end.
 
-        The step is rolled back without an error if a peer is lost in the block, if a member has
-        stopped before the step, or if servers have refused it as stale: `committed` of the returned
-        object stays False. After any other error in the block the member leaves, and the error, or
-        an InvalidSpec that explains it, is raised.
+        The step is rolled back without an error if a peer is lost in the block, if a script has
+        called `stop` before the step, or if servers have refused it as stale: `committed` of the
+        returned object stays False. After any other error in the block the member leaves, and the
+        error, or an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -362,9 +362,10 @@ class Session:
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
         parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
 
-        Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient. In
-        a member's first 10 steps also for a loss that it recognises as a sum or as another mean:
-        with another number of members the job would train a different loss.
+        Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient.
+        Also raises it, in a member's first 10 steps, for a loss that is recognised as a sum, or as
+        a mean over something else: with another number of members the job would train a different
+        loss.
         """
         self._steps.backward(loss, weight, optimizer)
 
@@ -375,10 +376,11 @@ class Session:
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. The weights
-        become those of one process if the loss is computed from all rows, the same on every member,
-        or if it is a mean over the member's own rows (from `batch.first`), each compared with all
-        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
+        `tensor` has a row for each sample of the share; shares may differ in size. The model trains
+        as with one process in two cases: all members compute the same loss from all rows; or each
+        member's loss is a mean over its own rows, which begin at `batch.first`, each compared with
+        all rows. All members make the same calls in a step, in the same order. See
+        docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that
         gather no rows, and on all members if their tensors do not fit together.
@@ -409,7 +411,7 @@ class Session:
         seconds, by default half an hour, this member counts as hung: the others continue without
         it, and its next step raises DeadlineExceeded. Several members may pause at a time.
         `shoal why` shows `reason`. Entering the block raises InvalidSpec within another pause,
-        without a reason, and for a `limit_s` above a day.
+        without a reason, and unless `limit_s` is above 0 and at most a day.
 
         Asynchronous strategies wait for no member, paused or not.
         """
@@ -423,7 +425,7 @@ class Session:
             session.backward(loss)
 
         but also for strategies with a pipeline, which interleave the two passes. Returns the mean
-        loss, detached, over the samples of this member's share or of the part; 0 if there are none.
+        loss, detached, over the samples of this member's share or of the part; 0 without samples.
         Raises InvalidSpec outside a step, and with several optimizers.
         """
         return self._steps.forward_backward(batch, loss_function)
@@ -466,8 +468,8 @@ class Session:
 
         If a member is lost meanwhile, the others reduce their values in the next generation. Raises
         InvalidSpec within a step, before the first batch or step, under asynchronous strategies,
-        and on all members if their calls or values differ; StateLost if steps before the end of the
-        batches are lost.
+        and on all members if their calls or values differ; StateLost if the script has left its
+        loop over the batches, and the members no longer hold the state of the loop's last step.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
@@ -508,11 +510,11 @@ class Session:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
         `trackers`: once for each step, even if members are lost or join.
 
-        Values that are given within a step belong to that step, and are logged if it is committed:
-        the last value of each name. Values that are given after it belong to the last step, if it
-        has none of that name yet. All members call it; the values of one member are shown. Within a
-        step, a member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec
-        before `distribute`, for a value that is not one number, and for an invalid name.
+        Of the values given within a step, the last value of each name is logged, once the step is
+        committed. Values given between two steps belong to the step before, unless it has a value
+        of that name. All members call it; the values of one member are shown. Within a step, a
+        member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
+        `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -525,8 +527,9 @@ class Session:
         One member may call it, or several. The job's last step is the step in which the call is
         made, or, between two steps, the last committed one. The batches then end on all members.
         Continue with the loop, which ends by itself, or leave it on all members. `reason`, up to
-        200 characters, is shown as the reason for the job's end. Under local SGD the job ends with
-        the round. Raises InvalidSpec without `batches`, and under asynchronous strategies.
+        200 characters, is shown as the reason for the job's end. Under local SGD the job ends when
+        the present round ends. Raises InvalidSpec without `batches`, and under asynchronous
+        strategies.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
@@ -537,7 +540,8 @@ class Session:
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
         of the whole model, however they are sharded; with several optimizers, of the parameters of
-        `optimizer`. Raises InvalidSpec outside a step, and if `optimizer` is missing with several.
+        `optimizer`. Raises InvalidSpec outside a step, and if there are several optimizers
+        and `optimizer` is not given.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 

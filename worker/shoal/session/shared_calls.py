@@ -59,7 +59,7 @@ class SharedCalls:
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost at the end of the last call: some may lack its result.
+                # A member was lost at the end of the last call: some members may lack its result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.present_or_next_generation(self._fields)
             position.in_call = True
@@ -132,8 +132,8 @@ class SharedCalls:
             raise InvalidSpec(
                 f"{call} before the first batch",
                 seen="no batch that this member's script has asked for",
-                expected="the call after a step: the script of a member that joins later begins"
-                " there",
+                expected="the call after a step: a member that joins later would make an earlier"
+                " call alone",
             )
         return strategy
 
@@ -243,7 +243,7 @@ def reduce(
     part: int | None = None,
 ) -> dict[str, Any]:
     """Reduce the values of all members, by a collective. With a `part`, for sums only: among
-    members with the same `part` only the first member counts. If it is None, every member counts.
+    members with the same `part` only the first member counts. If `part` is None, all members count.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """

@@ -59,7 +59,8 @@ class Step:
         reports: StepReports | None,
         leave: Callable[[BaseException], None],
     ) -> None:
-        """`fields`: the proposal's fields. `leave(error)` ends the membership with this reason."""
+        """`fields`: the proposal's fields. `leave(error)` ends the membership, with the error as
+        the reason."""
         self._controller = controller
         self._fields = fields
         self.guard = guard
@@ -244,9 +245,10 @@ class Step:
             self._reports.step_done(controller.strategy, loss, times, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """Return True if the step is rolled back and this member can take it again; after the loss
-        of a peer, in the next generation. After other errors the member leaves: raises the
-        session's error for this case if there is one, else returns False."""
+        """Return True if the step is rolled back and the script goes on: this member takes the step
+        again (after the loss of a peer, in the next generation), or no member takes it, as a script
+        has stopped before it. After other errors the member leaves: raises the session's error for
+        this case if there is one, else returns False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -285,9 +287,9 @@ def _check_script_gather(
     """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size.
 
     If a rank passes a tensor of a size that the others do not expect, Gloo aborts a process or
-    waits until the collective times out, in each generation again. So in such a step members
-    exchange their sizes first. `torch.distributed.nn.all_gather` makes this call too, and so do the
-    layers of SimCLR and CLIP scripts.
+    waits until the collective times out, in each generation again. So members whose shares differ
+    in size exchange the sizes of their tensors first. `torch.distributed.nn.all_gather` makes this
+    call too, and so do the layers of SimCLR and CLIP scripts.
     """
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:

@@ -6,7 +6,7 @@ without an error:
 
 - step the optimizer: every gradient would be applied twice;
 - scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
-- drop the gradients after its own optimizer.step(): the session would step without gradients;
+- drop the gradients after the backward pass: the session would step without gradients;
 - add parameters to the optimizer: members that join later would not have them.
 """
 
@@ -202,7 +202,8 @@ class StepGuard:
 
     def check_gradients(self) -> None:
         """Raise InvalidSpec before the commit if the script has dropped all gradients of an
-        optimizer, and no later pass computed any, as after optimizer.step() in plain torch."""
+        optimizer, and no later pass computed any. A loop for plain torch drops them at this point,
+        after its optimizer.step()."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(

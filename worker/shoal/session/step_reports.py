@@ -90,7 +90,7 @@ class StepTimes(NamedTuple):
 
     step_s: float
     exchange_s: float
-    """Part of the step that waited for other members or for servers."""
+    """The part of `step_s` in which the trainer waited for other members or for servers."""
     loading_s: float | None
     """Time that this member has waited for batches so far; None if the script loads them."""
 
@@ -163,8 +163,8 @@ class StepReports:
         self._source = source
 
     def step_begins(self) -> None:
-        """Note that a step begins. The member that reports for the job reads its command line and
-        commit before its first step, on another thread: git may take long."""
+        """Note that a step begins. At its first step, the member that reports for the job begins to
+        read its command line and commit on another thread: git may take long."""
         controller = self._controller
         reports = controller.job_log.is_writer and controller.member.coordinators
         if self._origin_reader is None and reports:
@@ -176,7 +176,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # The first step may be long, or fail; later reports have the rest of the course, too.
+            # Not left to the report of the first step, which may be long or fail.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -243,7 +243,8 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read anew: another batch size than a checkpoint's is known from the first batch on.
+            # Read each time: if the job resumes from a checkpoint of another batch size, the number
+            # changes at the first batch.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,

@@ -76,9 +76,9 @@ class StepCopies:
         self.own, self._peers = None, {}
 
     def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Begin a snapshot of the state shard, whose tensors may change on return. A GPU may still
-        be writing the snapshot: call `wait` before reading it. `travels`: True for the name of a
-        tensor that is sent to peers."""
+        """Begin a snapshot of the state shard, whose tensors may change once this returns. A GPU
+        may still be writing the snapshot then: call `wait` before reading it. `travels`: True for
+        the name of a tensor that is sent to peers."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()
@@ -97,7 +97,7 @@ class StepCopies:
         self.step = state_shard.step
 
     def wait(self) -> None:
-        """Block until this rank's snapshot can be read. Any thread."""
+        """Block until this rank's snapshot can be read. Thread-safe."""
         self._copy_in_progress.wait()
 
     def record_names(self, names: frozenset[str]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of adjacent tensors: in memory; in a message, where sender and receiver compute it."""
+"""Alignment of adjacent tensors, in memory and in a message. A message does not contain the
+positions of its tensors: sender and receiver both compute them."""
 BATCH_BYTES = 64 * 1024 * 1024
 """Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
 of such sizes for the next call."""
@@ -44,7 +45,7 @@ class CopyUnderWay:
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
     """Begin to copy each source into the target of the same index, which is in host memory. The
-    sources may change on return: later work on the caller's stream runs after the copy."""
+    sources may change once this returns: later work on the caller's stream runs after the copy."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
     return queued_work(sources)

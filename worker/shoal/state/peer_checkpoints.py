@@ -18,7 +18,7 @@ CLOSE_S = 5.0
 
 
 class PeerCheckpoints:
-    """The live state of the last generation, and copies of this member's and its peers' state.
+    """The live state of the previous generation, and copies of this member's and its peers' state.
 
     A member's live state is a part of the whole. The next generation can use it only with the other
     members' parts, and only if the names of all tensors are known: otherwise a missing part would
@@ -56,7 +56,7 @@ class PeerCheckpoints:
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
-            # If all members of the last generation keep their state, each reports its own names.
+            # If all members of the previous generation keep their state, each reports its names.
             since = frozenset() if self._members <= keeping else self._since
             held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
         if self._half is not None:
@@ -138,12 +138,12 @@ class PeerCheckpoints:
 
     @property
     def num_moved(self) -> int:
-        """Number of messages of copies completed in this generation. Any thread."""
+        """Number of messages of copies completed in this generation. Thread-safe."""
         copies = self._copies
         return copies.num_moved if copies is not None else 0
 
     def interrupt(self) -> None:
-        """Make every thread that waits for a copy raise GenerationBroken. Any thread."""
+        """Make every thread that waits for a copy raise GenerationBroken. Thread-safe."""
         copies = self._copies
         if copies is not None:
             copies.close()
@@ -185,8 +185,8 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were recorded. For each of their parameters that had no state then, these are the
-        keys that are kept for any other parameter."""
+        the names were recorded. A parameter of theirs that had no state then may have every key
+        that is kept for any other parameter."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

@@ -57,9 +57,9 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     host, or keep it and reduce the number of repeated hosts. There is no swap above
     MAX_SWAPPED_RANKS ranks. In each result, targets on other hosts come first.
 
-    All copies of a rank are on different hosts, none on its own, if `copies` + 1 times the number
-    of ranks of the largest host is at most the number of all ranks: otherwise that is impossible.
-    The first copy goes to another host, unless one host has more than half of the ranks.
+    All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
+    largest host) is at most the number of all ranks: otherwise that is impossible. The first copy
+    goes to another host, unless one host has more than half of the ranks.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -203,7 +203,7 @@ class PeerCopies:
 
     Two copies are kept. The next copy overwrites the older one, but only once the newer one is
     complete on every rank. So from the first copy on, there is always a step that is complete on
-    all ranks. Before that the copies of the last generation are kept.
+    all ranks. Before that the copies of the previous generation are kept.
 
     **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
     steps it took, and `interval_of` the largest number is the interval from the next copy on.
@@ -214,8 +214,8 @@ class PeerCopies:
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
     ranks whose copies it has), and the copies of members that have left. Until a generation's
-    first copy is complete, up to four copies of earlier generations and one of its own; no more
-    than three unless several generations in a row end before their first copy.
+    first copy is complete: its own copy in progress, and up to three copies of earlier generations
+    (four, if several generations in a row ended before their first copy).
 
     The group must have no other use: a thread uses it while the trainer uses other groups. Names,
     shapes and chunks are sent only if they have changed.
@@ -255,7 +255,7 @@ class PeerCopies:
         """Slots of the two copies, the older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
-        """Number of completed messages. Any thread."""
+        """Number of completed messages. Thread-safe."""
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -291,7 +291,7 @@ class PeerCopies:
         Copies are sent to peers in the background. First waits until the previous copy is complete
         on all ranks; the time limits of its messages bound this wait. Raises the previous copy's
         error, as a collective of the group would, and GenerationBroken after `close`. Without peers
-        it only drops the copies of the last generation, which no member needs any more.
+        it only drops the copies of the previous generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()
@@ -330,7 +330,7 @@ class PeerCopies:
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers' copies.
-        Any thread. Excludes copies that are still being received. The result is valid until the
+        Thread-safe. Excludes copies that are still being received. The result is valid until the
         next `offer`, also after `close`."""
         return [
             state_shard

@@ -64,7 +64,7 @@ class ReplicatedState:
     def collect(self, step: int) -> StateShard:
         """Return everything that training changes, not copied, valid until the next step: what a
         member that joins needs to continue. No number of a tensor is read, as that would wait for a
-        GPU. Raises UnsupportedOptimizer."""
+        GPU. Raises UnsupportedOptimizer for state that another member could not restore."""
         tensors = self._tensors()
         slots: dict[str, Json] = {}
         refuse_other_owners(self._optimizer, self._names)
@@ -125,9 +125,9 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state_shard: StateShard) -> None:
-        """Load a whole state: `collect` of another member, `capture`, or a checkpoint's. Raises
-        ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if to another
-        optimizer; then nothing is changed."""
+        """Load a whole state, which `capture`, another member's `collect` or a checkpoint gave.
+        Raises ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if it
+        belongs to another optimizer; then nothing is changed."""
         own, given = self._tensors(), state_shard.shards
         check_no_more(names_in(self._model), given)
         not_own = {name for name in given if name.startswith(TRANSIENT)} - own.keys()

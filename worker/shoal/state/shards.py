@@ -106,7 +106,7 @@ DtypeMismatch."""
 
 
 def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """Return the whole tensor as a chunk, as `Needs` of a rank that is to have the whole state."""
+    """Return the whole tensor as a chunk: the `Needs` function of a rank that needs all tensors."""
     return Chunk.whole(shape)
 
 

@@ -3,7 +3,7 @@
 Nothing is unpickled. The receiver reads shapes and dtypes from the manifest, whose size is bounded;
 loading the state checks that they fit the model.
 
-Members form a tree, and a receiver forwards each chunk as it arrives. No member sends the state
+Members form a tree, and a receiver forwards each message as it arrives. No member sends the state
 more than `FAN_OUT` times, and a thousand receivers take little longer than one or two.
 """
 
@@ -24,7 +24,8 @@ from shoal_proto.errors import MalformedMessage
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of one message, which takes half a minute over 1 Mb/s."""
+"""Size of one message, which takes half a minute over 1 Mb/s. A chunk in this module is the content
+of a message, not a `Chunk` of a tensor."""
 CHUNKS_IN_FLIGHT = 2
 FAN_OUT = 2
 """Number of members to which each member sends; with 1 the tree would be a chain of all members."""

@@ -38,7 +38,7 @@ def plan(
 ) -> TransferPlan:
     """Plan what this rank sends and receives, so that every rank gets the chunks that it needs.
 
-    `needs`: for each rank, by rank, the needed chunks by the name of their tensor.
+    `needs`: in the order of ranks, the needed chunks of each rank by the name of their tensor.
 
     A rank keeps the parts that it holds itself. For the other parts, imagine all tensors end to
     end, row by row, and cut into stripes. The holders of a part take turns at sending: the stripe

@@ -27,7 +27,7 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
 }
 
 FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
-"""Synchronous strategies under which a member evaluates its model without other members."""
+"""Synchronous strategies under which a member can evaluate its model without other members."""
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:

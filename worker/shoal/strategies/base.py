@@ -52,7 +52,7 @@ class Strategy(ABC):
     trains_several: ClassVar[bool] = False
     """True if several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False
-    """True if a job may continue from a checkpoint with another batch size, at the same sample."""
+    """True if a job may continue from a checkpoint with another batch size, at the next sample."""
     syncs_batchnorm: ClassVar[bool] = False
     """True if BatchNorm may normalise over the samples of all members, see
     `shoal.layouts.synced_batchnorm`."""
@@ -130,11 +130,11 @@ class Strategy(ABC):
     def gathers_lack(self) -> str:
         """The obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
-            return "members whose steps are their own, with models that differ meanwhile"
+            return "members that take their own steps, with models that differ meanwhile"
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
-        """Note that the script has finished the last step. Synchronous strategies: called by all
+        """Note that the script has finished the latest step. Synchronous strategies: called by all
         members at the same step. Raises what `end_step` raises; also RegisteredStateDiffers, on all
         members."""
 
@@ -164,23 +164,23 @@ class Strategy(ABC):
         return False
 
     def leaves_with_checkpoint(self) -> bool:
-        """True if this member has to leave after the last step, and no further generation follows.
-        Returns once the checkpoint of that step is written, or has failed."""
+        """True if this member has to leave after the latest step, and no further generation
+        follows. Returns once the checkpoint of that step is written, or has failed."""
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
-        """Write a checkpoint of the last step, if this member holds the whole state. Called if the
-        member is to leave and no generation runs in which members could write one together."""
+        """Write a checkpoint of the latest step, if this member holds the whole state. Called if
+        the member is to leave and no generation runs in which members could write one together."""
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's last checkpoint, known after the last step; None if the checkpoint
-        was written."""
+        """The error of this member's last checkpoint, known after its last step; None if that
+        checkpoint was written."""
         return None
 
     @property
     def checkpoint_due(self) -> bool:
-        """True if a checkpoint of the state after the last step is to be written."""
+        """True if a checkpoint of the state after the latest step is to be written."""
         return False
 
     @abstractmethod
@@ -199,7 +199,7 @@ class Strategy(ABC):
         return ""
 
     def attach(self, context: Context) -> None:
-        """Set the context. Called once, when this process has become a member."""
+        """Set the context. Called once, after `distribute`; this process is a member by then."""
         self.context = context
 
     @abstractmethod
@@ -253,10 +253,10 @@ class Strategy(ABC):
         """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
         The step's gradients are the gradients of the mean over all units in all members' passes.
-        Raises InvalidSpec if the strategy weighs by samples only.
+        Raises InvalidSpec if the strategy weights losses by samples only.
         """
         raise InvalidSpec(
-            f"strategy {self.name} weighs losses by samples only",
+            f"strategy {self.name} weights losses by samples only",
             seen="session.backward(loss, weight=...)",
             expected="session.backward(loss), the mean over the batch's samples; or one of ddp,"
             " zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor",
@@ -320,7 +320,7 @@ class Strategy(ABC):
         """Raise TrainingFailed if training has no usable result. Called at the end of the
         session's block, if the job is complete."""
 
-    def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
+    def finish_passes(self) -> None:  # noqa: B027 - most strategies have nothing to check
         """Check forward passes between two steps; called by all members. Raises InvalidSpec on all
         of them if members that split layers computed with different layers."""
 
@@ -344,7 +344,8 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of steps that this member has committed; in asynchronous strategies its own."""
+        """Number of committed steps: of the job, or under asynchronous strategies of this
+        member."""
 
     @property
     @abstractmethod
@@ -383,10 +384,10 @@ class Strategy(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Wait until every member has committed the steps that this member has committed: if one
-        fails before that, it needs this member. Asynchronous strategies get the final values
-        instead. Called after the last step, and again if a member was lost meanwhile. Raises what
-        `between_steps` raises."""
+        """Wait until every member has committed the steps that this member has committed: if a
+        member is lost before that, the others need this member to take steps again. Asynchronous
+        strategies get the final values instead. Called after the job's final step, and again if a
+        member was lost meanwhile. Raises what `between_steps` raises."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""

@@ -35,8 +35,8 @@ class ReplicatedModule(DistributedDataParallel):
 
     A reentrant checkpoint runs autograd within autograd: a parameter of a block that is used twice
     gets two gradients, and the search from the loss does not find the parameter. Gradients of such
-    a pass are reduced after the pass. Some ranks may reduce during a pass and others after it,
-    because their buckets are the same.
+    a pass are reduced after the pass. Some ranks may reduce during a pass and others after it: all
+    send the same buckets.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ _WATCHED = "_shoal_watched"
 def before_calls(
     owner: Any, name: str, look: Callable[..., None], *, failed: Callable[[], None] = lambda: None
 ) -> None:
-    """Call `look` from now on before each call of `owner.name`, with its arguments; if `look`
-    raises, the call is not made. `failed` is called after a call that raised. Only the first hook
-    on a function has an effect."""
+    """Install `look`, which is called before each call of `owner.name`, with its arguments; if
+    `look` raises, the call is not made. `failed` is called after a call that raised. Only the first
+    hook on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,8 @@ class ShoalRendezvousHandler(RendezvousHandler):
     def __init__(self, node: Node) -> None:
         self._node = node
         # torchrun does not shut the handler down when a signal ends the agent, or when it drops the
-        # handler. The node leaves in these cases too: otherwise it would be lost only by silence.
+        # handler. The node leaves in these cases too: otherwise only its silence would show that it
+        # has ended.
         self._leave_at_exit = partial(_leave_at_exit, node, os.getpid())
         atexit.register(self._leave_at_exit)
         dropped = weakref.finalize(self, _leave_dropped, node, self._leave_at_exit)

@@ -121,8 +121,8 @@ class Node:
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
-        continue. Do nothing if the job is closed. Raises a RetryError if no coordinator answers for
-        `close_timeout`, and refusals."""
+        continue. Does nothing if the job is closed. Raises a RetryError if no coordinator answers
+        for `close_timeout`, and refusals."""
         if self.is_closed:
             return
         self._give_up_s = time.monotonic() + self._config.close_timeout_s
@@ -325,8 +325,8 @@ class Node:
         if membership.is_broken(self._number):
             store.abort("it broke before this node entered it")
         store.give_up_s = self._give_up_s
-        # Bound before its port is published, and new for each generation: no other process can take
-        # the port, and no key of an earlier generation is in it.
+        # The server is bound before its port is published, and new for each generation: no other
+        # process can take the port, and no key of an earlier generation is in the store.
         self._server = _new_server() if rank == 0 and shares_store() else None
         bootstrap = RendezvousStoreInfo.build(
             rank,

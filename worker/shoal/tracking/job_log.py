@@ -113,7 +113,7 @@ class JobLog:
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
         """Wait until each tracker has written all kept values or has failed. After `limit_s`, only
-        log a warning. Do nothing unless this member is the writer."""
+        log a warning. Does nothing unless this member is the writer."""
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return

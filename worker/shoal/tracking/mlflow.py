@@ -96,7 +96,7 @@ class _OpenMLflow(OpenRun):
 
 def _folder(uri: str) -> Path | None:
     """Return the folder that holds the values; None if a server does."""
-    if uri == "databricks":  # MLflow's name of the server that the user's profile gives.
+    if uri == "databricks":  # MLflow's name for the server in the user's Databricks profile.
         return None
     parsed = urlparse(uri)
     if parsed.scheme == "sqlite":

@@ -123,8 +123,8 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
-    """Return the name of the run: the newest of the names found if its run began no earlier than
-    this one, or if this member does not know when this run began; else a new name."""
+    """Return the name of the run. It is the newest of the names found if that run began no earlier
+    than this one, or if this member does not know when this run began; else a new name."""
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:

@@ -199,7 +199,7 @@ def _tensors(into: Target) -> dict[str, Tensor]:
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
             raise InvalidSpec(
-                f"{name} cannot be installed into",
+                f"the version cannot be written to {name}",
                 seen=type(tensor).__name__,
                 expected="a tensor",
             )
@@ -233,7 +233,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         reason = "is expanded: its elements share memory"
     if reason:
         raise InvalidSpec(
-            f"{name} cannot be installed into: it {reason}",
+            f"the version cannot be written to {name}: it {reason}",
             seen=f"{tuple(tensor.shape)} on {tensor.device}",
             expected="a dense tensor with memory for each element",
         )

@@ -108,8 +108,8 @@ def publish(
     `PendingPublication.wait`. First waits for the previous publication of this series, and for
     calls of other threads about it.
 
-    From the coordinator's first answer on this process holds the series, until `end_publishing`,
-    the end of this process or the end of its lease. Meanwhile publications of other processes fail
+    Once the coordinator has answered, this process holds the series until `end_publishing`, the
+    end of this process or the end of its lease. Meanwhile publications of other processes fail
     with SeriesHeld, and so does this one if another process holds the series. The next publisher
     continues the numbers of versions. `step`: an integer from 0 to 2**53 - 1. Options: see
     `session.series`; options of later calls are ignored.
@@ -134,8 +134,8 @@ def end_publishing(series: str) -> None:
 
 
 class _PublishedSeries:
-    """A series that this process publishes, or has published. Any thread; calls wait for each
-    other."""
+    """A series that this process publishes, or has published. Any thread may call its methods;
+    calls wait for each other."""
 
     def __init__(self, addresses: tuple[str, ...], series: str) -> None:
         self._addresses, self._series = addresses, series

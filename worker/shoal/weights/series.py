@@ -119,7 +119,7 @@ Connect = Callable[[PublisherRank], Contributor]
 
 
 class PendingPublication:
-    """A publication, from its copy to its commit. Any thread."""
+    """A publication, from its copy to its commit. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -469,14 +469,14 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
     texts = {str(key): str(value) for key, value in (metadata or {}).items()}
     if wrong := [text for pair in texts.items() for text in pair if not _is_unicode(text)]:
         raise InvalidSpec(
-            "a version's metadata are no text",
+            "a version's metadata is not text",
             seen=repr(wrong[0]),
             expected="texts without surrogates",
         )
     num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in texts.items())
     if num_bytes > MAX_METADATA_BYTES:
         raise InvalidSpec(
-            "a version's metadata are too large",
+            "a version's metadata is too large",
             seen=f"{num_bytes} bytes",
             expected=f"at most {MAX_METADATA_BYTES}",
         )
@@ -497,7 +497,7 @@ def held_state(
     for name, tensor in named_tensors.items():
         if not isinstance(name, str) or not _is_unicode(name):
             raise InvalidSpec(
-                "the name of a published tensor is no text",
+                "the name of a published tensor is not text",
                 seen=repr(name),
                 expected="a str without surrogates",
             )

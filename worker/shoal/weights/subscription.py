@@ -1,7 +1,7 @@
 """Readers of a series: outside the roster, and without cost for trainers.
 
 A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
-arrives, and all that is wanted of a version is staged before anything is installed. The tensors of
+arrives, and all wanted chunks are staged before a tensor of the reader is written. The tensors of
 `Weights` change only if their reader writes to them."""
 
 import asyncio
@@ -142,7 +142,8 @@ class Subscription:
 
     def __iter__(self) -> Iterator[WeightVersion]:
         """Yield the newest version, if it is newer than the installed one, and then newer ones,
-        without end. Of several that are published meanwhile only the newest is yielded."""
+        without end. Of several that are published meanwhile only the newest is yielded. Raises what
+        `wait` raises."""
         last = self.version
         while True:
             version = self.wait(last)
@@ -164,8 +165,9 @@ class Subscription:
         Raises VersionGone if the version is not kept; if it is newer than all known versions, only
         after 3 s. With `into`, raises Regressed if the version is older than the installed one, and
         InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into`. Raises InvalidSpec if
-        it lacks the subscription's tables, and for slices in a relay or with tables. Also raises
-        the coordinator's refusals, and a RetryError or CorruptError if calls fail for long."""
+        it lacks the subscription's tables, and, in a relay or with tables, if `into` holds slices.
+        Also raises the coordinator's refusals, and a RetryError or CorruptError if calls fail for
+        long."""
         with self._installing:
             while True:
                 record = self._record_of(version)

@@ -243,7 +243,7 @@ def test_an_object_that_does_not_take_another_members_state_is_named() -> None:
     given, taker = RegisteredState(), RegisteredState()
     given.add("net", nn.Linear(2, 3))
     taker.add("net", nn.Linear(2, 4))
-    with pytest.raises(InvalidSpec, match="'net' does not take the state"):
+    with pytest.raises(InvalidSpec, match="'net' cannot load the state"):
         taker.adopt(given.current())
 
 

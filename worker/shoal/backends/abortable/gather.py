@@ -27,14 +27,14 @@ _DIGEST_BYTES = 16
 
 
 def record_from(kind: type[_Record], content: Mapping[str, Any]) -> _Record:
-    """Build a dataclass from its fields, as a member of this or a later release sent them: unknown
-    fields are ignored."""
+    """Build a dataclass from its fields. Unknown fields are ignored: a member of a later release
+    may have sent them."""
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in content.items() if name in known})
 
 
 def record_of_json(kind: type[_Record], encoded: bytes | str) -> _Record:
-    """Build a dataclass from the JSON of its fields, as `record_from`."""
+    """Build a dataclass from the JSON of its fields; see `record_from`."""
     return record_from(kind, json.loads(encoded))
 
 
@@ -96,7 +96,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def barrier(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks are here. Raises what `wait_abortable` raises."""
+    """Wait until all ranks have called this. Raises what `wait_abortable` raises."""
     all_reduce(torch.zeros(1), group)
 
 

@@ -53,7 +53,7 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the collectives of a group. Each wait ends when a completion is set: by the end
+    """Waiter for the collectives of a group. Each wait ends when its completion is set: by the end
     of the collective, or by `abort`.
 
     After a write to a connection that was just reset, Gloo may wait until the collective's time
@@ -93,16 +93,17 @@ class AbortableWaiter:
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
-        """Return the completions that are not set yet. Any thread."""
+        """Return the completions that are not set yet. Thread-safe."""
         return [completion for completion in list(self._pending) if not completion.done()]
 
     def abort(self, reason: str) -> None:
-        """End all present waits, and with `for_good` later ones too. Any thread."""
+        """End all present waits, and with `for_good` later ones too. Thread-safe."""
         if self._for_good:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
-            # torch drops the class of an error in a hook of DDP: backends then look for "gloo".
+            # For an error in a hook of DDP, torch drops the class: backends then look for "gloo" in
+            # the error's text.
             self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
@@ -131,14 +132,14 @@ class AbortableWaiter:
 
     def complete(self, completion: Completion, reason: str) -> None:
         """Set the completion, which ends its wait. `reason`: the reason of the failure, "" after a
-        success. Any thread."""
+        success. Thread-safe."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1
                 completion.set_result(reason)
 
     def forget(self) -> None:
-        """Discard all completions, whose waits are over."""
+        """Discard all completions. Call this once their waits are over."""
         self._pending.clear()
 
 

@@ -23,7 +23,7 @@ Complete = Callable[[list[Any]], None]
 
 
 class Hub:
-    """The ranks of one job. Any thread may call."""
+    """The ranks of one job. Thread-safe."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -167,8 +167,8 @@ class Meeting:
     # --- messages ---
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy of the tensor for the receiver. First waits while MAX_UNDELIVERED are stored
-        for it. Raises what `Hub.wait` raises."""
+        """Store a copy of the tensor for the receiver. First waits while MAX_UNDELIVERED messages
+        from this source are stored for the receiver. Raises what `Hub.wait` raises."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,

@@ -23,8 +23,9 @@ def run_in_memory(
 
     torch.distributed is initialised in each thread with a world of its own: `dist.get_rank()`,
     collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
-    Several runs at once, also one within another, share no groups. `timeout_s` limits each wait for
-    another rank. Raises InvalidSpec if `world_size` is not 1 to 256, or `timeout_s` not above 0.
+    Concurrent runs share no groups, even if one run begins within another. `timeout_s` limits each
+    wait for another rank. Raises InvalidSpec if `world_size` is not 1 to 256, or `timeout_s` not
+    above 0.
 
     A rank that raises ends the waits of all others at once. The first error is raised here, with a
     note that names the rank. Raises DeadlineExceeded if another rank does not end within

@@ -37,8 +37,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """Tensor that MPI can reduce, or a copy of it. `deliver` divides the sum if the operation is a
-    mean, and writes the result of a copy back to the tensor."""
+    """A tensor's content in memory that MPI can reduce: the tensor's own memory, or a copy.
+    `deliver` divides the sum if the operation is a mean, and writes a copy back to the tensor."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):

@@ -39,7 +39,7 @@ class Requests:
 
     def is_complete(self) -> bool:
         """Test all requests; True if they are complete, with or without an error (then see
-        `error`). Any thread."""
+        `error`). Thread-safe."""
         with self._lock:
             if not self._landed:
                 try:

@@ -66,7 +66,7 @@ class _CaptureLock:
         self._num_captures = 0
 
     def watch(self) -> None:
-        """Track each capture that begins from now on. May be called again."""
+        """Track each capture that begins after this call. May be called again."""
         graph, ended = torch.cuda.CUDAGraph, lambda: self._count(-1)
         # A capture that could not begin has no `capture_end`.
         before_calls(graph, "capture_begin", lambda *_, **__: self._count(1), failed=ended)

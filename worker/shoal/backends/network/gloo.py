@@ -67,7 +67,7 @@ class GlooGroup:
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
         """`beside`: an additional backend that torch makes for the group, such as "cuda:nccl". A
-        cut does not end that backend's operations: the caller has to."""
+        cut does not end that backend's operations: the caller has to end them."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 ABORTED_S = 10.0
 """Time for which the next bring-up waits for the aborts of this generation's communicators."""
 _IDENTITY = struct.Struct("<64q")
-"""A GPU's id as ranks exchange it: one number for each byte of the text, in any release."""
+"""A GPU's id as ranks exchange it: one number for each byte of the text. Same in all releases."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 
@@ -144,9 +144,9 @@ class NcclGroup:
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. An
-        aborted collective ends without an error, with an incomplete result (torchft, pull request
-        147); its reason is set before that."""
+        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. The
+        collective itself ends without an error, with an incomplete result (torchft, pull request
+        147). The reason of the abort is recorded before the collective ends."""
         self._device.synchronise()
         if fault := self._reason or self._device.fault():
             raise GenerationBroken(
@@ -191,7 +191,7 @@ class NcclGroup:
 
 
 class Aborts:
-    """Aborts of a generation's groups on a device, made concurrently. Any thread may call.
+    """Aborts of a generation's groups on a device, made concurrently. Thread-safe.
 
     `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises.
     The abort of one group may wait, in cudaFree, for a kernel of another group that waits for a

@@ -41,7 +41,7 @@ _OLD_NAMES: Mapping[str, str] = {
 """Older names of the variables, which torch reads too."""
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _NUMBER = re.compile(r"\s*([+-]?[0-9]{1,20})")
-"""The beginning of a text that C++ reads as a number."""
+"""Matches the part at the beginning of a text that C++ reads as a number."""
 _INT = range(-(1 << 31), 1 << 31)
 """Numbers that fit into C++'s int."""
 _OFF = ("0", "false", "f", "no", "n")

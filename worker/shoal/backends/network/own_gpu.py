@@ -58,7 +58,7 @@ class LocalRank:
                 seen=f"cuda:{index}, in worker {self.rank} of {self.world_size}",
                 expected=f"cuda:{own}",
                 fix='Call model.to("cuda") within `with shoal.join()`: there "cuda" is this'
-                " worker's GPU. Before that, $SHOAL_LOCAL_RANK has its number.",
+                " worker's GPU. Before that, $SHOAL_LOCAL_RANK is its index.",
             )
 
 

@@ -2,7 +2,7 @@
 
 If a peer closes its connections, a collective usually raises within milliseconds. But after a write
 to a connection that was just reset, Gloo may wait until the collective's time limit, with no
-connection left to shut down. The end of a generation ends such a wait of the trainer. Any other
+connection left to shut down. The end of the generation aborts such a wait in the trainer. Any other
 thread, such as one that writes a checkpoint, checks the connections itself while it waits.
 """
 
@@ -23,7 +23,8 @@ from shoal_proto.errors import GenerationBroken
 
 LOOK_EVERY_S = 0.5
 STUCK_AFTER_S = 5.0
-"""Time after a rank has closed a connection. A collective that has not failed by then is stuck."""
+"""Time in which a collective should fail once a rank has closed its connection. A collective that
+has not failed by then is stuck."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
 """Stores by Gloo group of this process, with the addresses that the group's ranks announced."""

@@ -14,7 +14,7 @@ LONGEST_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One member's rank and address in the group of a generation."""
+    """Rank and address of one member in the group of a generation."""
 
     generation: int
     rank: int
@@ -38,13 +38,14 @@ class Group(Protocol):
         """
 
     def cut(self, reason: str) -> None:
-        """End every present and later operation: it raises, or `check` does. Any thread, quick."""
+        """End every present and later operation: it raises, or `check` does. Thread-safe, quick."""
 
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.
 
-        Called before results of collectives change the state permanently. On a device, where an
-        aborted collective ends without an error, it waits for all work that the trainer has queued.
+        Called before results of collectives change the state permanently. On a device, an aborted
+        collective ends without an error; so there, this call waits for all work that the trainer
+        has queued.
         """
 
     def retire(self) -> None:

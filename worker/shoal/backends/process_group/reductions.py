@@ -23,7 +23,7 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def check_has_mean(tensor: Tensor) -> None:
-    """Raise InvalidSpec for whole numbers, among which a mean may have no value."""
+    """Raise InvalidSpec for a tensor of whole numbers: their mean may not be a whole number."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise InvalidSpec(
             "this reduction is not supported",

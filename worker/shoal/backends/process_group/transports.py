@@ -7,7 +7,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.collectives import CollectiveGroup
 
 PLUGIN = "shoal_gloo"
-"""Name of Gloo groups that belong to a session's generation."""
+"""torch's name of the backend whose Gloo groups belong to a session's generation."""
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:

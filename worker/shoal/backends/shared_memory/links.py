@@ -44,7 +44,7 @@ class PeerSockets:
         self._finalizer()
 
     def cut(self) -> None:
-        """End the connections without a message, so that no rank waits for this one. Any thread."""
+        """End the connections without a message: then no rank waits for this one. Thread-safe."""
         self._finalizer.detach()
         _shut(self._connections)
 

@@ -41,7 +41,7 @@ def initialise(head: mmap.mmap, world_size: int) -> None:
 
 
 class SharedMemory:
-    """One rank's view of the shared memory. For one thread at a time, except `cut`."""
+    """View of the shared memory for one rank. For one thread at a time, except `cut`."""
 
     def __init__(
         self, head: mmap.mmap, data: memoryview, rank: int, world_size: int, limit_s: float
@@ -53,7 +53,8 @@ class SharedMemory:
         self.data = data
         """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets of words: a rank may be at the next barrier while another reads this one's words.
+        # Two sets of words: a rank may be at the next barrier while another still reads the words
+        # of this barrier.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         semaphores = _semaphores(head, rounds * world_size)
@@ -70,12 +71,12 @@ class SharedMemory:
 
     @property
     def num_barriers(self) -> int:
-        """Number of barriers of this rank so far. Any thread."""
+        """Number of barriers of this rank so far. Thread-safe."""
         return self._num_barriers
 
     @property
     def num_moved(self) -> int:
-        """Number of barriers and of other waits so far. Any thread."""
+        """Number of barriers and of other waits so far. Thread-safe."""
         return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
@@ -158,7 +159,7 @@ class SharedMemory:
         self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
-        """Make every wait of this rank and of all others raise. Any thread, quick."""
+        """Make every wait of this rank and of all others raise. Thread-safe, quick."""
         with self._lock:
             if self._reason:
                 return

@@ -19,11 +19,11 @@ from shoal.torch_private.c10d import timeout_of
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int64)
 _NUM_SETS = 2
-"""Number of sets of words: a rank may write the next set while another still reads the last."""
+"""Number of sets of words: a rank may write a set while another still reads the previous one."""
 
 
 class SharedMessages:
-    """One rank's view of the exchange. All ranks call the same methods in the same order. For one
+    """View of the exchange for one rank. All ranks call the same methods in the same order. For one
     thread, except `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
@@ -118,7 +118,7 @@ class SharedMessages:
         self._message = self._work = None
 
     def cut(self, reason: str) -> None:
-        """Make waits in memory raise, see `SharedMemory.cut`. Any thread."""
+        """Make waits in memory raise, see `SharedMemory.cut`. Thread-safe."""
         self._reason = reason
         memory = self._memory
         if memory is not None:

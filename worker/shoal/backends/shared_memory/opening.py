@@ -59,10 +59,10 @@ def share_memory(
 
     Returns None, on all ranks alike, if they are not on one machine, if the machine cannot share
     memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
-    time limit of each barrier. `kept`: its first region is reused, with its old contents, if all
-    ranks have it, its size fits and no other process may write it; `close` adds the memory's region
-    to `kept`. Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
-    SHOAL_TRANSPORT.
+    time limit of each barrier. The first region in `kept` is reused, with its old contents, if all
+    ranks have that region, its size `fits` and no other process may write to it. `close` adds the
+    memory's region to `kept`. Raises RuntimeError as the group's collectives do, and
+    InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
     opened = None
@@ -147,7 +147,8 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # Any process can list sockets by name. The whole name is the key, so half of it is shown.
+    # Any process can list the addresses of sockets. All of `name` is the key, so the address has
+    # only half of it.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 

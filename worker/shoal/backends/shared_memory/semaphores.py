@@ -44,7 +44,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
-        """Post: end one wait, now or later. Any thread."""
+        """Post: end one wait, now or later. Thread-safe."""
         if _libc.sem_post(self._address):
             raise OSError(ctypes.get_errno(), "sem_post failed")
 

@@ -135,8 +135,8 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Complete gradients that no pass has completed, and keep the copies in a tensor group
-        equal."""
+        """Complete gradients that no pass has completed, and make the gradients of unsplit
+        parameters equal within a tensor group."""
         self._gradients.finish(self._complete)
         if self.plan.mesh.tensor > 1:
             align(list(self.parameters.values()), self._ranks)
@@ -243,7 +243,7 @@ def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
     """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
 
     The ranks' gradients differ only because kernels add in no fixed order, or because hardware
-    differs. Over many steps that is enough for copies to drift apart.
+    differs. Over many steps that is enough for the ranks' parameters to drift apart.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):

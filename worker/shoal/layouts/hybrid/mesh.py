@@ -90,8 +90,8 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
        as stages send less than split layers.
 
     A size that the user fixed is used even if it does not suit the model. If `data` is not fixed,
-    every multiple of the fixed sizes has a mesh. Raises InvalidSpec if the fixed sizes do not fit
-    the world size, or leave sizes that do not suit the model.
+    there is a mesh for each multiple of the product of the fixed sizes. Raises InvalidSpec if the
+    fixed sizes do not fit the world size, or leave sizes that do not suit the model.
     """
     if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
         raise _does_not_divide(world_size, fixed)

@@ -177,5 +177,6 @@ def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts
 
 
 def tensor_degree(world_size: int, tensor: int) -> int:
-    """Number of ranks that split a layer: the largest divisor of `world_size` up to `tensor`."""
+    """Return the number of ranks that split a layer: `world_size`'s largest divisor up to
+    `tensor`."""
     return next(n for n in range(min(tensor, world_size), 0, -1) if world_size % n == 0)

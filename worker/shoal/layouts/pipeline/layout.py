@@ -201,7 +201,7 @@ class PipelineLayout(Layout):
         return runner
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to the other stages, which wait for this one and have not seen it."""
+        """Send a refusal to the other stages, which wait for this stage and do not know of it."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:

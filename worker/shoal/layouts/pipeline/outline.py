@@ -171,7 +171,8 @@ def uses_of(graph: fx.Graph) -> set[str]:
 def _crossing(
     at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
 ) -> list[fx.Node]:
-    """List the values computed before a stage that it or a later stage uses, in trace order."""
+    """List, in trace order, the values that earlier stages compute and that this or a later stage
+    uses."""
     return [node for node, node_stage in at.items() if node_stage < stage <= last_use.get(node, -1)]
 
 

@@ -56,8 +56,8 @@ class PassBuffers:
         self._first_values: dict[str, _Values] = {}
         """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """Operation of the first micro-batch whose values the buffers now have; None: the values
-        from before the pass."""
+        """The operation of the first micro-batch after which buffers had their present values;
+        None: they have the values from before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""

@@ -45,8 +45,8 @@ class Neighbours:
             self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
-        """Receive what rank `source` sends; tensors of zeros in the same shapes unless `values`.
-        Raises MalformedMessage for a description whose size is out of bounds."""
+        """Receive the tensors that rank `source` sends; without `values`, return zeros of the same
+        shapes. Raises MalformedMessage for a description whose size is out of bounds."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _text_buffer(length, source)

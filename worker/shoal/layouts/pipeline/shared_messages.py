@@ -39,7 +39,8 @@ def lanes_bytes(sent_bytes: Sequence[int]) -> int:
 
 
 class SharedLanes:
-    """View of the shared memory on one rank, which makes lanes in it."""
+    """View of the shared memory on one rank. It is divided into lanes, each for the messages in one
+    direction between two neighbours."""
 
     def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
         """Collective. `buffer`: the part of the memory to use."""
@@ -105,7 +106,7 @@ class _Lane:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass; all messages of the last one have been received."""
+        """Begin a pass; all messages of the previous pass have been received."""
         self._next = self._start
         self._num_awaited = self._num_arrived = 0
 
@@ -130,7 +131,7 @@ class _Lane:
         num_bytes = self._lanes.words[at // _WORD_BYTES]
         if num_bytes != tensor.nbytes:
             raise InternalError(
-                "a stage of the pipeline sent a message of another size than the next one expects",
+                "a stage sent a message of another size than the next stage expects",
                 seen=f"{num_bytes} bytes",
                 expected=f"{tensor.nbytes} bytes",
             )

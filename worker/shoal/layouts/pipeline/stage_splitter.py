@@ -16,8 +16,9 @@ from shoal_proto.errors import InvalidSpec
 def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
     """Return the stage of each layer, with the costliest stage as cheap as possible.
 
-    A stage is a run of consecutive layers; none is empty. Costs are non-negative integers, at least
-    one for each stage. Among equal solutions, earlier stages get more layers.
+    A stage is a run of consecutive layers; none is empty. `costs`: a non-negative integer for each
+    layer; there are at least as many layers as stages. Among equal solutions, earlier stages get
+    more layers.
     """
     low, high = max(costs), sum(costs)
     while low < high:

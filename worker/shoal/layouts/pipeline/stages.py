@@ -40,9 +40,9 @@ class Stage:
     ) -> None:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
-        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
-        one persistent buffer, in one module or in two, and the stage `is_trained`: the copies
-        would diverge.
+        The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
+        `is_trained` and two stages would hold the same persistent buffer, of one module or of two:
+        its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -96,8 +96,8 @@ class Stage:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them. Raises
-        InvalidSpec for a value that the trace has no input for: one that differs from the default
-        to which an input is fixed, and any that `*args` or `**kwargs` would get."""
+        InvalidSpec for a value that differs from the default to which the trace fixes an input, and
+        for any value that `*args` or `**kwargs` would get: the trace has no inputs for these."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
@@ -120,7 +120,7 @@ def _no_input(laid_out_for: str, seen: str) -> InvalidSpec:
     return InvalidSpec(
         f"the pipeline was laid out for {laid_out_for}",
         seen=seen,
-        expected="values for the first input and for those without a default only",
+        expected="values only for the first input and for inputs without a default",
     )
 
 

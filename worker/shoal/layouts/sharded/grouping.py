@@ -1,7 +1,7 @@
 """Groups of modules gathered together: small ones jointly, large ones and blocks on their own.
 
 A group's parameters travel in one collective, so a thousand small layers must not be a thousand
-groups, and a large model must not be one. Groups depend only on the module tree and sizes.
+groups, and a large model must not be one group. Groups depend only on the module tree and sizes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,9 @@
-"""Check, before each all-gather and reduction over Gloo, that all ranks run the same one.
+"""Checks that all ranks run the same all-gathers and reductions: over Gloo before each of them, on
+a device once a rank has waited for long.
 
-A message does not say whose rows it carries. If a rank skips a layer, the others' next all-gather
-receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is sent more than
-it expects.
+A message does not name the layer whose rows it carries. If a rank skips a layer, the others' next
+all-gather receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is
+sent more than it expects.
 """
 
 from collections.abc import Callable, Sequence

@@ -301,8 +301,8 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves, and GenerationBroken on the others. If no rank's own are at fault, all
-        raise NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
+        rank, which leaves, and GenerationBroken on the others. If only a sum over ranks is not
+        finite, the ranks that see it raise NonFiniteGradient."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.

@@ -1,18 +1,18 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
 Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
-into memory that all can read: for an all-gather into its part of a common slot; for a sum into its
-own slot, and each rank adds up its part of all slots. A collective takes at most one barrier
-(`barrier`). In backward torch gathers weights before it needs them: if a sum follows before their
-use, the barrier of the sum completes the gather too.
+into memory that all ranks can read. For an all-gather it writes into its part of a common slot. For
+a sum it writes into its own slot, and each rank adds up its part of all slots. A collective takes
+at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
+follows before their use, the barrier of the sum completes the gather too.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
-the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
-choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
+until the next collective. So each rank announces at each barrier which slots it still uses, and all
+ranks choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
-A slot does not say whose rows it has. So at each barrier ranks also compare digests of what they
-have gathered and summed so far: if a rank has skipped a layer, all detect it at the next barrier,
-before any rank computes with rows of another layer.
+A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
+what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
+barrier, before any rank computes with rows of another layer.
 """
 
 import weakref
@@ -57,7 +57,7 @@ class SharedSlots:
         self.names: Sequence[str] = ()
         """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
-        """Global ranks of these ranks, for error messages."""
+        """Global ranks of the ranks that share the slots, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
@@ -98,8 +98,8 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def reserve_gather(self, num_bytes: int) -> memoryview | None:
-        """Reserve a slot for an all-gather that `gather` completes, for as long as anything refers
-        to the returned memory. None, on all ranks, if no slot is free and large enough."""
+        """Reserve a slot for the all-gather that `gather` begins, for as long as anything refers to
+        the returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None

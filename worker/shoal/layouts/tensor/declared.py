@@ -1,8 +1,9 @@
 """Attention whose model declares how to split it: tensor-parallel plans in Hugging Face's models.
 
-Their `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by inputs
-("rowwise"), with nothing gathered between them. So the model's authors promise that the attention
-computes each head independently: a fact that cannot be derived if a forward takes `**kwargs`.
+A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
+inputs ("rowwise"), with nothing gathered between them. So the model's authors promise that the
+attention computes each head independently: a fact that cannot be derived if a forward takes
+`**kwargs`.
 """
 
 import re

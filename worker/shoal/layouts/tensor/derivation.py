@@ -1,8 +1,8 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if the result is correct for every use of them. These are pairs with only
-elementwise operations in between, torch's own attention, attention whose model declares it, and
-single modules whose outputs are gathered. All else stays whole, and the plan says why.
+Modules are split only if the result is correct for every use of them. That holds for pairs with
+only elementwise operations in between, torch's own attention, attention whose model declares it,
+and single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
 from collections import Counter
@@ -46,8 +46,8 @@ def derive(
     """Derive a plan that splits the model over `degree` ranks.
 
     `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole";
-    the last match counts. Any combination is correct: a row without its column takes its part of
-    whole inputs, a column without its row has its outputs gathered.
+    the last match counts. Any combination is correct: a "row" module without its "column" takes its
+    part of whole inputs; the outputs of a "column" module without its "row" are gathered.
     `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
     leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
     Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module or
@@ -240,7 +240,7 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name, by which others might call it."""
+        """True if the module has no second name, by which other modules might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:

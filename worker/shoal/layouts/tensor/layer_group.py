@@ -35,7 +35,7 @@ _SIZE_BITS = 40
 
 class TensorGroup:
     """A rank's tensor group. All ranks call the same methods in the same order, on one thread at a
-    time but for `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
+    time, except `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
     `release`.
     """
 

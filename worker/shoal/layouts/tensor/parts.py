@@ -2,7 +2,7 @@
 
 Outside a split region every value is the same on all ranks of the group. A value that enters a
 region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
-Parameters are DTensors, but computations use this rank's local parts: so sizes need not be
+Parameters are DTensors, but computations use this rank's local parts. So sizes need not be
 divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
 compiled anew in each generation, as the mesh is new.
 

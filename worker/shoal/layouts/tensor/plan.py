@@ -122,7 +122,8 @@ class TensorPlan:
     """Modules with parameters of their own, and dropouts within pairs. Attention that is split by
     heads contains its `out_proj`."""
     sequence: tuple[SequenceEntry, ...] = ()
-    """Modules of blocks in which each rank computes only its positions; each block comes first."""
+    """Modules of blocks in which each rank computes only its positions; each block precedes its
+    modules."""
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 A region is a set of linear modules whose outputs reach the input of one further linear module, and
 nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
-To find regions, a module's forward is run with symbols for values; if that fails, it has none. Only
-regions that training and evaluation have in common count.
+To find a module's regions, its forward is run with symbols for values; if the forward fails, there
+are none. Only regions that training and evaluation have in common count.
 """
 
 import inspect

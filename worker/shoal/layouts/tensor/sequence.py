@@ -2,7 +2,7 @@
 
 Norms, dropout and residual sums compute each position from that position alone. So each rank takes
 its part of the last dimension but one. An all-gather before a split layer and a reduce-scatter
-after it replace the all-reduce of tensor parallelism: together they send as much.
+after it replace the all-reduce of tensor parallelism: together they send as many bytes as it does.
 (V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
 """
 

@@ -14,8 +14,8 @@ from shoal_proto.errors import RegisteredStateDiffers
 TOLERANCE = 1e-5
 """Relative difference that is allowed: hosts with other instruction sets round sums differently."""
 SMALL = 1e-14
-"""Absolute difference that is allowed: near its end at 0, a schedule that subtracts a cosine from 1
-has no relative precision, and the last bit of the cosine is that of the libm."""
+"""Absolute difference that is allowed. A schedule that ends at 0 may subtract a cosine from 1. Near
+its end only the cosine's rounding error remains, which depends on the host's math library."""
 UNTRAINED = -1
 """Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
@@ -25,7 +25,7 @@ def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
     """Check, by a collective, that members at the same step hold the same registered state. `own`:
-    this member's state by the objects' names; None leaves it out of the comparison. `members`: by
+    this member's state by the objects' names; None: this member is not compared. `members`: by
     rank. Raises RegisteredStateDiffers, on all members."""
     if len(members) == 1:
         return

@@ -312,9 +312,9 @@ class RegisteredState:
                 raise
             except Exception as error:
                 raise InvalidSpec(
-                    f"{name!r} does not take the state that an object of its class had",
+                    f"{name!r} cannot load the state of an object of its class",
                     seen=f"{type(error).__name__}: {error}",
-                    expected="load_state_dict(state) that takes the result of state_dict()",
+                    expected="load_state_dict(state) that accepts the result of state_dict()",
                 ) from error
         if self._optimizer is not None and GROUPS in captured.values:
             settings = join_state(captured.values[GROUPS], _of(GROUPS, captured.tensors))

@@ -1,13 +1,13 @@
 """The strategy `async-diloco`: members step alone for a round, then push their change.
 
 The parameter servers take the outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) for
-each member's round as it arrives, not for the mean of all; no member waits for another (as in Liu
+each member's round as it arrives, not for the mean of all. No member waits for another (as in Liu
 et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
 continues from the values right after its own push, which include other members' pushes.
 
 - Each member steps its own optimizer, any of torch's except LBFGS, and keeps its state.
 - A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
-  its work since its last push is lost too: other members train on the samples again. A member that
+  the work since its last push is lost: other members train on those samples again. A member that
   drains, or whose loop without `session.batches` ends, pushes its round first.
 """
 

@@ -75,8 +75,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Number of steps. A member whose first values include updates by so many steps does not watch the
-loss: it joined too late to know the initial loss."""
+"""Number of steps. A member whose first values include the updates of this many steps or more does
+not watch the loss: it joined too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,16 +223,17 @@ class AsyncSGD(LeasingStrategy):
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
         `staleness_policy.py`; `reject_above`: number of updates above which a gradient is
-        refused, with any of these. `compensation`: lambda_0, or lambda if not `adaptive`.
+        refused, with any of these. `compensation`: DC-ASGD's lambda_0, or its lambda if not
+        `adaptive`.
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they
         know its class. Otherwise (a LambdaLR, for example) each member steps it, to the number of
         updates that the member knows of, and sends the rates with its pushes.
 
-        `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary, so
-        that the push may be lost with this server. "replicated": every backup too, if there is one.
-        "durable": also the journal on the primary's disk.
+        `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary has
+        applied the push, which may be lost with this server. "replicated": every backup has it too,
+        if there is one. "durable": it is also in the journal on the primary's disk.
 
         `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
         compression leaves out is added to later gradients. Not with "compensate". See

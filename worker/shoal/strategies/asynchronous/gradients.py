@@ -11,8 +11,9 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Return the gradients by name, on the host and contiguous; missing ones are left out. Raises
-    DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is sent."""
+    """Return the gradients by name, on the host and contiguous, without parameters that have none.
+    Raises DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is
+    sent."""
     gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in gradients.items():
         dtype = parameters[name].dtype

@@ -38,7 +38,7 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stagnation:
-    """A loss that has not fallen, has risen, or is not a number."""
+    """A loss that has not fallen, has risen, or is not finite."""
 
     first: float
     """Mean loss of the member's first window; its first loss if the loss rose within the window."""
@@ -96,7 +96,7 @@ class LossWatch:
         self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
         since = num_updates - self._began
         if not math.isfinite(mean_loss):
-            # Later windows would not help.
+            # Reported at once: waiting would not help.
             return self._stagnation(self._first, mean_loss, since)
         if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
             return None
@@ -125,8 +125,7 @@ class LossMonitor:
 
     @property
     def warning(self) -> str:
-        """The problem, for the health report: the text of its log line, until it is over or
-        changes."""
+        """Text of the present problem's log line, for the health report; empty if there is none."""
         return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:

@@ -114,7 +114,7 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyper-parameter differs from its value on the servers. Learning rates
+    """Raise InvalidSpec if a hyperparameter differs from its value on the servers. Learning rates
     may differ: pushes or a schedule set them. Raises UnsupportedOptimizer if the optimizer has
     stepped."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):

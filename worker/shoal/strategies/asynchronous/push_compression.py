@@ -5,14 +5,14 @@ the next step (error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901
 are kept by block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its
 residual stays.
 
-A residual counts once, whatever the outcome of a push:
+A residual counts at most once, whatever the outcome of a push:
 
 - Encoding adds the residual to the gradients that are sent. Once the server has acknowledged the
   shard's part as applied, the new residual is kept.
 - A part that was refused as too stale changed nothing: the old residual is restored. The step's
   gradients for that shard are computed anew.
-- If a push failed otherwise, it is unknown which shards applied it: the residuals of shards that
-  have not acknowledged it are discarded.
+- If a push failed for another reason, it is unknown which shards applied it: the residuals of
+  shards that have not acknowledged it are discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

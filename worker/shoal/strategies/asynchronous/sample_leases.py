@@ -31,8 +31,8 @@ class Leases:
     """Iterator over ranges to train on, until the members have trained on all samples of all
     epochs.
 
-    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While
-    there is no range, or no coordinator answers, it yields None every `LOOK_UP_EACH_S` or sooner.
+    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While this
+    member holds no range to begin, the iterator yields None every `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -70,8 +70,9 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # There may be no range for long, if others train or no coordinator answers. The
-                # trainer gets None meanwhile, so that it can follow changes of members.
+                # There may be no range for long: other members hold the remaining samples, or no
+                # coordinator answers. The trainer gets None meanwhile, so that it can follow
+                # changes of members.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()

@@ -2,7 +2,8 @@
 
 - `async`: no bound. No member ever waits.
 - `ssp`, stale synchronous parallel: a step of round n uses values that include every live member's
-  pushes up to round n - `bound` - 1, and no push is applied more than `bound` rounds late.
+  pushes up to round n - `bound` - 1. When a push of round n is applied, no member is in a round
+  beyond n + `bound`.
 - `bsp`, bulk synchronous parallel: a bound of 0, and no member pushes in a round before all have
   pulled that round's values. So every member's push of round n is applied before any pull of round
   n + 1, and all members compute each round on the same values.
@@ -78,7 +79,7 @@ class StalenessClock:
 
     def begin(self) -> bool:
         """Wait until a step may begin; True if newer values must be pulled for it. Raises Drained
-        if this member was asked to leave, and otherwise as `Clock.begin`."""
+        if this member was asked to leave, and what `Clock.begin` raises."""
         with drained(), waiting:
             return self._clock.begin() if self._clock is not None else False
 

@@ -2,15 +2,16 @@
 
 The staleness of a push is the number of updates since the values that it was computed on.
 
-- "damp", the default: slows the optimizer down by the staleness. For SGD the effective rate,
-  lr / (1 - momentum), is divided by 2 * staleness + 1: momentum is lowered, and lr only if that is
-  not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one member
-  nothing is stale, and nothing changes. So settings found with one process also train with several.
+- "damp", the default: slows the optimizer down, more for staler gradients. For SGD the effective
+  rate, lr / (1 - momentum), is divided by 2 * staleness + 1: momentum is lowered, and lr only if
+  that is not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one
+  member nothing is stale, and nothing changes. So settings found with one process also train with
+  several.
 - "none": steps on stale gradients unchanged.
 - "scale": divides the learning rate by a staleness above 1 (Zhang et al. 2016, arXiv:1511.05950).
-- "compensate": corrects gradients for the change of the values since then (Zheng et al. 2017,
-  DC-ASGD, arXiv:1609.08326). A push also carries the values that it was computed on: twice the
-  bytes. Its adaptive form, the default, trains even if uncorrected delay would ruin the result.
+- "compensate": corrects a gradient for the change of the values since it was computed (Zheng et al.
+  2017, DC-ASGD, arXiv:1609.08326). A push also carries the values that it was computed on: twice
+  the bytes. Its adaptive form, the default, trains even if uncorrected delay would ruin the result.
 - "reject": refuses gradients that are too stale; the step is taken again on fresh values.
 """
 

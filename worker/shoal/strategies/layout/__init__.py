@@ -1,1 +1,1 @@
-"""Strategies that lay the model out anew in each generation: sharded, split or in stages."""
+"""Strategies that lay the model out anew in each generation: whole, sharded, split or in stages."""

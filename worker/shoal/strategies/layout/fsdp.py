@@ -28,9 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 class FSDP(ShardedStrategy):
     """Strategy "fsdp": a layer's parameters are gathered for its pass, then freed again.
 
-    `min_group_bytes`: minimum size of the groups in which layers are gathered; 0: each module is
-    gathered alone; by default chosen for the model. `param_dtype` ("bf16", "fp16"): the dtype that
-    layers compute in, while the optimizer keeps the parameters' own dtype. `reduce_dtype` ("fp32",
+    `min_group_bytes`: minimum size of the groups in which layers are gathered, by default chosen
+    for the model; with 0 each module is gathered alone. `param_dtype` ("bf16", "fp16"): the dtype
+    that layers compute in, while the optimizer keeps the parameters' own. `reduce_dtype` ("fp32",
     ...): the dtype in which gradients are summed. The default is `param_dtype`; from torch 2.15 on
     it is the parameters' own dtype. `elementwise_optimizer=True` states that an optimizer that is
     not torch's updates each element from that element's gradient and state alone.
@@ -38,7 +38,7 @@ class FSDP(ShardedStrategy):
     copied to the GPU for their passes; no effect on models on a CPU.
     `copies` and `copy_every_steps`: see `ShardedStrategy`.
 
-    All members run the same modules in the same order in each step.
+    All members must run the same modules in the same order in each step.
     """
 
     name = "fsdp"
@@ -125,7 +125,7 @@ class Zero3(FSDP):
 
 
 class Zero2(FSDP):
-    """Strategy "zero2": gathered parameters stay from forward until their gradients are reduced.
+    """Strategy "zero2": gathered parameters stay in memory until their gradients are reduced.
 
     Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
     the optimizer writes only this member's part, which the next step gathers. Each step saves one

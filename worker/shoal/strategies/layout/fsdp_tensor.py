@@ -1,4 +1,5 @@
-"""2D parallel: layers are split over a group of members, and parts sharded by rows over groups."""
+"""2D parallel: layers are split over each group of members; a member's part is sharded by rows over
+the groups."""
 
 import json
 from collections.abc import Mapping
@@ -23,10 +24,10 @@ class FSDPTensor(FSDP):
     and each member's part is sharded by rows over the groups, as with "fsdp".
 
     Members of a group have consecutive ranks: they are on one host if `tensor` is the number of
-    members on a host. They work on the same samples. If `tensor` does not divide the number of
-    members, groups are smaller: with tensor=4, 8 members form two groups of 4, 9 members three of
-    3, and 7 members train as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
-    `TensorParallel`. `options`: see `FSDP`, without `cpu_offload` and `elementwise_optimizer`.
+    members on a host. All members of a group work on the same samples. If `tensor` does not divide
+    the number of members, groups are smaller: with tensor=4, 8 members form two groups of 4, 9
+    members three of 3, and 7 members train as with "fsdp". `plan`, `min_split_bytes`, `sequence`:
+    see `TensorParallel`. `options`: see `FSDP`, without `cpu_offload` and `elementwise_optimizer`.
     """
 
     name = "fsdp-tensor"

@@ -153,7 +153,7 @@ class Hybrid(ShardedStrategy):
         stages = layout.plan.mesh.pipeline if isinstance(layout, HybridLayout) else 1
         if stages == 1:
             return ""
-        return "stages: the last one computes the loss of one micro-batch after the other"
+        return "stages, of which the last computes the loss of one micro-batch after another"
 
     def options(self) -> Mapping[str, str]:
         chosen = {

@@ -147,7 +147,7 @@ class Pipeline(ShardedStrategy):
         return super().gradients_lack() or "gradients of the layers that this member has"
 
     def gathers_lack(self) -> str:
-        return "stages: the last one computes the loss of one micro-batch after the other"
+        return "stages, of which the last computes the loss of one micro-batch after another"
 
     def options(self) -> Mapping[str, str]:
         chosen = {

@@ -133,7 +133,9 @@ class ShardedStrategy(LayoutStrategy):
         held: list[StateShard],
         binding: OptimizerBinding,
     ) -> StateShard:
-        """Return the newest state that the members hold together, or else a checkpoint's."""
+        """Return the newest state that the members hold together. If they hold no whole state, or
+        only that of step 0, return the newest checkpoint's, if there is one. Raises StateLost if
+        there is neither."""
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):
@@ -219,7 +221,7 @@ class ShardedStrategy(LayoutStrategy):
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
         if self.step == 1 or self._checkpoints.is_due(self.step):
             self.position.inspection.raise_on_all(self.group)
-        # The copy is made in the next step, so that the report of this step does not wait for it.
+        # The copy is made in the next step, so that the end of this step does not wait for it.
         self._copy_due = self._peer_checkpoints.is_due(self.step)
 
     def _write_checkpoint(self) -> None:

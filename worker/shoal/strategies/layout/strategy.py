@@ -1,5 +1,5 @@
-"""The steps of the strategies whose members compute with a layout: DDP, ZeRO, FSDP and all others
-except local SGD.
+"""The steps of the strategies whose members compute with a layout: DDP, ZeRO, FSDP and all other
+synchronous ones except local SGD.
 
 The rules of a step exist once, in this class: the order of passes, votes, reduction, checks, update
 and commit. A layout computes; `SynchronousStrategy` forms the groups, and `StepTransaction` commits
@@ -39,7 +39,7 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 class LayoutBinding(Protocol):
-    """A layout, and the tensors that the optimizer steps and a step may change."""
+    """A layout, with the parameters and gradients of this member."""
 
     @property
     def layout(self) -> Layout: ...
@@ -214,8 +214,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
-        """Begin the layout's step, at the first forward pass: errors of the group are raised
-        there."""
+        """Begin the layout's step. Called at the first forward pass, which then raises errors of
+        the group."""
         if not self._begun:
             self._begun = True
             self._before_first_pass()

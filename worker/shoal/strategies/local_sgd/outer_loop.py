@@ -181,7 +181,7 @@ class OuterLoop:
         return {MODEL + name: p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return buffers with a mean, such as running statistics: the mean covers all samples."""
+        """Return the buffers that are averaged, such as this member's running statistics."""
         named = self.state.buffers()
         return {name: buffer for name, buffer in named.items() if has_mean(buffer)}
 

@@ -1,9 +1,9 @@
 """Local SGD and DiLoCo: members step their own replicas, and average them at the end of a round.
 
-A round ends when the number of steps is a multiple of `every_steps`, at the last step, when a
-checkpoint is due, and when the generation stops by agreement. If a round ends early because a
+A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
+a checkpoint is due, and when the generation stops by agreement. If a round ends early because a
 member joins, the steps taken in it count, and none is rolled back. If a member is lost in a round,
-its work in this round is lost too, and the survivors' replicas differ. So all members roll back to
+its work in this round is lost, and the survivors' replicas differ. So all members roll back to
 the end of the last round and train on the same samples again; each sample counts once in the agreed
 steps.
 """
@@ -219,7 +219,8 @@ class LocalSGD(SynchronousStrategy):
         if self._outer_loop.has_agreed and (in_step or self.step != self._outer_loop.agreed.step):
             try:
                 if self._is_ending_round:
-                    # The round may have ended on another member: then its weights are taken later.
+                    # The round may have ended on another member, whose weights this member then
+                    # takes in the next generation.
                     self._outer_loop.save_optimizer_state(self.step)
                 self._outer_loop.roll_back()
             except (ShapeMismatch, DtypeMismatch) as error:
@@ -293,7 +294,8 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the model of the last round's end, on the host: within rounds replicas differ."""
+        """Return the model as of the end of the last round, on the host: within a round the
+        replicas differ."""
         further = tied(self._model)
         agreed = self._outer_loop.agreed.shards
         names = list(self._model.state_dict(keep_vars=True))

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as running means, in the steps that change them."""
+"""Buffers of a model, such as running means, which a step may change or replace."""
 
 from collections.abc import Iterable, Mapping
 from operator import is_
@@ -122,7 +122,7 @@ class PersistentBuffers:
         self.reinstall()
 
     def reinstall(self) -> None:
-        """Replace replacements by the original buffers."""
+        """Put the original buffers back in the place of their replacements."""
         for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
             table[name] = buffer
 

@@ -156,7 +156,7 @@ class StateWrites:
         return [each for key, each in pairs if key in self._written]
 
     def _note_objects(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the state's objects, if they differ from the objects at the last step."""
+        """Note the state's objects, which differ from the objects at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers

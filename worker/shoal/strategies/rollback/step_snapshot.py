@@ -92,8 +92,8 @@ class StepSnapshot:
             raise InvalidSpec(
                 f"the model has changed buffers in step {step} that are not in its state_dict",
                 seen=", ".join(changed[:5]),
-                expected="buffers that change to be persistent: a member that joins, and each new"
-                " generation, begin with the initial values of all others",
+                expected="buffers that change to be persistent: other buffers have their initial"
+                " values again on a member that joins, and in each new generation",
                 fix="Use register_buffer without persistent=False, or strategy 'ddp'.",
             )
 
@@ -159,7 +159,7 @@ class StepSnapshot:
         if self._is_lost:
             raise GenerationBroken(
                 "the script has written to weights, or to the optimizer's state, for the first"
-                " time, in a step whose first state has to be copied to other members"
+                " time, in a step: the state from before the step cannot be copied to other members"
             )
         copies = ((name, self._saved.copy_of(each)) for name, each in held.items())
         with self._state.state_at_step_start(self._saved.copy_of):

@@ -36,10 +36,10 @@ class GenerationCheckpoints:
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_rank_0 = False
         self.owed = False
-        """True if a checkpoint of the last step is to be written once the script has finished that
-        step."""
+        """True if a checkpoint of the latest step is to be written once the script has finished
+        that step."""
         self.failure: CheckpointFailed | None = None
-        """The error of the job's last checkpoint."""
+        """The error of this member's last checkpoint, which `conclude` found."""
 
     def set_store(self, checkpoints: CheckpointStore) -> None:
         """Set the store to write to and to start from. Called first. Raises InvalidSpec for a
@@ -113,8 +113,8 @@ class GenerationCheckpoints:
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps. First waits for the
-        previous checkpoint; if that failed, only logs the error. Raises InvalidSpec if
-        `Checkpoints.begin_write` does."""
+        previous checkpoint. If that failed, logs the error; if it is still being written at its
+        time limit, writes none. Raises InvalidSpec if `Checkpoints.begin_write` does."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:

@@ -33,8 +33,8 @@ _COLLECTIVE_FOLDERS = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders with the code of collectives. A thread that makes no progress in it waits for other
-ranks."""
+"""Folders with the code of collectives. A thread that makes no progress in this code waits for
+other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
@@ -57,12 +57,12 @@ class HangWatchConfig:
     leaderless_s: float
     """Time that a bring-up may last without a coordinator, which would otherwise end it."""
     is_away: Callable[[], bool]
-    """True if there is no coordinator."""
+    """Returns True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Counter of transfers between members in the background."""
+    """Returns the number of transfers between members in the background."""
     held_until_s: Callable[[], float]
-    """Time by `time.monotonic` until which limits were suspended; while a member pauses, the
-    present time."""
+    """Returns the time, by `time.monotonic`, until which limits were suspended; while a member
+    pauses, the present time."""
     report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
@@ -242,7 +242,7 @@ class HangWatch:
 
     def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer's thread has not run, in code that waits for
-        other ranks; None if it runs, or is elsewhere. Finds waits that are not in
+        other ranks; None if it runs, or is in other code. Finds waits that are not in
         `AbortableWaiter`: torch's own collectives, shared memory, copies to peers."""
         ticks = _cpu_ticks(trainer.native_id)
         if ticks is None or not _is_in_collective(trainer.ident):

@@ -21,10 +21,10 @@ KEPT_STEPS = 1024
 """Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps, and
 under `diloco` by at most 100."""
 TOLERANCE = 1e-9
-"""Relative tolerance: hosts with another libm compute a schedule with another last bit."""
+"""Relative tolerance: hosts with another math library compute schedules with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
-"""The tolerance for a `max_norm` that follows from the norms of earlier steps."""
+"""Relative tolerance for `max_norm`, which a script may compute from norms of earlier steps."""
 
 
 class Hyperparameters:
@@ -80,8 +80,8 @@ class Hyperparameters:
     def entering(self) -> None:
         """Compare the values with a failed attempt's, before a new generation changes them.
 
-        The script has got no batch since the failed attempt. So it made any change since then for a
-        step that did not happen.
+        A change since then was made for a step that did not happen: the script has not got the next
+        batch yet.
         """
         failed, self._failed = self._failed, None
         if failed is not None:

@@ -14,11 +14,12 @@ from shoal.backends.abortable.waiter import all_reduce
 from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
-"""The largest scale: a scale is a number of this dtype."""
+"""The largest scale: scales are float32."""
 
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
-    """Do what `GradScaler.update` does after a step, with an Inf found or not."""
+    """Update the scale as `GradScaler.update` does after a step. `overflowed`: True if a gradient
+    was Inf or NaN on any member."""
     state = scaler_state(scaler)
     if overflowed:
         state["scale"] *= state["backoff_factor"]

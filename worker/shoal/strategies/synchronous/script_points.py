@@ -52,7 +52,7 @@ class ScriptPoint:
     num_calls: int
     """Number of shared calls made since the last committed step."""
     what: str
-    """Description; empty if the script does not wait, or may still reach a call."""
+    """Description; empty if the script does not wait, or if its last call is unconfirmed."""
     is_call: bool = False
     """True if all members have to make this call together."""
 

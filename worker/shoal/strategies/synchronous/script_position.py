@@ -28,7 +28,7 @@ NO_STATE = -1
 class CallInterrupted(OSError):
     """Raised if the other members are in a call that this member's script is not in.
 
-    An OSError, as a later attempt may succeed: like a port that is in use.
+    An OSError because a later attempt may succeed, as with a port that is in use.
     """
 
 
@@ -53,7 +53,7 @@ class ScriptPosition:
     reason: str = ""
     """The reason that the script gave for its wish."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """True if this member is to leave and no further generation follows."""
+    """Returns True if this member is to leave and no further generation follows."""
     checkpoint_at: int | None = None
     """The step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
@@ -68,7 +68,8 @@ class ScriptPosition:
     """The point at which the script waits for others; its `step` is not set."""
 
     def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
-        """Set the point at which the script waits for others, if it waits, until the next call."""
+        """Set the point at which the script waits, if it waits for others before the next call of
+        this method. An empty `what` says that it waits at no point."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
@@ -99,7 +100,7 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def undo(self, step: int) -> None:
-        """Discard wishes that were made in a step that is rolled back."""
+        """Discard the wish to stop, and the checkpoint agreed on, of a step that is rolled back."""
         self._wait = None
         if self.wish is not None and self.wish > step:
             self.wish = None

@@ -25,7 +25,7 @@ class StateInspection:
         self._state = _InspectedObjects()
         self._settings = _InspectedObjects()
         self.refusal: ShoalError | None = None
-        """The error that refuses the state after the last step; None if it is accepted."""
+        """The error that refuses the state after the latest step; None if it is accepted."""
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
         """Inspect the state by `look`, which collects it; keep its error in `refusal`.

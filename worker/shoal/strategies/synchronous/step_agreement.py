@@ -40,10 +40,10 @@ class StepCut:
     """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
     Members that cut a step differently would begin different collectives: in the first pass some
-    members would reduce gradients and others would not. So each step begins as the last step did,
-    and members vote on a new cut at a point where all members vote. After a step without parts, no
-    member votes before the first pass, and that pass is reduced on its own, even if it is a part.
-    After a step with parts, all members vote. Members that work on the same samples vote in every
+    members would reduce gradients and others would not. So the last step decides how all members
+    begin this one. After a step without parts, no member votes before the first pass, and that pass
+    is reduced on its own, even if it is a part. After a step with parts, all members vote on the
+    number of parts before the first pass. Members that work on the same samples do so in every
     step, because messages in their first forward pass already have the shape of a part.
     """
 
@@ -180,8 +180,8 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
         share samples, else after a step that was cut into parts. Members that share samples wait
-        for all votes here, and raise UnequalPasses if votes differ. Other members do both in
-        `vote_pass`."""
+        for all votes here, and raise UnequalPasses if votes differ. Other members wait, and raise,
+        in `vote_pass`."""
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:

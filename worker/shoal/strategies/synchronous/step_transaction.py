@@ -2,10 +2,10 @@
 
 It begins with a snapshot of what the step may write. Members vote before each further pass, and on
 the step as a whole. Once all votes are known, the optimizer steps within `committing`. Until then
-`roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
-With the session's batches random numbers need no undo: each step seeds torch by its first sample.
-If objects are registered, hyperparameters are restored with them. Otherwise the hyperparameters of
-a repeated step are compared with the first attempt's.
+`roll_back` undoes the step: the writes that the snapshot covers, changes of registered objects, and
+a call of `session.stop`. Random numbers need no undo with the session's batches, because each step
+seeds torch by its first sample. If objects are registered, hyperparameters are restored with them.
+Otherwise the hyperparameters of a repeated step are compared with the first attempt's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,8 @@ class StepTransaction:
         self.is_weighted = False
         """True if the step had a backward pass weighted by this member's share."""
         self.training: Training | None = None
-        """The optimizer of each model, if there are several optimizers."""
+        """The models of each optimizer; None if the script gave one model and one optimizer, not in
+        a list or by name."""
         self.chosen: frozenset[str] = frozenset()
         """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
@@ -63,7 +64,7 @@ class StepTransaction:
         self._computes = False
         self._votes: StepAgreement | None = None
 
-    # --- the parts of all steps ---
+    # --- model and generation ---
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Set the model and optimizer of all steps, in all generations. Called before any other
@@ -166,13 +167,13 @@ class StepTransaction:
             raise InvalidSpec(
                 f"step {self.step} has no session.backward(loss)",
                 seen="no backward pass, or a plain loss.backward()",
-                expected="session.backward(loss) once or more, which weighs this member's share",
+                expected="session.backward(loss) once or more, weighted by this member's share",
             )
 
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which the chosen of several optimizers step before the end of the
-        step, with complete gradients. `held`: this member's tensors that these optimizers
+        """Return a context in which the chosen optimizers step before the end of the step, with
+        complete gradients. `held`: this member's tensors that these optimizers
         change."""
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen

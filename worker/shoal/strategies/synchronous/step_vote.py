@@ -2,9 +2,9 @@
 
 Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
 passes, a digest of values that have to be the same on all members, flags that may differ (with a
-digest of split layers), and the weight of the losses. The passes are in the ballot itself: members
-with different passes are about to run different collectives, so they cannot send anything else. If
-digests differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
+digest of split layers), and the weight of the losses. The passes are in the ballot itself, not in a
+further exchange: members with different passes are about to run different collectives. If digests
+differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
 error names field, members and values.
 
 Pure: `StepAgreement` sends and receives.
@@ -116,7 +116,7 @@ class StepVote:
     conflict: str = field(default="", compare=False)
     """The difference between a repeated step and its first attempt; empty if there is none."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The error, as a dict, that refuses the optimizer's state after the last step."""
+    """The error, as a dict, that refuses the optimizer's state after the latest step."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
     """`LayerExchanges.record`; in whole votes only."""
 
@@ -280,7 +280,7 @@ def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | No
         )
     if not any(known):
         raise InvalidSpec(
-            f"the losses of step {step} weigh nothing",
+            f"the losses of step {step} all have weight 0",
             seen="weight=0 on every member",
             expected="session.backward(loss, weight=...) with a weight above 0 somewhere",
         )

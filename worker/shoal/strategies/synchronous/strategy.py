@@ -71,7 +71,7 @@ class SynchronousStrategy(Strategy):
         """Drop all references to the group. Quick, raises nothing, may be called twice."""
 
     def _write_checkpoint(self) -> None:
-        """Write a checkpoint of the state after the last step, if one is due."""
+        """Write a checkpoint of the state after the latest step, if one is due."""
 
     # --- generations ---
 
@@ -275,8 +275,9 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint after a committed step, if one is due: at once, or once the script has
-        finished the step, as it may still change registered state or weights.
+        """Write a checkpoint after a committed step, if one is due. With registered state or
+        `session.batches`, it is written once the script asks for the next step or ends, because
+        until then the script may still change registered state or weights.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.is_due(self.step)
@@ -369,7 +370,8 @@ class SynchronousStrategy(Strategy):
             self.position.inspection.raise_on_all(group)
         self._check_registered()
         self.between_steps()
-        # Before any member leaves, each writes its part of the checkpoint, and hands over copies.
+        # Before any member leaves, each must have written its part of the checkpoint and have
+        # handed over copies.
         self._checkpoints.conclude()
         self.hand_over()
         barrier(group)
