@@ -84,8 +84,8 @@ class GenerationTrack:
         """Begin the step, or return the generation to bring up instead, or the change that the
         trainer has to wait for."""
         change = self.change
-        # No step from the offer on is begun before all members have agreed where to stop:
-        # `boundary`.
+        # The offered step and later ones are not begun before all members have agreed where to stop
+        # (see `boundary`).
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
             return BEGUN

@@ -267,7 +267,7 @@ class FindLeader:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateRoster:
-    """Accept or reject the roster; then `RosterValidated`."""
+    """Accept or reject the roster; the answer is a `RosterValidated`."""
 
     prepare: pb.Prepare
     digest: str

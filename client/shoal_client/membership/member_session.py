@@ -285,7 +285,8 @@ class MemberSession:
     # --- leaving ---
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
-        """Stay, with no step left (`finished`), or with the job closed to newcomers (`closes`).
+        """Report that this member stays although it has no step left (`finished`), or close the job
+        to newcomers (`closes`).
 
         Raises the coordinator's refusal, or a RetryError at `give_up_at`.
         """
@@ -343,7 +344,7 @@ class MemberSession:
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
         if another process of the script would surely fail the same way (refused), or may succeed
-        (passing). The coordinator is notified of TrainingFailed, by the leave.
+        (passing). `leave` reports a TrainingFailed to the coordinator.
         """
         self._has_failed = isinstance(error, TrainingFailed)
         ending = MembershipEnding.of(error)

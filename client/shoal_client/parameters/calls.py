@@ -36,8 +36,7 @@ made meanwhile waits for them."""
 
 class ParameterCalls:
     """Calls to one server. For one thread at a time, except `close`. Raises grpc.RpcError or a
-    ShoalError. `parts`: the data of the call's shards or items, in the header's order, with the
-    largest of their sizes and that of the answer."""
+    ShoalError. `parts`: the data of the call's shards or items, in the header's order."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""A job's shard map, and calls to the servers that it names: what is the same for parameters and
-for rows."""
+"""A job's shard map, and calls to the servers that it names, for parameters and for rows."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,7 +57,7 @@ class ShardPush:
     applied: Callable[[PushOutcome, int], None]
     """Called with the outcome of each shard that has applied its part, and the shard's epoch."""
     refused: Callable[[int, StalePush], None]
-    """Called with each shard that has refused its part as too stale: it is done."""
+    """Called with each shard that has refused its part as too stale: the shard is then done."""
     receiver: Callable[[set[int]], Receiver] | None = None
     """Makes the receiver of the values that are returned; None: no values are returned."""
     shard_ids: Collection[int] | None = None

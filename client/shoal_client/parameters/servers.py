@@ -93,13 +93,14 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first, plus the longest chain of redirects of each round.
 
         Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
-        outdated. Some waits have another limit. Space on a full disk is waited for without a limit;
-        a renewed certificate, once a server has answered, for SHOAL_CERTIFICATE_WAIT_S; shards
-        without values until `ready_by_s` of the monotonic clock, if `timeout_s` does not end
-        before; lost shards for `lost_wait_s`. A refusal that names a shard's new primary is
+        outdated. These waits have another limit: for space on a full disk, none; for a renewed
+        certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S; for lost shards,
+        `lost_wait_s`. The wait for shards without values ends at `ready_by_s` of the monotonic
+        clock if `timeout_s` does not end it before. A refusal that names a shard's new primary is
         followed at once, and the map is updated. Raises the error that ended the attempts; if this
         is a DeadlineExceeded, the last other error, if there was one. Raises InvalidSpec in a
-        forked process."""
+        forked process.
+        """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -290,7 +291,8 @@ class ShardServers(Generic[Stub]):
             stub = self._stub_of(address, channel)
             self._reached[address] = channel, stub
         if reached is not None:
-            # Of another certificate. A call that used it would hold the lock of this address.
+            # The stub has an outdated certificate. No call uses it: the caller holds this address'
+            # lock.
             self._close_stub(reached[1])
         return stub
 

@@ -23,8 +23,9 @@ from shoal_proto.v1.parameters_pb2 import (
 
 ID_BYTES = 8
 ITEM_BYTES = 1024 * 1024
-"""Maximum bytes of values, or of ids and births, of one item of a lookup, unless one row has more:
-both together are at most twice as many."""
+"""Maximum bytes of values, and of ids and births, in one item of a lookup: together at most twice
+as many. Only an item of a single row may exceed this.
+"""
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]

@@ -95,7 +95,7 @@ class SeriesReader:
         self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
-        """The relay; None from the time at which `lease` has closed it, on any thread."""
+        """The relay; None once `lease` has closed it, on any thread."""
         self._fetching = threading.Lock()
         """Lock held while a relay fetches a version: it fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
