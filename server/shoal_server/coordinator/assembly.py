@@ -225,8 +225,8 @@ class Coordinator:
 
     async def step_down(self) -> None:
         """Drop every job: another coordinator leads, or this one ends."""
-        # First, or a call that arrives during the next steps would still be served, and a watch
-        # that it opens would never end.
+        # Refuse calls first: otherwise a call that arrives during the next steps would be served,
+        # and a watch that it opens would never end.
         self.registry.refuse_calls()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()

@@ -86,7 +86,7 @@ class JobReset:
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
         job is being read or reset, NotLeader, and the error of the job's last write. The job is
         then unchanged, except that versions of its published weights may have been dropped; or its
-        keys are deleted, if etcd carried out the write and was then lost before it answered.
+        keys are deleted, if etcd carried out the write and its answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed(job):

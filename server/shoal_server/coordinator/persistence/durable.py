@@ -2,7 +2,7 @@
 
 A job's writes also compare the revision of the job's own record with the one that this coordinator
 read or wrote last. So no decision is based on a record that another process has changed. A write of
-unknown outcome is repeated. If the first attempt arrives after that, it changes nothing.
+unknown outcome is repeated. If the first attempt reaches etcd after the second, it changes nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

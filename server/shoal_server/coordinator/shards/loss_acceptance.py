@@ -80,9 +80,9 @@ class LossAcceptance:
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Give up the requested lost shards, or all lost ones if the request names none. All other
         shards are unchanged. The reply lists the requested shards; if the request names none, all
-        shards of the job that were given up, now or before. A dry run changes nothing. If the
-        request names no shard, its reply lists the lost shards; if there are none, those that were
-        given up before.
+        shards of the job that were given up, now or before. A dry run changes nothing. If it names
+        no shard, its reply lists the lost shards; or if none are lost, the shards that were given
+        up before.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
         InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
@@ -108,7 +108,8 @@ class LossAcceptance:
                 choice = plan.samples
                 await self._give_up(plan, by, now_unix_s, given_up)
         finally:
-            # Also if etcd fails after some were given up: to a repeated request they are not lost.
+            # Also if etcd fails halfway: a repeated request does not find these shards lost any
+            # more.
             if given_up:
                 text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
                 self._losses.record_acceptance(job, given_up, by, text)
