@@ -1,4 +1,4 @@
-"""Streams from the coordinators: a replica that accepts connections and does not answer is left."""
+"""Streams from the coordinators, with a time limit for the first answer of each replica."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""Election of the leading coordinator, which has written the leader's key, under a lease that it
-renews.
+"""Election of the leading coordinator. The leader writes the leader's key, and renews its lease.
 
 There are two guards, since no clock can be trusted alone. First, a leader stops by its own clock
 before its lease can have run out in etcd: the leader counts from the moment at which it *sent* the

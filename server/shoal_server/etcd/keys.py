@@ -84,8 +84,9 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation, its roster a packed StoredRoster message in base64.
-    Zero-padded, so that key order is number order."""
+    """The decided record of one generation, its roster a packed StoredRoster message in base64. The
+    number is zero-padded, so that key order is number order.
+    """
     return f"{JOBS}{job}/generations/{number:012d}"
 
 
@@ -177,8 +178,9 @@ def series_head(series: str) -> str:
 
 
 def series_version(series: str, number: int) -> str:
-    """A version that the head names, as a serialized VersionRecord message. Zero-padded, so that
-    key order is number order."""
+    """A version that the head names, as a serialized VersionRecord message. The number is
+    zero-padded, so that key order is number order.
+    """
     return f"{SERIES}{series}/versions/{number:015d}"
 
 

@@ -90,7 +90,7 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 async def delete_unleased(store: KeyValueStore) -> None:
     """Delete a leader's key without a lease: no candidate wrote such a key, and it would exist for
-    ever. A leader whose key was overwritten lost its term by that. Raises what the store raises."""
+    ever. The term of a leader whose key was overwritten has ended. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return

@@ -176,7 +176,7 @@ class ShardsService(ShardsServicer):
         parameters = [_parameter(spec) for spec in request.parameters]
         table_specs.check_tables(request.tables)
         try:
-            # A model may be nothing but tables.
+            # A model may consist of tables alone.
             if parameters or not request.tables:
                 placement.check_schema(parameters)
         except placement.SchemaProblem as problem:

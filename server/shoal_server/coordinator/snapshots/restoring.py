@@ -5,8 +5,8 @@ and the sample ledger by the cut's ledger. So even if this coordinator dies, the
 and each shard is held by a server or known to be lost. Every server then drops its shards of the
 job, and loads the shards whose primary it is; backups are created as usual. If a server leaves or
 ends before it has loaded, others load its shards (`loading`). If a server that stays cannot load,
-all shards that had values are recorded as lost, and the records of a job that had no shards are
-deleted: no job has half of a snapshot.
+the job does not keep half of a snapshot: all shards that had values are recorded as lost; if the
+job had no shards before, its new records are deleted.
 """
 
 import asyncio

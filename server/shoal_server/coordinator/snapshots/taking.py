@@ -114,8 +114,8 @@ class SnapshotTaker:
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
         """Take a snapshot. Raises SnapshotFailed, StateLost, and what the store, the storage and
-        the servers raise. Then its files are removed; files that cannot be removed now are removed
-        after a later snapshot.
+        the servers raise. After such an error the snapshot's files are removed; files that cannot
+        be removed at that time are removed after a later snapshot.
 
         With `only_if_changed`, the cut is made all the same, but the newest snapshot is returned if
         no shard has changed since.

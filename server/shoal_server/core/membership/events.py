@@ -18,8 +18,9 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent:
-    """An input of the state machine. Except `MemberJoined`, it is refused or ignored if
-    `incarnation` is not the member's current one."""
+    """An input of the state machine. Every event but `MemberJoined` is refused or ignored if its
+    `incarnation` is not the member's current one.
+    """
 
     member_id: str
     incarnation: str

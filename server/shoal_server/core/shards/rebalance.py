@@ -171,8 +171,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
     """Number of shards whose values are gone and whose loss is not recorded yet; 0 if no server
-    stays. Such a shard was just marked LOST, or `rebalance` would give it to a server without
-    values."""
+    stays. Such a shard was just marked LOST, or the next `rebalance` would mark it LOST."""
     if not servers.staying:
         return 0
     return sum(

@@ -210,7 +210,7 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below the one before which this watch goes on.
+    """Raise CorruptError if etcd's revision is below the last one that this watch has delivered.
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """

@@ -1,4 +1,5 @@
-"""Shards that a record places on this server, in its memory or on its disk, which lacks them.
+"""Shards that their records place in this server's memory or on its disk, although they are not
+there.
 
 Until such a record is corrected, other servers wait for the shard: as long as it names this server
 as primary, no other server leads the shard, not even from a disk that has it.

@@ -92,8 +92,8 @@ class Follower:
         self._ahead.clear()
 
     def try_catch_up(self, version: int) -> bool:
-        """Let a joiner that has reached its goal count if it is nearly level, or else set the next
-        goal. Return True if the joiner begins to count.
+        """If a joiner has reached its goal, set `counts` if it is nearly level, or else its next
+        goal. Return True if `counts` was set: pushes then wait for the joiner.
 
         Pushes made during the transfer of its image are sent first, and do not wait for the joiner.
         """

@@ -35,8 +35,9 @@ from shoal_server.core.shards.assignments import (
 from shoal_server.core.shards.shard_log import Record, ShardLog
 
 LEVEL_WITHIN_S = 5.0
-"""Time from which pushes are refused in favour of a successor although backups lack some: while
-pushes come without a pause, backups may never have all of them."""
+"""Time after `Handover.stops_from_s` at which pushes are refused in favour of the successor even if
+backups lack some: under continuous pushes, backups may never have all of them.
+"""
 
 
 class HandoverPhase(Enum):
