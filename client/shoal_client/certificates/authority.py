@@ -192,7 +192,7 @@ def _dns_name(host: str) -> x509.DNSName:
         raise InvalidSpec(
             "a host's name cannot be in a certificate",
             seen=repr(host),
-            expected="ASCII only: a name with other letters in its form xn--...",
+            expected="ASCII; a name with other letters in its form xn--...",
         ) from error
 
 

@@ -90,8 +90,8 @@ def stopped(job: str, how: str, reason: str) -> Refusal:
         what=f"job {job} {how}",
         seen=reason,
         expected="a job that runs",
-        fix=f"`shoal retry {job}` lets it be joined again, from where its state is; `shoal run"
-        " --fresh` starts it over.",
+        fix=f"`shoal retry {job}` lets it be joined again, and it continues from its state;"
+        " `shoal run --fresh` starts it over.",
     )
 
 

@@ -224,7 +224,7 @@ async def _check_history(
             seen=f"revision {now.revision}",
             expected=f"at least {sent_revision}, which it has sent before",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
-            " found through it, those in journals too. Then restart Shoal's servers.",
+            " found through it, also the shards in journals. Then restart Shoal's servers.",
         )
 
 

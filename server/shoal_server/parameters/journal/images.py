@@ -51,7 +51,9 @@ class JournalImages:
         self._files = Storage(Location.of_directory(directory))
 
     def list(self) -> list[StoredImage]:
-        """List the images, and remove all other files: a process ended while it wrote them."""
+        """List the images, and remove all other files, which a process left when it ended while
+        writing them.
+        """
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")

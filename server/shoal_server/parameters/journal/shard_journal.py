@@ -188,7 +188,7 @@ class ShardJournal:
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # At once: the disk may work again by the next record.
+            # Interrupt at once: the disk may work again by the next record.
             self._interrupt(led, refused)
             return
         done.add_done_callback(on_disk)
@@ -217,7 +217,7 @@ class ShardJournal:
         return ends
 
     def _note(self, led: _JournaledShard, version: int, result: "Future[None]") -> None:
-        # Results of an interrupted or earlier attempt count for nothing: journaling goes on with a
+        # Results of an interrupted or earlier attempt are ignored: journaling goes on with a
         # new image.
         if self._led.get(_key(led.replica)) is not led or led.why_not is not None:
             return

@@ -364,8 +364,8 @@ class ShardReplicas:
         for key, shard in recovered.items():
             if key in foreign:
                 _log_foreign(key, shard.run, self._record.run(key[0]))
-                # Reported as older than any record says: the shard of the current run must be in
-                # another journal, and the shard waits for it.
+                # Report it as older than any record says: the shard of the current run must be in
+                # another journal, and has to wait for that journal.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(

@@ -149,8 +149,9 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve the memory that the loaded shards take beyond that of the shards they replace.
-        Raises Overloaded."""
+        """Reserve the memory that the loaded shards take beyond the memory of the shards that they
+        replace. Raises Overloaded.
+        """
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -173,7 +174,9 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard. It replaces one that a member has created meanwhile."""
+        """Become primary of a loaded shard. It replaces a shard that a member has created
+        meanwhile.
+        """
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)

@@ -36,7 +36,7 @@ class ShardLeadership(Protocol):
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once a version is safe to that level. If it can no longer become so, raise the
+        """Return once a version is safe to that level. If it can no longer become safe, raise the
         reason: WrongEpoch (another primary), Unavailable (this server may have been declared dead),
         or for a durable push the error of the disk, or InvalidSpec without a journal."""
         ...

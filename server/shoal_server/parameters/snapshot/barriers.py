@@ -234,7 +234,9 @@ class SnapshotBarriers:
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
         """Add the steps that some shards remember to the barrier: shards that are new on this
-        server, or have another epoch than before. Their steps may not have passed through it."""
+        server, or have another epoch than before. Their steps may not have passed through the
+        barrier.
+        """
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):

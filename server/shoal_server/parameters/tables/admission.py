@@ -20,7 +20,7 @@ SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
 """Number of pushes of ids without a row after which all counts are halved, so that old pushes count
-less and the sketch never fills up. Just before the first time, the count of one id in 200 is too
+less and the sketch never fills up. Just before the first halving, the count of one id in 200 is too
 high by two or more."""
 MAX_COUNT = 2**16 - 1
 

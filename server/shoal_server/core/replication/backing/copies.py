@@ -40,7 +40,7 @@ Begins = CopyUpToDate | ImageStart
 
 class CopyPhase(Enum):
     HELD = "the copy follows its primary"
-    SETTLING = "received records are being applied: this server is to lead it, or led it until now"
+    SETTLING = "received records are being applied: this server is to lead the shard, or led it"
 
 
 @dataclass(slots=True)
