@@ -350,5 +350,6 @@ class JobQuarantined(CorruptError):
 
 
 class InternalError(CorruptError):
-    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also stands
-    for errors of kinds that this release does not know."""
+    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
+    in place of errors of kinds that this release does not know.
+    """

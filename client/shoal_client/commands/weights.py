@@ -97,7 +97,8 @@ _USAGE = {
 
 
 def weights(config: WeightsConfig) -> int:
-    """Carry out the action, print its result. Returns 1 if `list` shows a reader with wrong bytes."""
+    """Carry out the action and print its result. Returns 1 if `list` shows a reader with wrong
+    bytes."""
     options = config.call
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":

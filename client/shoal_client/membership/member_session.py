@@ -194,7 +194,7 @@ class MemberSession:
         error that ended the membership.
 
         `steps_before_leaving`: if this member is to leave and no further generation follows, the
-        step begins all the same, so that the members can write a checkpoint.
+        step still begins, so that the members can write a checkpoint.
         """
         core = self._core
         while True:

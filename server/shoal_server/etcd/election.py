@@ -201,7 +201,7 @@ class Election:
         return await self._try()
 
     def _note_interruption(self, error: ShoalError) -> None:
-        # After LeaseExpired (for example, this process was suspended) etcd has answered.
+        # LeaseExpired (for example, after this process was suspended) shows that etcd has answered.
         if not isinstance(error, LeaseExpired):
             self.on_trouble(str(error))
         log.warning("campaign_interrupted", reason=str(error))

@@ -146,7 +146,7 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Genera
 
 
 def digest_of(roster: GenerationRoster) -> str:
-    """Return the digest of the roster as a message, by which members accept it."""
+    """Return the digest of the roster's message. Members accept a roster by its digest."""
     return roster_digest(roster_to_pb(roster))
 
 

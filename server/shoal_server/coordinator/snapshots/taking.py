@@ -117,7 +117,7 @@ class SnapshotTaker:
         the servers raise. After such an error the snapshot's files are removed; files that cannot
         be removed at that time are removed after a later snapshot.
 
-        With `only_if_changed`, the cut is made all the same, but the newest snapshot is returned if
+        With `only_if_changed`, the cut is still made, but the newest snapshot is returned if
         no shard has changed since.
         """
         job = library.job

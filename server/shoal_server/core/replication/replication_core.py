@@ -53,8 +53,9 @@ Effects = Iterator[Effect]
 
 
 class ReplicationCore:
-    """Core of one server process. All effects of an event are carried out, in order, before those
-    of the next event."""
+    """Core of one server process. All effects of an event are carried out, in order, before the
+    effects of the next event.
+    """
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me

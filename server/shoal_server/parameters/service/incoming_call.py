@@ -15,8 +15,9 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Number of shards of one call that are being applied, or whose replies are not sent yet, at which
-no more pieces are read."""
+"""Bound on the shards of one call that are being applied, or whose replies are not sent yet. At the
+bound, no more pieces are read.
+"""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")

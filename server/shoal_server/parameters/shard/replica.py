@@ -131,7 +131,7 @@ class ShardReplica:
 
         Small work runs at once if no other work on the shard is running or queued, so the event
         loop never waits for a shard's lock; its errors are raised by this call. All other work runs
-        in threads, one after the other; its errors are those of the future.
+        in threads, one after the other; its errors are raised when the future is awaited.
         """
         if self._enters(num_bytes):
             try:

@@ -173,7 +173,7 @@ class SendRequest:
     request: Request
     record: Record | None = None
     """The record that an `UpdateMessage` announces. The core keeps the record as long as a follower
-    needs it; if it is gone by the time of sending, it need not be sent."""
+    needs it; if the record is gone when it would be sent, no follower needs it any more."""
 
 
 @dataclass(frozen=True, slots=True)
