@@ -1,4 +1,6 @@
-"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store not trusted."""
+"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store that is not
+trusted.
+"""
 
 import zlib
 

@@ -169,9 +169,9 @@ class Coordinators:
         for a request that may be carried out twice. Raises a refusal by the server at once, and
         CertificateRefused at once if TLS fails with every replica. Another RetryError or
         CertificateRefused is raised only if no time is left for another attempt, if `gives_up()`
-        returns True after an attempt, or once the connection is closed. So is a DeadlineExceeded of
-        an attempt for which less than `attempt_s` was left: a server may answer with this error
-        early.
+        returns True after an attempt, or once the connection is closed. A DeadlineExceeded of an
+        attempt for which less than `attempt_s` was left is raised even if there is time left: a
+        server may answer with this error early.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):

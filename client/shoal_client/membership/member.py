@@ -122,7 +122,8 @@ class OwnJob:
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
-            # Another refusal, such as a run that was started over: not due to several jobs.
+            # Another refusal, for example because the run was started over, has nothing to do with
+            # several jobs.
             return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"

@@ -93,13 +93,13 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first, plus the longest chain of redirects of each round.
 
         Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
-        outdated. These waits have another limit: for space on a full disk, none; for a renewed
-        certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S; for lost shards,
-        `lost_wait_s`. The wait for shards without values ends at `ready_by_s` of the monotonic
-        clock if `timeout_s` does not end it before. A refusal that names a shard's new primary is
-        followed at once, and the map is updated. Raises the error that ended the attempts; if this
-        is a DeadlineExceeded, the last other error, if there was one. Raises InvalidSpec in a
-        forked process.
+        outdated. Three kinds of waits have other limits: a wait for space on a full disk has none,
+        a wait for a renewed certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S, and
+        a wait for lost shards `lost_wait_s`. The wait for shards without values ends at
+        `ready_by_s` of the monotonic clock if `timeout_s` does not end it before. A refusal that
+        names a shard's new primary is followed at once, and the map is updated. Raises the error
+        that ended the attempts; if this is a DeadlineExceeded, the last other error, if there was
+        one. Raises InvalidSpec in a forked process.
         """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s

@@ -40,8 +40,9 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """A little-endian uint64 a row: the version that created it; 0 for a row that does not exist
-    yet and is returned with initial values."""
+    """One little-endian uint64 for each row: the version that created the row; 0 for a row that
+    does not exist yet and is returned with initial values.
+    """
     values: bytes
     step: int
     """Number of the table's steps that the shard knew of."""

@@ -71,7 +71,7 @@ class Host:
     """Raises what `Registry.authorize` raises unless the token's process is a member of its job
     now."""
     require_leading: Callable[[], None]
-    """Raises NotLeader."""
+    """Raises NotLeader unless the coordinator leads."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
     """Takes (job, member, reason). Raises what `Registry.declare_lost` raises."""
     quarantine: Callable[[str, Exception], object]

@@ -63,7 +63,7 @@ class _Plan:
 
 
 class LossAcceptance:
-    """Gives up lost shards. `require_leading` raises NotLeader."""
+    """Gives up lost shards. `require_leading` raises NotLeader unless this coordinator leads."""
 
     def __init__(
         self,
@@ -131,8 +131,9 @@ class LossAcceptance:
     async def _give_up(
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
-        """Give up the lost shards, and append each to `given_up` once it is. The records of the
-        others have changed and must be read again."""
+        """Give up the lost shards, and append each to `given_up` once it is. The records of shards
+        that are not appended have changed and must be read again.
+        """
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:

@@ -37,8 +37,10 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 
 class SnapshotService(SnapshotsServicer):
-    """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns the time of a job's last reset: snapshots taken before it are of an earlier run."""
+    """Takes, lists and restores snapshots. `require_leading` raises NotLeader unless this
+    coordinator leads. `begun_unix_s` returns the time of a job's last reset: snapshots taken before
+    it are of an earlier run.
+    """
 
     def __init__(
         self,

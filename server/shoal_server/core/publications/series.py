@@ -589,7 +589,9 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """`segments`, with new holders; the version's own if None, or if the digests differ."""
+        """`segments`, which have new holders; the version's own segments if `segments` is None or
+        has other digests.
+        """
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments
