@@ -153,9 +153,9 @@ class MemberSession:
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait for the next committed record with a number above `above` that includes this member.
         Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
-        job's join limit and ADMISSION_S more, on a clock that does not run while no coordinator is
-        reached, a member is paused, this member is on standby, or a bring-up makes progress. Raises
-        the coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
+        job's join limit plus ADMISSION_S, on a clock that stops while no coordinator is reached, a
+        member is paused, this member is on standby, or a bring-up makes progress. Raises the
+        coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
         DeadlineExceeded with the reason for the wait.
         """
         since_s = time.monotonic()

@@ -76,8 +76,8 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
     Retries through outages, and raises other errors. If an attempt deleted the key but its answer
     was lost, the next attempt finds nothing to delete, and the result is False.
 
-    Safe even if that leader lives: it watches its key, and each of its writes compares the
-    revision that is compared here, so it writes nothing more.
+    Safe even if that leader is alive: the leader watches its key, and each of its writes compares
+    the revision that this deletion compares, so the leader writes nothing more.
     """
     condition = created_at(keys.LEADER, leader.create_revision)
     # If the outcome is unknown, the next attempt finds the key deleted or deletes it.
