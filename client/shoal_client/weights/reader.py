@@ -450,7 +450,7 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
         if version.number == record.number:
             if version.digest != record.digest:
                 raise VersionGone(
-                    f"version {record.number} of series {view.series} is another one",
+                    f"version {record.number} of series {view.series} is not the requested one",
                     seen=f"digest {record.digest.hex()[:12]}, of another series or of one that was"
                     " removed",
                     expected=f"digest {version.digest.hex()[:12]}",

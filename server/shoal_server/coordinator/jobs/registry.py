@@ -303,7 +303,7 @@ class Registry:
                 f"there is no job {job!r}",
                 seen=f"{len(self._actors)} jobs" if self._actors else "no job at all yet",
                 expected=_one_of(sorted(self._actors)),
-                fix="Look for a typing error. A job is made by the first worker that joins it:"
+                fix="Check the spelling. A job is made by the first worker that joins it:"
                 " `shoal run --job NAME ...`; `shoal status` lists all.",
             ) from None
 

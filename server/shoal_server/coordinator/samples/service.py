@@ -336,7 +336,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         expected = (opened.ledger.dataset_size, opened.ledger.num_epochs)
         if (dataset_size, num_epochs) != expected:
             raise ProposalConflict(
-                f"job {job} goes over other samples",
+                f"job {job} trains on other samples",
                 seen=f"dataset_size {dataset_size}, num_epochs {num_epochs}",
                 expected=f"dataset_size {expected[0]}, num_epochs {expected[1]}",
                 fix="Give every member of the job the same dataset and number of epochs.",

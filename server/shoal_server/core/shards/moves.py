@@ -82,7 +82,7 @@ def _lost(server_id: str, leaders: Counter[str], num_copies: int) -> str:
     if parts:
         parts[-1] += ", with every update that was acknowledged"
     if num_copies:
-        parts.append(f"copies of {_shards(num_copies)} are to be made again")
+        parts.append(f"copies of {_shards(num_copies)} have to be made again")
     return f"lost {server_id}: {'; '.join(parts)}"
 
 

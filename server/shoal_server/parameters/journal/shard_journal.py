@@ -312,7 +312,7 @@ def _no_image(error: Exception) -> Unavailable:
         "the journal has no image of the shard",
         seen=repr(error),
         expected="memory and a disk to make one",
-        fix="It is tried again within seconds. Push with another level than durable meanwhile.",
+        fix="The server tries again within seconds. Until then, push with a level below durable.",
     )
 
 

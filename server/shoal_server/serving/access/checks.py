@@ -105,7 +105,7 @@ def _check_reads(caller: Caller, message: Message) -> None:
 def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
     if request.public_id or not request.incarnation:
         raise AccessDenied(
-            "a worker drains itself alone",
+            "a worker may drain only itself",
             seen=f"a drain of {request.member_id} without its incarnation, by {caller}",
             expected="the incarnation of the member, or an operator's certificate",
         )
