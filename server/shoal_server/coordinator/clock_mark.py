@@ -1,4 +1,4 @@
-"""Time of the last leader, kept in etcd: a leader whose clock is doubted removes nothing at first.
+"""The last leader's clock, stored in etcd: a leader that doubts its own clock removes nothing yet.
 
 The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
 is days ahead would consider every ended job old, and its first sweep would remove data that cannot

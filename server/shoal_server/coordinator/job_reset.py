@@ -133,7 +133,8 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # Safe even if such a job starts meanwhile: no process of its earlier runs is left.
+            # Safe even if a job of that name starts meanwhile: no process of its earlier runs is
+            # left.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:

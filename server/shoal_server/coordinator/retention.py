@@ -52,8 +52,8 @@ class Retention:
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`result_of` returns what is known of a job that is over, except its number of samples if
-        they are not in memory. `clock`: by default the registry's."""
+        """`result_of` returns what is known of a job that is over; the number of its samples only
+        if its sample ledger is in memory. `clock`: by default the registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
@@ -70,7 +70,8 @@ class Retention:
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """Store the result of an ended job soon: the next leader does not know its loss."""
+        """Store the result of an ended job soon: the next leader does not know the loss that the
+        job's members reported last."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()

@@ -164,8 +164,8 @@ class Registry:
         )
 
     def keep_state_only(self, state: StateRecord) -> None:
-        """Replace a job that is over by its state record, the only one that etcd still has. Does
-        nothing if this coordinator does not lead any more."""
+        """Add a job that is over, and of which etcd has only the state record left. Does nothing if
+        this coordinator does not lead any more."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
@@ -322,8 +322,8 @@ class Registry:
 
     async def secret_digest(self, job: str) -> str:
         """Digest of the secret of a job, which may be quarantined. Empty if there is no such job,
-        it has no secret, or its record in etcd does not show one. Raises NotLeader, and Unavailable
-        while etcd cannot be reached."""
+        if the job has no secret, or if its record in etcd does not show the digest. Raises
+        NotLeader, and Unavailable while etcd cannot be reached."""
         self.require_leading()
         if (actor := self._actors.get(job)) is not None:
             return actor.job.spec.secret_digest
@@ -383,11 +383,11 @@ class Registry:
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; drop the job if the block succeeds. Yields
-        the job's actor; None if this coordinator has none.
+        """Refuse all calls for the job during the block; if the block succeeds, drop the job from
+        memory. Yields the job's actor; None if this coordinator has none.
 
-        Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
-        reset at present.
+        Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is being read
+        or reset.
         """
         self.require_leading()
         self._require_settled(job)

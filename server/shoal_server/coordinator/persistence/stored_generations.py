@@ -103,7 +103,8 @@ class StoredGenerations:
     def decided(self, record: GenerationRecord) -> list[Operation]:
         """Note a durable record, and return the deletions that are due.
 
-        The newest records are kept, within the bounds of `Records`, and the newest two committed.
+        The newest records are kept, within the bounds of `Records`; the newest two committed ones
+        also beyond these bounds.
         """
         # A committed generation may be aborted later; its record then moves to the end.
         self._kept.pop(record.roster.generation, None)

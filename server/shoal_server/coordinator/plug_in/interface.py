@@ -121,11 +121,13 @@ class PlugIn:
         """Take over a job whose members trained under another leader."""
 
     def leading(self) -> AbstractAsyncContextManager[None]:
-        """Context of the work while the coordinator leads; jobs are served before it begins."""
+        """Context of the work while the coordinator leads; entered after the coordinator has begun
+        to serve jobs."""
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store and drop all jobs for the next leader. No job is served any more."""
+        """Store the state of all jobs for the next leader, and drop it from memory. Called when no
+        job is served any more."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Note that a member's process was lost or left."""

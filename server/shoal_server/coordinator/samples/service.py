@@ -13,7 +13,7 @@ before it is completed.
 
 The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
 ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
-others are corrected by their next requests, which name the ranges that they hold.
+other members are corrected by their next requests, which name the ranges that they hold.
 
 Each write is conditional on the record that this coordinator read or wrote last. So a deposed
 coordinator fails to write, and closes the ledgers when it steps down. A ledger whose record has

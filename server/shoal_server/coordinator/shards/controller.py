@@ -65,8 +65,8 @@ class ShardController:
         """`restore` tries to restore a job from a snapshot before shards that no server holds are
         declared lost. `measure` asks a job's servers for the load of its shards; without it, and
         until two measurements in a row have covered all shards, shards are weighted by size alone.
-        `loss_log` records lost shards. `is_restoring`: True while this coordinator has a job's
-        shards loaded from a snapshot."""
+        `loss_log` records lost shards. `is_restoring`: True while this coordinator restores a job's
+        shards from a snapshot."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
@@ -83,7 +83,7 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """Reason why the shards of each job are left unchanged, which is logged when it begins."""
+        """Reason why the shards of a job are left unchanged, by job; logged once."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._again: set[str] = set()

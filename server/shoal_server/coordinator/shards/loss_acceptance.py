@@ -2,7 +2,8 @@
 
 The job's sample ledger counts the samples that its shards were trained on. If no trained shard is
 left, the ledger is deleted in the transaction that gives up the first shards, and all samples are
-trained on again, unless the operator keeps it. If some are left, the operator has to choose.
+trained on again, unless the operator keeps the ledger. If trained shards are left, the operator has
+to choose.
 """
 
 import time
@@ -131,8 +132,8 @@ class LossAcceptance:
     async def _give_up(
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
-        """Give up the lost shards, and append each to `given_up` once it is. The records of shards
-        that are not appended have changed and must be read again.
+        """Give up the lost shards, and append each to `given_up` once etcd has its new record. The
+        records of shards that are not appended have changed and must be read again.
         """
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
@@ -147,8 +148,8 @@ class LossAcceptance:
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
                 # Every transaction deletes the ledger, also the first one. Otherwise, if etcd
-                # failed after it, the shards would be given up and the next run would train only on
-                # the rest of the samples.
+                # failed after the first one, some shards would be given up, and the job would train
+                # them only on the remaining samples.
                 also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 given_up += batch if is_done else []

@@ -101,8 +101,8 @@ class LossLog:
     def record_acceptance(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards (as assigned while lost). `samples`: text
-        about the further use of the job's samples."""
+        """Report that an operator gave up these shards. `shards`: their assignments before that.
+        `samples`: text about the further use of the job's samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
