@@ -424,7 +424,7 @@ class Registry:
         """Allow members to join a job that is over. Raises what `find` and `JobActor.retry`
         raise."""
         actor = self.find(job)
-        await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
+        await actor.retry("an operator lets members join again", from_scratch=from_scratch)
         task = self._tasks.get(job)
         if (task is None or task.done()) and self._actors.get(job) is actor:
             self._run(actor)

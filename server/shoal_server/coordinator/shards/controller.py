@@ -45,8 +45,8 @@ JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
-"""Interval for a job with an absent or suspected server, short enough to follow an absence; and for
-a job whose last reconciliation failed."""
+"""Interval for a job whose last reconciliation failed; and for a job with an absent or suspected
+server: below LONGEST_GAP_S, so that an absence counts as unbroken."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 

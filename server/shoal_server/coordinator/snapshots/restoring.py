@@ -73,7 +73,7 @@ class RestoreResult:
     servers: Sequence[str]
     """Servers that are primaries of the job's shards now."""
     lost: Sequence[ShardAssignment]
-    """Shards that had been lost, as assigned before."""
+    """Assignments before the restore, of shards that were lost then."""
 
 
 class SnapshotRestorer:

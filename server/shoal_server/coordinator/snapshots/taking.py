@@ -9,8 +9,8 @@
     commit   the manifest is written last
 
 If a primary is not registered, or Close or Freeze fails with a RetryError, another cut is tried, up
-to three in all. If the last one or a later step fails, every server admits all pushes again, at the
-latest after its own time limit, and the snapshot's files are removed.
+to three in all. If the third cut fails, or Write or commit does, every server admits all pushes
+again, at the latest after its own time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -257,7 +257,7 @@ class SnapshotTaker:
         self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
         """Make a cut, in up to three attempts, since shards may move and servers may die meanwhile.
-        Only the last one accepts pushes that are in some shards and not in others."""
+        Only the third attempt accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None

@@ -54,8 +54,8 @@ class RosterAnswered(MemberEvent):
     unreachable: tuple[tuple[str, str], ...] = ()
     """Peers that the member could not reach: member_id and the error."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Steps of the complete checkpoints that the member sees, for a roster that can only start from
-    one."""
+    """Steps of the complete checkpoints that the member sees, if the roster can only start from a
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,12 @@ class ReadinessReported(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakReported(MemberEvent):
-    """A collective failed under the member, or the member could not bring the generation up."""
+    """A collective failed on the member, or the member could not bring the generation up."""
 
     generation: Generation
     error: str
     own: bool = False
-    """True if the member's own bring-up failed, and not because of a peer."""
+    """True if the bring-up failed on this member, and not because of a peer."""
     state_lost: bool = False
     """True if the members together hold no complete state, and there is no checkpoint."""
 

@@ -76,8 +76,8 @@ class MemberState:
     """Time at which a signal halted the member's process; None if it is not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """The newest generation whose bring-up failed on the member's side, whether it was blamed or
-    not."""
+    """The newest generation whose bring-up failed on the member's side, whether the member was
+    blamed or not."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 

@@ -1,4 +1,4 @@
-"""The newest record of each shard that this server has received."""
+"""The newest record that this server has received of each shard."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

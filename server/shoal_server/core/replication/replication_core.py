@@ -126,7 +126,7 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """Claims to shards in the journal of which this server has a record."""
+        """Shards that this server claims because its journal has them, if it has their records."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
@@ -217,7 +217,7 @@ class ReplicationCore:
 
     def _leave_on_disk(self, led: LedShard) -> None:
         """Keep the claim to the shard while the record names this server's disk, even if the disk
-        fails: it may turn out to have the only copy."""
+        fails: the disk may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 

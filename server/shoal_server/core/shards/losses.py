@@ -63,8 +63,8 @@ def samples_after(
 ) -> SamplesAfterLoss | None:
     """Decide about the samples when these shards are given up; None: the operator must choose. If
     no trained shard is left, training starts over, and so do its samples: otherwise the job would
-    end with values trained only on the remaining samples. If some are left, only the operator can
-    know which choice is right.
+    end with values trained only on the remaining samples. If trained shards are left, only the
+    operator can know which choice is right.
     """
     if wish is not None:
         return wish

@@ -21,8 +21,8 @@ from shoal_server.core.shards.assignments import (
 
 
 class MissingShards:
-    """Shards that this server's memory lacks: a copy failed, before or while it took over. The
-    record must then name a backup, or call the shard lost."""
+    """Shards that this server's memory lacks: a copy failed, before or while this server took over
+    as primary. The record must then name a backup as primary, or call the shard lost."""
 
     def __init__(self, me: Holder) -> None:
         self._me = me
@@ -44,10 +44,10 @@ class MissingShards:
 
 
 class DiskRemoval:
-    """Removal of this server's disk from records of shards that the disk lacks: it was lost, or the
-    server no longer keeps a journal. If another process of this server leads a shard and may be
-    alive, the shard's record stays: that process may have the shard on its disk, or be about to
-    write it there."""
+    """Removal of this server's disk from records of shards that the disk lacks: the disk's content
+    was lost, or the server no longer keeps a journal. If another process of this server leads a
+    shard and may be alive, the shard's record stays: that process may have the shard on its disk,
+    or be about to write it there."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me

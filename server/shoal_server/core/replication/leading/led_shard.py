@@ -312,7 +312,7 @@ class LedShard:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders followers. Remove and return other followers, if not needed."""
+        """Make the wanted holders followers. Remove and return the others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:

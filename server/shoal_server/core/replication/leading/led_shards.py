@@ -330,7 +330,7 @@ class LedShards:
             led.followers[peer].unlink()
             touched.effects += self.followed(led)
         if failing is not None and failing in self._shards:
-            note = LogLine("copy_refused", failing, peer, "each link breaks under its image")
+            note = LogLine("copy_refused", failing, peer, "each link broke during its image")
             touched.effects.append(note)
             self._lose(touched, self._shards[failing], peer)
         if self.links.record_link_break(event, now_s):
