@@ -3,8 +3,8 @@ members differ.
 
 A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
 parameters of a transformer have some 10 kB: a number is written as its difference from the number
-in the last line that is otherwise the same, and the result is compressed. A listing that would
-exceed MAX_LISTING_BYTES is packed as digests of blocks of lines.
+at the same position in the previous line that is alike except for its numbers, and the result is
+compressed. A listing that would exceed MAX_LISTING_BYTES is packed as digests of blocks of lines.
 """
 
 import re

@@ -48,7 +48,7 @@ class ReusedMemory:
             if each.num_bytes == num_bytes:
                 fitting.append(each)
             else:
-                # They belong to another model or other ranks: not needed again soon.
+                # These pages belong to another model or other ranks: not needed again soon.
                 each.close()
         pages = fitting.pop() if fitting else _Pages(num_bytes)
         for each in fitting:
