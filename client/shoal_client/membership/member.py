@@ -122,7 +122,7 @@ class OwnJob:
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
-            # Another refusal, for example because the run was started over, has nothing to do with
+            # Another refusal, for example because the job was started over, has nothing to do with
             # several jobs.
             return failure
         by = "by an earlier session of this process" if again else "by others"

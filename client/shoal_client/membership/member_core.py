@@ -314,8 +314,8 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record that a coordinator has answered: the next refused certificate has the full
-        time."""
+        """Record that a coordinator has answered: if the certificate is refused later, the member
+        waits for a renewed one for the full time again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
 
@@ -350,7 +350,8 @@ class MemberCore:
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
-        """Send a heartbeat, unless the launcher did; a refused one ends the membership."""
+        """Send a heartbeat, unless the launcher did. If a heartbeat is refused, end the
+        membership."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []

@@ -186,12 +186,12 @@ class MemberSession:
     ) -> pb.GenerationRecord | None:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
-        None: it has begun. A record: the old generation stops here by agreement; bring this one up
-        instead, then ask again. Waits only while the members agree where to stop: if a coordinator
-        answers, no longer than a step of the slowest member. If the next generation does not
-        include this member, calls `hand_over` once, waits until that generation runs, and raises
-        MemberDrained. Raises DeadlineExceeded if the members do not agree in time, and any other
-        error that ended the membership.
+        Returns None once the step has begun. Returns a record if the old generation stops here by
+        agreement: bring up the record's generation instead, then ask again. Waits only while the
+        members agree where to stop: if a coordinator answers, no longer than a step of the slowest
+        member. If the next generation does not include this member, calls `hand_over` once, waits
+        until that generation runs, and raises MemberDrained. Raises DeadlineExceeded if the members
+        do not agree in time, and any other error that ended the membership.
 
         `steps_before_leaving`: if this member is to leave and no further generation follows, the
         step still begins, so that the members can write a checkpoint.

@@ -110,7 +110,7 @@ class JobShards:
         slot_bytes_for: Callable[[int], int] = int,
         table_of: Callable[[StateLost], str] = lambda lost: "",
     ) -> None:
-        """`adopt` gets each map that arrives, and returns the one to use. `transport`: see
+        """`adopt` gets each map that arrives, and returns the map to use. `transport`: see
         `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns the name of the
         table to which a lost shard belongs, or an empty text."""
         self._coordinators = Coordinators(coordinators)

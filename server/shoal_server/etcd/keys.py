@@ -55,7 +55,7 @@ def member(job: str, member_id: str) -> str:
 
 
 def job_state(job: str) -> str:
-    """Phase, bounds and newest generation number of a job."""
+    """The job's own record: bounds, newest generation number, progress, and how the job ended."""
     return f"{JOBS}{job}/state"
 
 
