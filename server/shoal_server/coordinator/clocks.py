@@ -125,7 +125,7 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """Drop the job's clocks: it is reset, or taken over. Calls that wait raise NotLeader."""
+        """Drop the clocks of a job that is reset or taken over. Calls that wait raise NotLeader."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
@@ -183,9 +183,8 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """Return the member's status once it may advance, or at the timeout, when members that are
-        stuck are declared lost. Raises Fenced if the member is lost, NotLeader if the job was
-        dropped."""
+        """Return the member's status once it may advance; or at the timeout, after declaring stuck
+        members lost. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:

@@ -1,9 +1,9 @@
-"""Reset of a job under its name: all its keys are deleted in one transaction.
+"""Reset of a job: all its keys are deleted in one transaction, so that its name is free.
 
 The versions of its published weights are dropped first. A crash before the transaction leaves the
 old job, perhaps without these versions; a crash after it leaves the name free. Shards and processes
 that survive the reset are recognised by their run: servers drop shards whose record is gone or
-belongs to another run, and generation numbers keep rising (`EarlierRuns`).
+belongs to another run, and calls of processes of an earlier run are refused (`EarlierRuns`).
 """
 
 from collections.abc import Sequence

@@ -182,7 +182,7 @@ class Retention:
 
 
 def _operations(job: str, cleared: StateRecord) -> list[Operation]:
-    """Operations that delete all keys of the job except its state record, and update that."""
+    """Operations that delete all keys of the job but its state record, and update that record."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

@@ -201,7 +201,7 @@ class Clocks:
         if newest is None:
             return self._floor
         start = newest.clock
-        # Members outside of a step do not hold it up: they enter the newest round as well.
+        # Members outside of a step hold nobody up: they enter the newest round as well.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)

@@ -29,7 +29,8 @@ class JobOperations:
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec(
-                "this coordinator takes no snapshots", expected="one without --no-parameters"
+                "this coordinator takes no snapshots",
+                expected="a coordinator started without --no-parameters",
             )
         await self._take(job)
 

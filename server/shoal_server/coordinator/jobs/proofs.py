@@ -1,4 +1,4 @@
-"""Checks of the secrets that callers present: a job's, a launcher's."""
+"""Checks of the secrets that callers present: a job's or a launcher's."""
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.secrets import JOB_VARIABLE, matches_digest

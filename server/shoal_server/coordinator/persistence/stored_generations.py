@@ -96,7 +96,8 @@ class StoredGenerations:
     """Numbers of the decided generations of one job in etcd."""
 
     def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
-        """`records`: the newest in etcd, in order. `older`: numbers to delete at the next call."""
+        """`records`: the newest in etcd, in order. `older`: numbers of older records in etcd, which
+        the next call of `decided` deletes."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 

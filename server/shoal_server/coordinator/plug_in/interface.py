@@ -59,8 +59,8 @@ class PublishedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Functions that take a job accept any name, except
-    `declare_lost`."""
+    """The coordinator, as a plug-in sees it. Functions that take a job accept the name of an
+    unknown job, except `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -152,7 +152,7 @@ class PlugIn:
         """Drop a job's state from memory, since its records were replaced; they are read again."""
 
     async def num_samples(self, job: str) -> int | None:
-        """Number of samples that a job's members have completed; None if it leases none. Raises
+        """Number of samples that a job's members have completed; None if they lease none. Raises
         JobQuarantined, and what the store raises."""
         return None
 
@@ -197,7 +197,7 @@ def _not_served() -> NoServers:
     return NoServers(
         "this coordinator serves no jobs with parameters on servers",
         seen="a coordinator that was started with --no-parameters",
-        expected="one without that option",
+        expected="a coordinator without that option",
         fix="Restart it without that option; for a cluster of `shoal run`, use --ps 1 or more.",
     )
 

@@ -148,8 +148,8 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Take the automatic snapshots, of each job one after the other. Slow storage delays other
-        jobs only if JOBS_AT_ONCE snapshots are slow at once."""
+        """Take the automatic snapshots of all jobs, for each job one at a time. Slow storage delays
+        other jobs only if JOBS_AT_ONCE snapshots are slow at once."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 

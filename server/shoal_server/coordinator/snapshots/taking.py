@@ -55,7 +55,7 @@ PUBLISH_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """State of jobs at the coordinator that a snapshot includes."""
+    """State of jobs that the coordinator keeps, and that a snapshot includes."""
 
     cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
     """Returns the sample ledger of a job, as of some moment during the call; None if it has
@@ -204,7 +204,7 @@ class SnapshotTaker:
 
     async def _check_has_shards(self, job: str) -> None:
         """Raise SnapshotFailed unless the job's shards are placed. Called before anything is
-        written, so that nothing is left of a job that does not exist."""
+        written, so that no key is made for a job that does not exist."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _no_shards_error(job)
 
