@@ -34,7 +34,8 @@ class Member:
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files that the members of this host share. Without it each fetches its own."""
+    """Directory for files that the members of this host share. None: they share no files, and each
+    member fetches its rosters for itself."""
     admission_s: float = ADMISSION_S
     """Time within which a coordinator must admit the member, so that a wrong address is
     reported."""

@@ -136,7 +136,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.request_leave(event.reason)
-                # Before admission no request can be sent: it is sent on admission.
+                # Before admission no request can be sent: this one is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -550,8 +550,8 @@ class MemberCore:
     ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if the generation, in which a collective failed, is over for all.
 
-        Only the coordinator's notice ends the wait: while no coordinator is reached, the limit does
-        not run.
+        Also over if the membership has ended. While no coordinator is reached, the limit does not
+        run.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

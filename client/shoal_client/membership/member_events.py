@@ -277,7 +277,7 @@ class ValidateRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class BreakGeneration:
-    """The generation is over: cut its collectives."""
+    """The generation is over: abort its collectives."""
 
     generation: int
     reason: str

@@ -92,9 +92,9 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
-        its `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such as
-        JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
-        AccessDenied.
+        its `admission_s`), MemberDrained if the member is asked to leave before that, or the
+        refusal, such as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict,
+        ProtocolMismatch or AccessDenied.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
@@ -244,9 +244,9 @@ class MemberSession:
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; True if it is over. Only
-        the coordinator's notice ends the wait: while no coordinator is reached, `limit_s` does not
-        run.
+        """Wait for the break of a generation in which a collective failed; return True if the
+        generation is over or the membership has ended, False after `limit_s`. While no coordinator
+        is reached, `limit_s` does not run.
         """
         since_s = time.monotonic()
         return self._decided(

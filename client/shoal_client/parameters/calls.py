@@ -116,8 +116,7 @@ class ParameterCalls:
         return self._stub.Push(requests(), timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
-        """Raise InvalidSpec if the server does not read gradients compressed in one of these
-        ways."""
+        """Raise InvalidSpec unless the server reads compressed gradients of all these kinds."""
         if kinds and self._codecs is None:
             request = DescribeRequest(job=self._token().job)
             self._codecs = frozenset(self._stub.Describe(request, timeout=timeout_s).codecs)

@@ -255,7 +255,7 @@ class ShardServers(Generic[Stub]):
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
         """Connect, in the background, to a server that is about to be called. If `connect` fails,
-        the call connects again."""
+        that is logged, and the first call to the server connects."""
         with self._lock:
             if self._closed.is_set() or address in self._reached or address in self._ahead:
                 return
@@ -274,8 +274,9 @@ class ShardServers(Generic[Stub]):
     def _stub(self, address: str) -> Stub:
         with self._lock:
             ahead = self._ahead.pop(address, None)
-        # A connection that still waits for a thread of the pool is opened here instead: all threads
-        # may be waiting for such connections. Otherwise wait: a stub is for one thread at a time.
+        # `connect` may still wait for a thread of the pool. Then it is dropped, and this call
+        # connects: all threads may be waiting here. If it runs, wait for its end: a stub is for one
+        # thread at a time.
         if ahead is not None and not ahead.cancel():
             ahead.result()
         return self._stub_for(address)

@@ -88,7 +88,8 @@ class TablePushResult:
     steps: dict[Where, int] = field(default_factory=dict)
     """Number of the table's steps that each shard knows of."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, redirects included."""
+    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
+    round."""
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)

@@ -129,8 +129,8 @@ def assignments_head(job: str) -> str:
 
 
 def assignments_of_run(job: str, run: str) -> str:
-    """Prefix of the assignments of one run. Another run of the job, or an unfinished placement, may
-    have left assignments beside them."""
+    """Prefix of the assignments of one placement, whose random id is `run`. Earlier or unfinished
+    placements of the job may have left assignments under other ids."""
     return f"{ASSIGNMENTS}{job}/{run}/"
 
 

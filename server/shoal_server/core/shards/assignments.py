@@ -114,8 +114,8 @@ class JobAssignments:
     """Wanted copies of each shard, including the primary."""
     shards: tuple[ShardAssignment, ...]
     run: str = ""
-    """Random id of this placement. Shards of another run of the job are different shards, even
-    with equal ids and epochs."""
+    """Random id of this placement. Shards of another placement of the job are different shards,
+    even with equal ids and epochs."""
     job_run: str = ""
     """Run that the job's members state, if the coordinator restored the job while they trained on;
     empty: `run`."""

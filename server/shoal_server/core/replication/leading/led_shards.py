@@ -102,7 +102,8 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.retain_followers(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # A lost holder that a write in progress keeps as a follower may be named again.
+        # Includes a holder that was lost and is named again, although it stayed a follower because
+        # of a write in progress.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.add_use(holder, led.key)
