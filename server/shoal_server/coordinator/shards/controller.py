@@ -175,7 +175,7 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job whose records are gone or belong to another run."""
+        """Drop the state of a job whose records are gone or belong to another placement."""
         for by_job in (
             self._last,
             self._troubles,

@@ -116,7 +116,7 @@ class HeartbeatReceived(MemberEvent):
     """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or if
     that is unknown."""
     loads: bool = False
-    """True if that code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch to be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

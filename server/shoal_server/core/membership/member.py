@@ -38,7 +38,7 @@ class TrainerActivity:
     """Time since which the trainer has been in the script's own code; None if it is not there, or
     if that is unknown."""
     loads: bool = False
-    """True if that code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch to be loaded."""
     waits_for_others: bool = False
     """True if the trainer is known to wait for other members."""
 

@@ -25,7 +25,7 @@ class KnownRecords:
 
     @property
     def runs(self) -> Mapping[Key, str]:
-        """Run of the job to which each shard's record belongs."""
+        """`JobAssignments.run` of each shard's record."""
         return MappingProxyType(self._runs)
 
     def keys_of(self, job: str) -> list[Key]:

@@ -178,7 +178,7 @@ class ReplicationCore:
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
         if new is not None and self._records.is_of_another_run(key, event.run):
-            # Shards of another run are different shards: drop what is here of the old run.
+            # Shards of another placement are different shards: drop what is here of the old ones.
             yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.store_record(key, new, event.run)
         if old is not None and self.me in old.backups:

@@ -3,7 +3,7 @@
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect, and
 the next placement deletes them. Keys contain the run, a random id of the placement, so no two
-placements collide, and records of different runs are never confused.
+placements collide, and their records are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

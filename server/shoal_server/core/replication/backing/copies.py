@@ -84,7 +84,7 @@ class _PendingOffers:
 
 
 class Copies:
-    """Copies on this server. `runs`: the run of the job to which each shard's record belongs."""
+    """Copies on this server. `runs`: `JobAssignments.run` of each shard's record."""
 
     def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
         self._me = me
@@ -168,7 +168,7 @@ class Copies:
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
         """The refusal if the record does not name the sender as the shard's primary of that epoch,
-        or does not place the shard here. Epochs of different runs are not compared."""
+        or does not place the shard here. Epochs of different placements are not compared."""
         is_same_run = isinstance(message, UpdateMessage) or message.run in (
             "",
             self._runs.get(message.key),

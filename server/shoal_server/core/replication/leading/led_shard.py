@@ -131,7 +131,7 @@ class LedShard:
         """Records that followers may still need."""
         self.born = born
         self.run = ""
-        """Run of the job to which the record belongs."""
+        """`JobAssignments.run` of the shard's record."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard, and must be removed from the record."""

@@ -76,7 +76,7 @@ class LeadShard:
     key: Key
     epoch: int
     run: str = ""
-    """The run of the job that the shard belongs to."""
+    """`JobAssignments.run` of the shard's record."""
 
 
 @dataclass(frozen=True, slots=True)

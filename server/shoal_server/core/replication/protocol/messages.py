@@ -25,8 +25,8 @@ class Offer:
     born: int
     """Epoch in which the shard got its first values. Shards born in different epochs differ."""
     run: str = ""
-    """Run of the primary's record: epochs of different runs are not comparable. Empty: not
-    stated."""
+    """`JobAssignments.run` of the primary's record: epochs of different placements are not
+    comparable. Empty: not stated."""
 
 
 @dataclass(frozen=True, slots=True)
