@@ -198,9 +198,8 @@ class JobShards:
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Run attempts at every server until each shard is done; return the number of rounds beyond
-        the first. See `ShardServers.run`. A StateLost also has the newest version seen, and the
-        table."""
+        """Run attempts at every server until each shard is done. Returns and raises what
+        `ShardServers.run` does; a StateLost also has the newest version seen, and the table."""
         try:
             return self._servers.run(
                 self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids
@@ -217,8 +216,8 @@ class JobShards:
         return explained
 
     def push(self, push: ShardPush) -> int:
-        """Push until each shard has applied its part or refused it as stale; return the number of
-        rounds beyond the first."""
+        """Push until each shard has applied its part or refused it as stale. Returns and raises
+        what `run` does."""
 
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]

@@ -144,7 +144,7 @@ class Retention:
         match what:
             case DueAction.ABANDON:
                 after_s = self._limits.abandon_after_s
-                # If it cannot be abandoned now, the full time passes before the next attempt.
+                # If the job cannot be abandoned now, the full time passes before the next attempt.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
             case DueAction.KEEP_RESULT:

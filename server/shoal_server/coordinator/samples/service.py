@@ -263,7 +263,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         async with self._opening_lock(job):
             async with self._writing:
                 self._close(job)
-            # The other ledgers are written meanwhile, and this one is in no later pass.
+            # Without `_writing`, other ledgers are written meanwhile; this one is not open.
             yield
 
     def _opening_lock(self, job: str) -> asyncio.Lock:

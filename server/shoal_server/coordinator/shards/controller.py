@@ -306,7 +306,7 @@ class TorchVersions:
         self._logged: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[registered.Server]) -> None:
-        """Note all live servers; log a warning if their torch versions differ."""
+        """Note all registered servers; log a warning if their torch versions differ."""
         by_version: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:
