@@ -2,8 +2,8 @@
 
 The versions of its published weights are dropped first. A crash before the transaction leaves the
 old job, perhaps without these versions; a crash after it leaves the name free. Shards and processes
-that survive the reset are recognised by their run: servers drop shards whose record is gone or
-belongs to another run, and calls of processes of an earlier run are refused (`EarlierRuns`).
+that survive the reset are recognised: servers drop shards whose record is gone or belongs to
+another placement, and calls of processes of an earlier run are refused (`EarlierRuns`).
 """
 
 from collections.abc import Sequence

@@ -118,7 +118,8 @@ class SnapshotService(SnapshotsServicer):
         # By lineage, not by time: a clock may have been set back since the job began.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # An operator chose this snapshot: newer ones have the state that it replaced.
+                # The present shards began with this snapshot: newer ones have the state that it
+                # replaced.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url

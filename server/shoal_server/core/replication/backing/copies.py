@@ -153,9 +153,9 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        """True if the record is of the sender's run, and names the sender as the shard's primary of
-        that epoch and this server as another holder."""
-        # An update names no run: the run was checked when the copy began.
+        """True if the record is of the sender's placement, and names the sender as the shard's
+        primary of that epoch and this server as another holder."""
+        # An update has no `run`: the placement was checked when the copy began.
         run = "" if isinstance(message, UpdateMessage) else message.run
         return (
             assignment is not None
