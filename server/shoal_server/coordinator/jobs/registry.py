@@ -315,7 +315,9 @@ class Registry:
         if job in self._unread:
             raise Unavailable(f"job {job} is being read from etcd", expected="a retry in a moment")
         if job in self._resetting:
-            raise Unavailable(f"job {job} is being started over", expected="a retry in a moment")
+            raise Unavailable(
+                f"job {job} is being reset or cleared", expected="a retry in a moment"
+            )
 
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)

@@ -291,7 +291,7 @@ async def place(
     operations: Sequence[Operation] = (),
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
-    """Write the records of a run that has none yet: first the shards' records, then the head and
+    """Write the records of a new placement: first the shards' records, then the head and
     `operations` in one transaction that decides the placement.
 
     `compares` are conditions of that transaction, and so are the shards' records, which must still
@@ -306,8 +306,8 @@ async def place(
     async def write(batch: Sequence[ShardAssignment]) -> Compare:
         return await _write(store, assignments, batch)
 
-    # The records of a run are always deleted together. So if the first one still exists at the
-    # end, all that were written after it exist too.
+    # The records of a placement are always deleted together. So if the first one still exists at
+    # the end, all that were written after it exist too.
     still_there = await write(first)
     await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
