@@ -234,7 +234,8 @@ def _found_on_disk(shard: ShardAssignment) -> str:
     if shard.found_foreign:
         return (
             f"; the journal that server {shard.on_disk} was started with is of another run of the"
-            f" job, or of another cluster; its own had reached {reached}"
+            f" job, of its shards before a restore, or of another cluster; its own had reached"
+            f" {reached}"
         )
     return (
         f"; the journal of server {shard.on_disk} is an older copy: it has version"
