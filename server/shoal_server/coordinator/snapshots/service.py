@@ -123,7 +123,9 @@ class SnapshotService(SnapshotsServicer):
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
-                return _not_restored(f"Its snapshots at {where} are of an earlier run")
+                return _not_restored(
+                    f"Its newest snapshot at {where} was taken before the job was started over"
+                )
         try:
             restored = await self._restorer.restore(library, number, under_members=True)
         except UnknownSnapshot:

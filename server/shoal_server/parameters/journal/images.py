@@ -67,8 +67,8 @@ class JournalImages:
         return kept
 
     def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: the
-        job's run."""
+        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: see
+        `Journal.put_image`."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 

@@ -48,7 +48,7 @@ class _JournaledShard:
 
     replica: ShardReplica
     run: str
-    """The job's run."""
+    """`JobAssignments.run` of the shard's record."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk. None once the image is on disk, and while
@@ -94,8 +94,9 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def start_journaling(self, replica: ShardReplica, run: str = "") -> None:
-        """Start to journal a shard of which this server is now the primary; `run`: its job's run.
-        Updates that are applied before the shard's image is on disk are written after it."""
+        """Start to journal a shard of which this server is now the primary. Updates that are
+        applied before the shard's image is on disk are written after the image. `run`:
+        `JobAssignments.run` of the shard's record."""
         self._start(_JournaledShard(replica, run, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:
@@ -202,7 +203,7 @@ class ShardJournal:
             with image:
                 if ends is not None:
                     # Without the end entry before it, the image would seem older than records of an
-                    # earlier run, which may have higher versions.
+                    # earlier placement, which may have higher versions.
                     ends.result()
                 self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
                 return image.version

@@ -107,7 +107,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 files.append(messages.file_of(part))
             return pb.WriteReply(files=files)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "the call that writes it ended")
+            self._barriers.abort(request.job, request.cut_id, "the call that writes the cut ended")
 
     async def Publish(self, request: pb.PublishCutRequest, context: Context) -> pb.PublishCutReply:
         put = PutSegmentRequest(
@@ -124,10 +124,12 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 segments.append(await self._weights.keep_cut(put, planned(image)))
             return pb.PublishCutReply(segments=segments)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "the call that publishes it ended")
+            self._barriers.abort(
+                request.job, request.cut_id, "the call that publishes the cut ended"
+            )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
-        self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")
+        self._barriers.abort(request.job, request.cut_id, "the coordinator gave the cut up")
         return pb.AbortReply()
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:

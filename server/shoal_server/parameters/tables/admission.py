@@ -1,4 +1,5 @@
-"""Admission of ids: all get a row, or only ids pushed often enough, or a share chosen by hash.
+"""Admission of ids: each id gets a row at its first push, or once it was pushed often enough, or
+with a fixed probability at each push.
 
 A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
 """
