@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_stdout_closed():
-            raise  # of a socket or of another pipe
+            raise  # a socket or another pipe broke
         # Without this, Python would complain again in its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -149,7 +149,7 @@ def _carry_out(given: Sequence[str]) -> int:
         tracing.from_environment(_name_of(given))
         return run()
     except ShoalError as error:
-        # The name leads to its section in docs/troubleshooting.md.
+        # docs/troubleshooting.md has a section for each class of error.
         message = printable(str(error), lines=True)
         print(f"shoal: {message} [{type(error).__name__}]", file=sys.stderr)
         return FAILED

@@ -1,10 +1,10 @@
-"""Pauses between attempts: one policy for clients of the coordinators, of etcd, and for servers."""
+"""Pauses between attempts: one policy for servers, and for clients of coordinators and etcd."""
 
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""Usual length of a leader failover. Until the default pauses have this sum, none is longer than
-PROMPT_LONGEST_S."""
+"""Usual length of a leader failover. As long as the default pauses together are shorter than this,
+each is at most PROMPT_LONGEST_S."""
 PROMPT_LONGEST_S = 0.2
 
 
@@ -19,8 +19,8 @@ def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
 
 
 class BackOff:
-    """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`; see also
-    `chance` of `pause_s`.
+    """Pauses of one caller, each twice as long as the one before, from `first_s` up to `longest_s`;
+    see also `chance` of `pause_s`.
 
     The defaults are for a caller that looks for the leading coordinator: pauses stay short for as
     long as a leader failover takes.

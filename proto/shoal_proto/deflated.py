@@ -1,4 +1,6 @@
-"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store not trusted."""
+"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store that is not
+trusted.
+"""
 
 import zlib
 
@@ -13,5 +15,5 @@ def inflate(packed: bytes, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not inflating.eof or len(data) > max_bytes:
-        raise ValueError(f"they are cut off, or inflate to more than {max_bytes} bytes")
+        raise ValueError(f"bytes that are cut off, or inflate to more than {max_bytes} bytes")
     return data

@@ -46,8 +46,8 @@ class ShoalError(Exception):
 
     @staticmethod
     def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
-        """Return the error of a `to_dict`; an InternalError if this release does not know its
-        kind. Parts that this release does not know are ignored."""
+        """Return the error that `to_dict` made into `parts`; an InternalError if this release does
+        not know its kind. Parts that this release does not know are ignored."""
         kind = ShoalError.kinds.get(parts["kind"], InternalError)
         return kind(**{key: parts[key] for key in ShoalError._PARTS if key in parts})
 
@@ -350,5 +350,6 @@ class JobQuarantined(CorruptError):
 
 
 class InternalError(CorruptError):
-    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also stands
-    for errors of kinds that this release does not know."""
+    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
+    in place of errors of kinds that this release does not know.
+    """

@@ -50,7 +50,7 @@ class StepParts:
     data_s: Amount | None = None
     """Seconds of waiting for a batch to be loaded; null if the script loads batches itself."""
     compute_s: Amount
-    """Seconds of a step's passes and update, without the exchange."""
+    """Seconds of a step's forward and backward passes and its update, without the exchange."""
     exchange_s: Amount
     """Seconds in which the step waited for other members or for parameter servers. Exchange that
     runs beside the backward pass, or on a GPU, does not count."""
@@ -108,7 +108,7 @@ class HealthFigures:
     """Memory in use: what torch holds on the GPU, or the process's if it trains on the CPU."""
     cpu_cores: Annotated[Amount | None, Gauge("shoal_member_cpu_cores")] = None
     """Processors that the process used on average: 1.5 is one and a half. Processes that it has
-    started, as for loading, do not count."""
+    started, such as a DataLoader's workers, do not count."""
     host_received_bytes_per_s: Annotated[
         Amount | None, Gauge("shoal_member_host_received_bytes_per_second")
     ] = None

@@ -58,6 +58,6 @@ def check_prefix(prefix: str) -> None:
     if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
         expected = PREFIX_RULE
     elif "/shoal/v1/" in f"{prefix}/":
-        expected = "one without /shoal/v1, which contains the keys of another cluster"
+        expected = "a prefix without /shoal/v1, below which another cluster has its keys"
     if expected:
         raise InvalidSpec("bad --prefix", seen=repr(prefix[:MAX_PREFIX_LENGTH]), expected=expected)

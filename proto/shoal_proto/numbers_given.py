@@ -1,7 +1,7 @@
 """Conversion of the numbers that a script passes, of any library, into Python's own numbers.
 
-Each is converted once, where it enters Shoal: NumPy's integers overflow, its floats are not Python
-floats to JSON and checkpoints, and a 0-d tensor compares as a tensor.
+Each is converted once, where it enters Shoal: NumPy's integers overflow, JSON and checkpoints do
+not accept most of its floats, and a 0-d tensor compares as a tensor.
 """
 
 import math

@@ -26,9 +26,9 @@ M = TypeVar("M", bound=Message)
 def roster_digest(roster: Roster) -> str:
     """Return the SHA-256, in hex, of the roster's encoding: fields by number, map entries by key.
 
-    Protobuf leaves the order of a map's entries open unless asked for a deterministic one. Members
-    and coordinator have the same message type: another protocol version is refused when a member
-    attends.
+    Protobuf leaves the order of a map's entries open unless asked for a deterministic one. Fields
+    that this release does not know are encoded last. A later release gives its new fields higher
+    numbers, so members of both releases compute the same digest.
     """
     return hashlib.sha256(roster.SerializeToString(deterministic=True)).hexdigest()
 

@@ -2,8 +2,8 @@
 
 The status code shows any gRPC client the kind of failure; the trailing metadata entry
 `shoal-error-bin` has the error, from which a Shoal client raises the same class again. If the error
-is larger than 4 KiB, its texts are cut there, and some of its details left out. The text of the
-status takes at most 1 KiB.
+is larger than 4 KiB, the entry has its texts cut, and some of its details are left out. The text of
+the status takes at most 1 KiB.
 """
 
 from collections.abc import Iterable, Mapping

@@ -9,7 +9,9 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
 NUM_SLOTS = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
-"""Size up to which each part of a call gets its own slot: then neither end waits for the other."""
+"""Size up to which an arena has one slot for each part of a call: then neither end waits for the
+other.
+"""
 MIN_SLOTS = 3
 """Minimum number of slots. A server reads one shard ahead; with fewer both ends would wait for each
 other."""

@@ -262,7 +262,7 @@ def _announced_values(reply: ShardData) -> Iterable[tuple[int, int]]:
 
 
 def _announced_outcomes(reply: PushReply) -> Iterable[tuple[int, int]]:
-    """The shards of the outcomes; only the last one may return values."""
+    """The shards of the outcomes, without values; then the shard whose values follow, if any."""
     announced = [(outcome.shard_id, 0) for outcome in reply.outcomes]
     if reply.HasField("version"):
         announced.append((reply.version.shard_id, reply.version.num_bytes))

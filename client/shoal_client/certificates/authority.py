@@ -20,7 +20,9 @@ CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
 """Longest validity of a certificate."""
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Longer than that of certificates, which are issued a moment later."""
+"""Validity of an authority: longer than MAX_VALID, since certificates are issued after their
+authority.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ def _dns_name(host: str) -> x509.DNSName:
         raise InvalidSpec(
             "a host's name cannot be in a certificate",
             seen=repr(host),
-            expected="ASCII only: a name with other letters in its form xn--...",
+            expected="ASCII; a name with other letters in its form xn--...",
         ) from error
 
 

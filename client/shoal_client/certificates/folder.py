@@ -75,7 +75,7 @@ class CertificateFolder:
             ) from error
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
-        # All before the first file, so that an `init` that is refused can be repeated.
+        # Issue all certificates before writing a file, so that a refused `init` can be repeated.
         issued = {}
         for role in roles:
             named = hosts if role is CertificateRole.COORDINATOR else ()

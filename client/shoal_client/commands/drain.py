@@ -41,7 +41,7 @@ class DrainConfig:
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 60.0
     """Seconds to wait for the member to leave."""
     reason: str = "an operator asked for it"
-    """Reason that the other members get."""
+    """Reason to show to the other members."""
     job_secret: JobSecretFile = None
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ class WaitConfig:
     job: str = field(kw_only=False)
     """Name of the job."""
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = math.inf
-    """Seconds to wait. 0: only look. By default without a limit."""
+    """Seconds to wait. 0: do not wait. By default without a limit."""
     coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
@@ -187,8 +187,8 @@ def wait(config: WaitConfig) -> int:
 
 
 def retry(config: RetryConfig) -> int:
-    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec: the job has
-    members, or its records were removed and `--from-scratch` was not given.
+    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if the job has
+    members, or if its records were removed and `--from-scratch` was not given.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)

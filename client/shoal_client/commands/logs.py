@@ -172,7 +172,7 @@ def _follow(
             try:
                 page = client.output(job, member, after=after)
             except (NotLeader, Unavailable):
-                continue  # a coordinator will lead again, or the launcher answer
+                continue  # a coordinator will lead again, or the launcher will answer
             except UnknownMember:
                 page = None
             if page is None or (not page["is_live"] and not page["lines"]):

@@ -177,8 +177,9 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 
 @contextmanager
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
-    """Yield a function that calls the leading coordinator. Each call is made once: calls take long,
-    and errors are raised at once."""
+    """Yield a function that calls the leading coordinator. The function does not repeat a call that
+    fails, because calls take long.
+    """
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     coordinators = Coordinators(options.addresses)
 

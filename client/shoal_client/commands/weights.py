@@ -54,10 +54,11 @@ class WeightsConfig:
     to: Annotated[int, Parameter(metavar="N")] = 0
     """rollback: number of the version whose bytes become the newest version."""
     into: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """export: directory to write; for SGLang the one above the directories of versions,
-    `weight_v000057`."""
+    """export: directory to write. For SGLang it gets a directory for each version, such as
+    `weight_v000057`.
+    """
     format: Literal["safetensors", "sglang"] = "safetensors"
-    """export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
+    """export: write a Hugging Face model, or the files that SGLang, slime and miles pull."""
     base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
     """export: directory whose config and tokenizer are copied next to the weights."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
@@ -96,7 +97,8 @@ _USAGE = {
 
 
 def weights(config: WeightsConfig) -> int:
-    """Carry out the action, print its result. Returns 1 if `list` shows a reader of wrong bytes."""
+    """Carry out the action and print its result. Returns 1 if `list` shows a reader with wrong
+    bytes."""
     options = config.call
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":

@@ -85,8 +85,8 @@ class Channels:
 
     def to(self, address: str) -> grpc.Channel:
         """The channel to the address with the present certificate. After a renewal this is a new
-        one. Of the earlier channels to the address the newest stays open: it may still carry a
-        call."""
+        channel. The previous channel to the address stays open, since it may still carry a call.
+        """
         key = address, material()
         channel = self._open.get(key)
         if channel is None:
@@ -166,11 +166,13 @@ class Coordinators:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
-        for a request that may be carried out twice. Raises the server's error, or
-        CertificateRefused: at once if TLS fails with every replica. A RetryError, or a
-        CertificateRefused of some replicas, is raised only if no time is left for another attempt,
-        if `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
-        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
+        for a request that may be carried out twice. Raises a refusal by the server at once, and
+        CertificateRefused at once if TLS fails with every replica. Another RetryError or
+        CertificateRefused is raised only if no time is left for another attempt, if `gives_up()`
+        returns True after an attempt, or once the connection is closed. A DeadlineExceeded of an
+        attempt for which less than `attempt_s` was left is raised even if there is time left: a
+        server may answer with this error early.
+        """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:

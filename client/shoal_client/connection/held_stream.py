@@ -1,4 +1,4 @@
-"""Streams from the coordinators: a replica that accepts connections and does not answer is left."""
+"""Streams from the coordinators, with a time limit for the first answer of each replica."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -28,8 +28,9 @@ class Stream(Protocol[Message_co]):
 
 
 class HeldStream:
-    """Streams from the coordinators, one after another. One thread holds them; any thread may end
-    them."""
+    """Streams from the coordinators, one after another. One thread reads them; any thread may end
+    them.
+    """
 
     def __init__(self, first_answer_s: float) -> None:
         """`first_answer_s`: time to wait for a coordinator's first message; doubled each time, up
@@ -47,8 +48,10 @@ class HeldStream:
         start: Callable[[grpc.Channel], Stream[M]],
         handle: Callable[[M], object],
     ) -> ShoalError | None:
-        """Hold a stream, which `start` opens on a channel, until it ends or `handle` raises a
-        ShoalError. Returns the error that ended it; None without one."""
+        """Open a stream with `start`, and pass its messages to `handle` until the stream ends or
+        `handle` raises a ShoalError. Returns the error that ended the stream; None without an
+        error.
+        """
         address = self.address = coordinators.current
         try:
             stream = coordinators.on_channel(start)

@@ -104,9 +104,9 @@ def count_asynchronous(
 ) -> SampleAudit:
     """Count a run in which each worker's step is one push. A killed worker's last push may have
     been applied without an acknowledgement. The number of such pushes is `pushes_applied` minus the
-    number of acknowledged pushes; the first unacknowledged pushes of `accounts` are counted. If
-    `pushes_applied` is None (unknown), all unacknowledged pushes count as applied, so that no
-    repetition is missed.
+    number of acknowledged pushes: so many of the unacknowledged pushes are counted, in the order of
+    `accounts`. If `pushes_applied` is None (unknown), all unacknowledged pushes count as applied,
+    so that no repetition is missed.
     """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()

@@ -36,8 +36,10 @@ class _Watched:
     @property
     def status_query(self) -> tuple[str, str] | None:
         """Job to ask about, and the member that the process claims to be ("" without a claim). None
-        if it gets notices itself: it has a claim, is neither halted nor hung, and its membership
-        has not ended. None also without a claim, unless it was halted before it joined."""
+        if the process gets notices itself: it has a claim, is neither halted nor hung, and its
+        membership has not ended. None also without a claim, unless the process was halted before it
+        joined.
+        """
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None

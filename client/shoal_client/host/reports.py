@@ -47,8 +47,9 @@ SILENT_S = 5.0
 OTHERS_WITHIN_S = 0.5
 """Time for which other coordinators may answer after one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases in which a job cannot be joined until an operator allows it. FINISHED is not among them: a
-worker that joins a finished job is refused."""
+"""Phases in which a job cannot be joined until an operator allows it. FINISHED is not among them:
+see `HostReporter.finished`.
+"""
 FINISHED = "finished"
 MAX_REPORTS = 1000
 """Maximum number of reports that wait until a coordinator answers."""

@@ -23,7 +23,7 @@ class StopOrders:
 
     @property
     def were_given(self) -> bool:
-        """True if a signal has come."""
+        """True if a signal was received."""
         return self._first != 0
 
     @property

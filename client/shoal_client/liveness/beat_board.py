@@ -158,8 +158,8 @@ class BeatSlot:
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
         """Ask the launcher to send heartbeats for this process, as the member in the token. The
-        launcher stops once no thread of the process has called `runs` for `patience_s`: the process
-        then counts as hung.
+        launcher stops sending them once no thread of the process has called `runs` for
+        `patience_s`: the process then counts as hung.
         """
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)

@@ -131,8 +131,8 @@ class ExitWatch:
 
 def exit_code_of(pid: int) -> int | None:
     """The exit code of a process that has begun to exit; -N for signal N. None if the process has
-    not begun to exit or is gone, or if the kernel shows 0: that may be the code, or stand for a
-    code that this user may not read.
+    not begun to exit or is gone, or if the kernel shows 0: the code may be 0, or a code that this
+    user may not read.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

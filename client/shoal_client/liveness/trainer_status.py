@@ -16,7 +16,7 @@ class TrainerStatus:
     """Time since which the trainer is in the script's own code, by CLOCK_MONOTONIC; 0: it is
     not."""
     loads: bool = False
-    """True if that code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch to be loaded."""
 
     @property
     def own_code_s(self) -> float:

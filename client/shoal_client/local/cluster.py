@@ -257,9 +257,9 @@ class LocalCluster:
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Ask a server to hand its shards over to the others and to end, and wait for its end.
 
-        From now on the server is not started again, even if that has begun. Raises Unavailable
-        after `timeout_s`: the server then still hands over, and ends later. Does nothing if there
-        is no server of that name.
+        The server is not started again after this call, even if a restart has begun. Raises
+        Unavailable after `timeout_s`: the server then still hands over, and ends later. Does
+        nothing if there is no server of that name.
         """
         if name not in self._servers:
             return

@@ -31,7 +31,8 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
 
 
 def attend(request: pb.AttendRequest, joining: OngoingSpan) -> Callable[[grpc.Channel], Notices]:
-    """Function that opens a stream of notices. `joining`: the parent of its span, until it ends."""
+    """Function that opens a stream of notices. `joining`: parent of the call's span, until
+    `joining` ends."""
 
     def open_stream(channel: grpc.Channel) -> Notices:
         with joining.within(), tracing.span("Attend"):

@@ -17,7 +17,8 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """First step that was not begun yet. No step from here on begins before `stop_at` is known."""
+    """First step that was not begun yet. This step and later ones do not begin before `stop_at` is
+    known."""
     stop_at: int | None = None
 
     @property
@@ -53,7 +54,7 @@ class GenerationTrack:
         self._ready_generation = 0
         self._begun = -1
         self._crossed_at: int | None = None
-        """Step at which the old generation stopped, if this one was planned."""
+        """Step at which the previous generation stopped, if the present one was planned."""
         self._step_report: pb.SettleRequest | None = None
         """Step report after the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
@@ -84,8 +85,8 @@ class GenerationTrack:
         """Begin the step, or return the generation to bring up instead, or the change that the
         trainer has to wait for."""
         change = self.change
-        # No step from the offer on is begun before all members have agreed where to stop:
-        # `boundary`.
+        # The offered step and later ones are not begun before all members have agreed where to stop
+        # (see `boundary`).
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
             return BEGUN
@@ -139,8 +140,8 @@ class GenerationTrack:
     # --- the coordinator ---
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
-        """True if survivors formed a generation that replaces this member's. The old one is then
-        over, even if its leader died before it notified any member.
+        """True if survivors formed a generation that replaces this member's. The old generation is
+        then over, even if the leader died before it notified any member of the break.
         """
         roster = record.roster
         formed = roster.synchronous and not roster.planned
@@ -166,8 +167,8 @@ class GenerationTrack:
             return None
         if self.change is None or self.change.generation != number:
             self.change = PlannedChange(record=record, offer=self._begun + 1)
-        # A repeated record gets the same offer: since the first one, this member has begun only
-        # steps below it.
+        # A repeated record gets the same offer: since the first offer, this member has begun only
+        # steps below the offered one.
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:

@@ -24,9 +24,9 @@ class HostFiles:
     """Answers in a directory that a launcher made for its workers, one file each.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
-    processes from fetching the same answer. The kernel releases it when its holder ends; other
-    processes wait for a halted holder only `wait_s`. If the directory cannot be made, each process
-    fetches for itself.
+    processes from fetching the same answer. The kernel releases the lock when the process that
+    holds it ends; if that process is halted, the others wait for at most `wait_s`. If the directory
+    cannot be made, each process fetches for itself.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:

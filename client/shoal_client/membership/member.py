@@ -34,7 +34,8 @@ class Member:
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files that the members of this host share. Without it each fetches its own."""
+    """Directory for files that the members of this host share. None: they share no files, and each
+    member fetches its rosters for itself."""
     admission_s: float = ADMISSION_S
     """Time within which a coordinator must admit the member, so that a wrong address is
     reported."""
@@ -122,7 +123,8 @@ class OwnJob:
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
-            # Another refusal, such as a run that was started over: not due to several jobs.
+            # Another refusal, for example because the job was started over, has nothing to do with
+            # several jobs.
             return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"

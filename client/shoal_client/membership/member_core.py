@@ -136,7 +136,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.request_leave(event.reason)
-                # Before admission no request can be sent: it is sent on admission.
+                # Before admission no request can be sent: this one is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -314,8 +314,8 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record that a coordinator has answered: the next refused certificate has the full
-        time."""
+        """Record that a coordinator has answered: if the certificate is refused later, the member
+        waits for a renewed one for the full time again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
 
@@ -350,7 +350,8 @@ class MemberCore:
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
-        """Send a heartbeat, unless the launcher did; a refused one ends the membership."""
+        """Send a heartbeat, unless the launcher did. If a heartbeat is refused, end the
+        membership."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []
@@ -549,8 +550,8 @@ class MemberCore:
     ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if the generation, in which a collective failed, is over for all.
 
-        Only the coordinator's notice ends the wait: while no coordinator is reached, the limit does
-        not run.
+        Also over if the membership has ended. While no coordinator is reached, the limit does not
+        run.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

@@ -23,7 +23,7 @@ class NoticeReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEnded:
-    """The stream ended: it failed, or a call due to a notice failed."""
+    """The stream ended: it failed, or a call that a notice caused failed."""
 
     error: ShoalError | None
     chance: float = 1.0
@@ -38,7 +38,7 @@ class RosterValidated:
     digest: str
     rejections: Sequence[pb.Rejection] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """Peers that it cannot reach, each with the error."""
+    """Peers that this member cannot reach, each with the error."""
     checkpoint_steps: Sequence[int] = ()
 
 
@@ -267,7 +267,7 @@ class FindLeader:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateRoster:
-    """Accept or reject the roster; then `RosterValidated`."""
+    """Accept or reject the roster; the answer is a `RosterValidated`."""
 
     prepare: pb.Prepare
     digest: str
@@ -277,7 +277,7 @@ class ValidateRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class BreakGeneration:
-    """The generation is over: cut its collectives."""
+    """The generation is over: abort its collectives."""
 
     generation: int
     reason: str

@@ -92,9 +92,9 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
-        its `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such as
-        JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
-        AccessDenied.
+        its `admission_s`), MemberDrained if the member is asked to leave before that, or the
+        refusal, such as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict,
+        ProtocolMismatch or AccessDenied.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
@@ -153,9 +153,9 @@ class MemberSession:
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait for the next committed record with a number above `above` that includes this member.
         Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
-        job's join limit and ADMISSION_S more, on a clock that does not run while no coordinator is
-        reached, a member is paused, this member is on standby, or a bring-up makes progress. Raises
-        the coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
+        job's join limit plus ADMISSION_S, on a clock that stops while no coordinator is reached, a
+        member is paused, this member is on standby, or a bring-up makes progress. Raises the
+        coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
         DeadlineExceeded with the reason for the wait.
         """
         since_s = time.monotonic()
@@ -186,15 +186,15 @@ class MemberSession:
     ) -> pb.GenerationRecord | None:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
-        None: it has begun. A record: the old generation stops here by agreement; bring this one up
-        instead, then ask again. Waits only while the members agree where to stop: if a coordinator
-        answers, no longer than a step of the slowest member. If the next generation does not
-        include this member, calls `hand_over` once, waits until that generation runs, and raises
-        MemberDrained. Raises DeadlineExceeded if the members do not agree in time, and any other
-        error that ended the membership.
+        Returns None once the step has begun. Returns a record if the old generation stops here by
+        agreement: bring up the record's generation instead, then ask again. Waits only while the
+        members agree where to stop: if a coordinator answers, no longer than a step of the slowest
+        member. If the next generation does not include this member, calls `hand_over` once, waits
+        until that generation runs, and raises MemberDrained. Raises DeadlineExceeded if the members
+        do not agree in time, and any other error that ended the membership.
 
         `steps_before_leaving`: if this member is to leave and no further generation follows, the
-        step begins all the same, so that the members can write a checkpoint.
+        step still begins, so that the members can write a checkpoint.
         """
         core = self._core
         while True:
@@ -244,9 +244,9 @@ class MemberSession:
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; True if it is over. Only
-        the coordinator's notice ends the wait: while no coordinator is reached, `limit_s` does not
-        run.
+        """Wait for the break of a generation in which a collective failed; return True if the
+        generation is over or the membership has ended, False after `limit_s`. While no coordinator
+        is reached, `limit_s` does not run.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -285,7 +285,8 @@ class MemberSession:
     # --- leaving ---
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
-        """Stay, with no step left (`finished`), or with the job closed to newcomers (`closes`).
+        """Report that this member stays although it has no step left (`finished`), or close the job
+        to newcomers (`closes`).
 
         Raises the coordinator's refusal, or a RetryError at `give_up_at`.
         """
@@ -343,7 +344,7 @@ class MemberSession:
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
         if another process of the script would surely fail the same way (refused), or may succeed
-        (passing). The coordinator is notified of TrainingFailed, by the leave.
+        (passing). `leave` reports a TrainingFailed to the coordinator.
         """
         self._has_failed = isinstance(error, TrainingFailed)
         ending = MembershipEnding.of(error)

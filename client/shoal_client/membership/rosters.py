@@ -13,9 +13,11 @@ from shoal_proto.rosters import roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEPT_ROSTERS = 2
-"""The roster that trains, and the newest one that was sent."""
+"""The roster of the generation that trains, and the newest roster that was sent."""
 LOCK_WAIT_S = 2.0
-"""Maximum wait for another member of the host that fetches a roster; then this one fetches too."""
+"""Maximum wait for another member of the host that fetches a roster; then this member fetches it,
+too.
+"""
 
 Fetch = Callable[[str, float], bytes]
 """Function that fetches a packed roster from the coordinator, by its digest and within a timeout in

@@ -36,8 +36,7 @@ made meanwhile waits for them."""
 
 class ParameterCalls:
     """Calls to one server. For one thread at a time, except `close`. Raises grpc.RpcError or a
-    ShoalError. `parts`: the data of the call's shards or items, in the header's order, with the
-    largest of their sizes and that of the answer."""
+    ShoalError. `parts`: the data of the call's shards or items, in the header's order."""
 
     def __init__(
         self,
@@ -117,8 +116,7 @@ class ParameterCalls:
         return self._stub.Push(requests(), timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
-        """Raise InvalidSpec if the server does not read gradients compressed in one of these
-        ways."""
+        """Raise InvalidSpec unless the server reads compressed gradients of all these kinds."""
         if kinds and self._codecs is None:
             request = DescribeRequest(job=self._token().job)
             self._codecs = frozenset(self._stub.Describe(request, timeout=timeout_s).codecs)

@@ -1,7 +1,8 @@
 """A job's parameters on its parameter servers: create, pull and push, without asyncio.
 
-Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
-each part, and repeats calls while a server is unavailable."""
+Values and gradients are the caller's own buffers, one for each parameter. This module finds the
+server of each part, and repeats calls while a server is unavailable.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

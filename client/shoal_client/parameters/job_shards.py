@@ -1,5 +1,4 @@
-"""A job's shard map, and calls to the servers that it names: what is the same for parameters and
-for rows."""
+"""A job's shard map, and calls to the servers that it names, for parameters and for rows."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,7 +57,7 @@ class ShardPush:
     applied: Callable[[PushOutcome, int], None]
     """Called with the outcome of each shard that has applied its part, and the shard's epoch."""
     refused: Callable[[int, StalePush], None]
-    """Called with each shard that has refused its part as too stale: it is done."""
+    """Called with each shard that has refused its part as too stale: the shard is then done."""
     receiver: Callable[[set[int]], Receiver] | None = None
     """Makes the receiver of the values that are returned; None: no values are returned."""
     shard_ids: Collection[int] | None = None
@@ -111,7 +110,7 @@ class JobShards:
         slot_bytes_for: Callable[[int], int] = int,
         table_of: Callable[[StateLost], str] = lambda lost: "",
     ) -> None:
-        """`adopt` gets each map that arrives, and returns the one to use. `transport`: see
+        """`adopt` gets each map that arrives, and returns the map to use. `transport`: see
         `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns the name of the
         table to which a lost shard belongs, or an empty text."""
         self._coordinators = Coordinators(coordinators)
@@ -199,9 +198,8 @@ class JobShards:
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Run attempts at every server until each shard is done; return the number of rounds beyond
-        the first. See `ShardServers.run`. A StateLost also has the newest version seen, and the
-        table."""
+        """Run attempts at every server until each shard is done. Returns and raises what
+        `ShardServers.run` does; a StateLost also has the newest version seen, and the table."""
         try:
             return self._servers.run(
                 self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids
@@ -218,8 +216,8 @@ class JobShards:
         return explained
 
     def push(self, push: ShardPush) -> int:
-        """Push until each shard has applied its part or refused it as stale; return the number of
-        rounds beyond the first."""
+        """Push until each shard has applied its part or refused it as stale. Returns and raises
+        what `run` does."""
 
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]

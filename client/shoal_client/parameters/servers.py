@@ -93,13 +93,14 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first, plus the longest chain of redirects of each round.
 
         Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
-        outdated. Some waits have another limit. Space on a full disk is waited for without a limit;
-        a renewed certificate, once a server has answered, for SHOAL_CERTIFICATE_WAIT_S; shards
-        without values until `ready_by_s` of the monotonic clock, if `timeout_s` does not end
-        before; lost shards for `lost_wait_s`. A refusal that names a shard's new primary is
-        followed at once, and the map is updated. Raises the error that ended the attempts; if this
-        is a DeadlineExceeded, the last other error, if there was one. Raises InvalidSpec in a
-        forked process."""
+        outdated. Three kinds of waits have other limits: a wait for space on a full disk has none,
+        a wait for a renewed certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S, and
+        a wait for lost shards `lost_wait_s`. The wait for shards without values ends at
+        `ready_by_s` of the monotonic clock if `timeout_s` does not end it before. A refusal that
+        names a shard's new primary is followed at once, and the map is updated. Raises the error
+        that ended the attempts; if this is a DeadlineExceeded, the last other error, if there was
+        one. Raises InvalidSpec in a forked process.
+        """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -254,7 +255,7 @@ class ShardServers(Generic[Stub]):
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
         """Connect, in the background, to a server that is about to be called. If `connect` fails,
-        the call connects again."""
+        that is logged, and the first call to the server connects."""
         with self._lock:
             if self._closed.is_set() or address in self._reached or address in self._ahead:
                 return
@@ -273,8 +274,9 @@ class ShardServers(Generic[Stub]):
     def _stub(self, address: str) -> Stub:
         with self._lock:
             ahead = self._ahead.pop(address, None)
-        # A connection that still waits for a thread of the pool is opened here instead: all threads
-        # may be waiting for such connections. Otherwise wait: a stub is for one thread at a time.
+        # `connect` may still wait for a thread of the pool. Then it is dropped, and this call
+        # connects: all threads may be waiting here. If it runs, wait for its end: a stub is for one
+        # thread at a time.
         if ahead is not None and not ahead.cancel():
             ahead.result()
         return self._stub_for(address)
@@ -290,7 +292,8 @@ class ShardServers(Generic[Stub]):
             stub = self._stub_of(address, channel)
             self._reached[address] = channel, stub
         if reached is not None:
-            # Of another certificate. A call that used it would hold the lock of this address.
+            # The stub has an outdated certificate. No call uses it: the caller holds this address'
+            # lock.
             self._close_stub(reached[1])
         return stub
 
@@ -380,7 +383,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
         f"no server leads shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=f"no address of server {', '.join(servers)}, which led {_them(shards)} last",
-        expected="that server back, or a backup of it to lead, within the"
+        expected="that server to return, or a backup to take its place, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
         fix="`shoal status` shows the servers, and what is lost.",
     )
@@ -393,7 +396,7 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
         f" shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=error.seen,
-        expected="that server to answer, or a backup of it to lead",
+        expected="that server to answer, or a backup to take its place",
         fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
         f" it may still count as the leader of {_them(shards)}, and nothing is restored"
         " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"

@@ -23,8 +23,9 @@ from shoal_proto.v1.parameters_pb2 import (
 
 ID_BYTES = 8
 ITEM_BYTES = 1024 * 1024
-"""Maximum bytes of values, or of ids and births, of one item of a lookup, unless one row has more:
-both together are at most twice as many."""
+"""Maximum bytes of values, and of ids and births, in one item of a lookup: together at most twice
+as many. Only an item of a single row may exceed this.
+"""
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
@@ -39,8 +40,9 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """A little-endian uint64 a row: the version that created it; 0 for a row that does not exist
-    yet and is returned with initial values."""
+    """One little-endian uint64 for each row: the version that created the row; 0 for a row that
+    does not exist yet and is returned with initial values.
+    """
     values: bytes
     step: int
     """Number of the table's steps that the shard knew of."""
@@ -86,7 +88,8 @@ class TablePushResult:
     steps: dict[Where, int] = field(default_factory=dict)
     """Number of the table's steps that each shard knows of."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, redirects included."""
+    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
+    round."""
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)

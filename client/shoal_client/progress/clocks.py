@@ -63,11 +63,12 @@ class Clock:
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
-        No pull is needed if the updates that the values must include were known to be applied
-        before the last pull. While no coordinator answers, this call waits only if the step is the
-        member's first (or its first after `rest`), or if the last answer does not permit the step.
-        Raises DeadlineExceeded, which names the members waited for, a refusal, or the error that
-        ended the membership."""
+        No pull is needed if an earlier answer already permitted this step: then all updates that
+        its values must include were applied before the last pull. While no coordinator answers,
+        this call waits only if the step is the member's first (or its first after `rest`), or if
+        the last answer does not permit the step. Raises DeadlineExceeded, which names the members
+        waited for, a refusal, or the error that ended the membership.
+        """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)
@@ -129,7 +130,7 @@ class Clock:
         raise DeadlineExceeded(
             f"this member may not begin its step in round {self._round}",
             seen=f"a wait of {self._wait_s:g} s for {reason}",
-            expected=f"every member at most {self._bound} rounds slower than this one",
+            expected=f"every member at most {self._bound} rounds behind this one",
             fix="`shoal status` shows the slowest member; or raise the bound.",
         )
 

@@ -22,7 +22,7 @@ Numbers = tuple[int, ...]
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
     """The parts of a cut, in the order of its shards. They follow the publisher's own part.
 
-    `tied`: for parameters with several names, the first name by each further name. Raises
+    `tied`: maps each further name of a parameter to the parameter's first name. Raises
     MalformedMessage if the cut has a block of a parameter that it does not describe.
     """
     specs = {each.name: each for each in cut.parameters}

@@ -258,7 +258,9 @@ class SeriesPublisher:
     def _persist(
         self, call: Callable[[], pb.BeginPublicationReply], give_up_s: float
     ) -> pb.BeginPublicationReply:
-        """Repeat the call until a coordinator answers. Overloaded is an answer, and raised."""
+        """Repeat the call until a coordinator answers. Overloaded counts as an answer, and is
+        raised.
+        """
 
         def attempt() -> pb.BeginPublicationReply | Overloaded:
             try:

@@ -95,7 +95,7 @@ class SeriesReader:
         self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
-        """The relay; None from the time at which `lease` has closed it, on any thread."""
+        """The relay; None once `lease` has closed it, on any thread."""
         self._fetching = threading.Lock()
         """Lock held while a relay fetches a version: it fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
@@ -450,7 +450,7 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
         if version.number == record.number:
             if version.digest != record.digest:
                 raise VersionGone(
-                    f"version {record.number} of series {view.series} is another one",
+                    f"version {record.number} of series {view.series} is not the requested one",
                     seen=f"digest {record.digest.hex()[:12]}, of another series or of one that was"
                     " removed",
                     expected=f"digest {version.digest.hex()[:12]}",

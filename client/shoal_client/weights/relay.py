@@ -69,8 +69,9 @@ SEND_S = 10.0
 """Time limit for sending SENT_BYTES."""
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
-"""Time to wait for a segment that this reader has not begun to fetch: it may have learned of the
-version just now. A difference to another base than this reader's never arrives."""
+"""Time to wait for a segment that this relay has not begun to fetch: it may be about to learn of
+the version. A difference to another base than this reader's never arrives.
+"""
 STALLED_S = 10.0
 """Time without arriving data after which readers that wait for it get an error."""
 

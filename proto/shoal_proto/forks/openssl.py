@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 NO_FORK = threading.RLock()
-"""Held by a thread during such calls of OpenSSL, and by a fork from before it until after it."""
+"""Held by a thread while it runs such OpenSSL code, and by a forking thread during the fork."""
 
 # The child's only thread is the one that forked, which holds the lock.
 os.register_at_fork(

@@ -2,9 +2,10 @@
 members differ.
 
 A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
-parameters of a transformer have some 10 kB: a number is written as its difference from the number
-in the last line that is otherwise the same, and the result is compressed. A listing that would
-exceed MAX_LISTING_BYTES is packed as digests of blocks of lines.
+parameters of a transformer have some 10 kB: each number in a line is written as its difference from
+the number at the same position in the nearest earlier line with the same text around the numbers,
+and the result is compressed. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
+lines are packed instead of the lines.
 """
 
 import re

@@ -33,8 +33,9 @@ class ReusedMemory:
     """Memory files of one owner. Thread-safe."""
 
     def __init__(self) -> None:
-        # Pages come back from finalizers. Those run wherever the garbage collector does, also on a
-        # thread that is in a method of this class: a lock of it would block that thread for ever.
+        # Finalizers give pages back. They run wherever the garbage collector runs, even on a thread
+        # that is in a method of this class: with a lock, that thread would wait for itself for
+        # ever.
         self._idle: SimpleQueue[_Pages] = SimpleQueue()
         self._is_closed = False
         _owners.add(self)
@@ -47,7 +48,7 @@ class ReusedMemory:
             if each.num_bytes == num_bytes:
                 fitting.append(each)
             else:
-                # They belong to another model or other ranks: not needed again soon.
+                # These pages belong to another model or other ranks: not needed again soon.
                 each.close()
         pages = fitting.pop() if fitting else _Pages(num_bytes)
         for each in fitting:

@@ -1,6 +1,6 @@
 """Transfer of segments over a bulk connection, from the caller's side. Blocks.
 
-Publishers, readers, and parameter servers that copy segments from each other use it.
+Used by publishers, by readers, and by parameter servers that copy segments from each other.
 """
 
 import os

@@ -5,8 +5,8 @@ Each cluster has a file in a folder that only this user can access. The file is 
 the cluster is up: the file of a killed cluster is ignored, and removed when another one starts.
 
 The folder is below /tmp, whatever TMPDIR is: job schedulers and test runners set TMPDIR anew for
-every process that they start. It is below TMPDIR only if it cannot be made in /tmp, or is there
-but not private.
+every process that they start. It is below TMPDIR only if it cannot be made below /tmp, or exists
+there and is not private.
 """
 
 import fcntl

@@ -34,7 +34,7 @@ class CertificateRole(Enum):
 SERVES_AS = {
     CertificateRole.COORDINATOR: COORDINATOR_NAME,
     CertificateRole.SERVER: SERVER_NAME,
-    # To other readers of its series, if it is a relay.
+    # A relay serves other readers of its series.
     CertificateRole.READER: READER_NAME,
 }
 """The DNS name in the certificates of a role that serves."""

@@ -29,8 +29,8 @@ def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
 
 
 def secure_accepted(connected: socket.socket) -> socket.socket:
-    """Return a connection that this process has accepted, as `secured` does: the other end needs a
-    certificate, too."""
+    """Return a connection that this process has accepted, within TLS on the same conditions as
+    `secured`. The other end must have a certificate, too."""
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
         return connected

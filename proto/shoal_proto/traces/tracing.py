@@ -66,7 +66,8 @@ def use(provider: Any) -> None:
 @contextmanager
 def span(name: str, token: Carrier | None = None) -> Iterator[None]:
     """Make a span around the block; calls from the block are part of it. With the `token` of a
-    received call, the span is part of the caller's. Costs nothing while traces are off."""
+    received call, the span is part of the caller's span. Costs nothing while traces are off.
+    """
     tracer = _Tracing.tracer
     if tracer is None:
         yield

@@ -25,7 +25,7 @@ class _AcknowledgementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ackno
     ACKNOWLEDGEMENT_DEFAULT: _Acknowledgement.ValueType  # 0
     """REPLICATED if the job's shards have backups, else APPLIED."""
     ACKNOWLEDGEMENT_APPLIED: _Acknowledgement.ValueType  # 1
-    """Applied by the primary; lost if it dies before its backup has it."""
+    """Applied by the primary; lost if the primary dies before a backup has the push."""
     ACKNOWLEDGEMENT_REPLICATED: _Acknowledgement.ValueType  # 2
     """Received by every backup in step."""
     ACKNOWLEDGEMENT_DURABLE: _Acknowledgement.ValueType  # 3
@@ -37,7 +37,7 @@ class Acknowledgement(_Acknowledgement, metaclass=_AcknowledgementEnumTypeWrappe
 ACKNOWLEDGEMENT_DEFAULT: Acknowledgement.ValueType  # 0
 """REPLICATED if the job's shards have backups, else APPLIED."""
 ACKNOWLEDGEMENT_APPLIED: Acknowledgement.ValueType  # 1
-"""Applied by the primary; lost if it dies before its backup has it."""
+"""Applied by the primary; lost if the primary dies before a backup has the push."""
 ACKNOWLEDGEMENT_REPLICATED: Acknowledgement.ValueType  # 2
 """Received by every backup in step."""
 ACKNOWLEDGEMENT_DURABLE: Acknowledgement.ValueType  # 3

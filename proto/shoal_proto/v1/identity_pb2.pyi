@@ -42,12 +42,12 @@ class Token(_message.Message):
     comes back from its successor under the same member_id.
     """
     run: _builtins.str
-    """The run of the shard map that the caller uses (ShardMap.run). A call with the map of another
-    run is refused, as that run's shards are others. Empty: the caller uses no map.
+    """ShardMap.run of the map that the caller uses. If the job's shards now have another one, the
+    call is refused, as they are not the shards of that map. Empty: the caller uses no map.
     """
     job_secret: _builtins.str
-    """The secret with which the job was begun, if any. Without it, no process can join the job, or
-    act on its members by their names. Empty: none.
+    """The secret with which the job was begun, if any. Without it, no process can join the job. See
+    also DrainRequest.job_secret. Empty: none.
     """
     traceparent: _builtins.str
     """The span of which the call is part, in the form of W3C Trace Context. Empty: none."""

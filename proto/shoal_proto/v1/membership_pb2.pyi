@@ -33,8 +33,8 @@ class _StateActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateActi
     STATE_ACTION_RECEIVE: _StateAction.ValueType  # 3
     STATE_ACTION_CHECKPOINT: _StateAction.ValueType  # 4
     """The job has trained before, and no member of the roster holds its state: every member starts
-    from the newest checkpoint that all of them see. There is one: see
-    AnswerRequest.checkpoint_steps.
+    from the newest checkpoint that all of them see. If there is none, the generation is not
+    committed.
     """
 
 class StateAction(_StateAction, metaclass=_StateActionEnumTypeWrapper): ...
@@ -46,8 +46,8 @@ STATE_ACTION_KEEP: StateAction.ValueType  # 2
 STATE_ACTION_RECEIVE: StateAction.ValueType  # 3
 STATE_ACTION_CHECKPOINT: StateAction.ValueType  # 4
 """The job has trained before, and no member of the roster holds its state: every member starts
-from the newest checkpoint that all of them see. There is one: see
-AnswerRequest.checkpoint_steps.
+from the newest checkpoint that all of them see. If there is none, the generation is not
+committed.
 """
 Global___StateAction: _TypeAlias = StateAction  # noqa: Y015
 
@@ -125,7 +125,7 @@ class MemberInfo(_message.Message):
     torch_version: _builtins.str
     shoal_version: _builtins.str
     num_devices: _builtins.int
-    """Number of devices of that kind that the member sees on its host; 0: unknown."""
+    """Number of devices that the member sees on its host, of the kind of `device`; 0: unknown."""
     probe_port: _builtins.int
     """TCP port on which peers check, before a generation starts, that they can reach this member.
     0: none.
@@ -984,8 +984,8 @@ class AnswerRequest(_message.Message):
     @_builtins.property
     def checkpoint_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If the roster has STATE_ACTION_CHECKPOINT: the steps of the complete checkpoints that this
-        member sees. If no member sees any, the job is lost, and all members are refused with
-        StateLost.
+        member sees. Members that do not see the one that most members see are refused. If no member
+        sees any, the job is lost, and all members are refused with StateLost.
         """
 
     def __init__(

@@ -248,7 +248,8 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetGeneration(self, request, context):
-        """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist.
+        """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
+        at most.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,7 +270,7 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetJob(self, request, context):
-        """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+        """Deletes all that is stored of a job, so that its next run starts from nothing.
         Refused while the job has members. Snapshots are kept. An unknown job is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -293,7 +294,8 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """Returns other addresses of the cluster, for a command that knows one.
+        """Returns the address of the status endpoint, for a command that knows only a coordinator's
+        address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,13 +76,15 @@ class MembershipStub:
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
-    """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
+    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
+    at most.
+    """
     GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
     """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
-    """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+    """Deletes all that is stored of a job, so that its next run starts from nothing.
     Refused while the job has members. Snapshots are kept. An unknown job is no error.
     """
     StopJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]
@@ -94,7 +96,9 @@ class MembershipStub:
     from the state that it still has.
     """
     GetCluster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]
-    """Returns other addresses of the cluster, for a command that knows one."""
+    """Returns the address of the status endpoint, for a command that knows only a coordinator's
+    address.
+    """
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
@@ -144,13 +148,15 @@ class MembershipAsyncStub(MembershipStub):
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
-    """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
+    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
+    at most.
+    """
     GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
     """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
-    """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+    """Deletes all that is stored of a job, so that its next run starts from nothing.
     Refused while the job has members. Snapshots are kept. An unknown job is no error.
     """
     StopJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
@@ -162,7 +168,9 @@ class MembershipAsyncStub(MembershipStub):
     from the state that it still has.
     """
     GetCluster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]  # type: ignore[assignment]
-    """Returns other addresses of the cluster, for a command that knows one."""
+    """Returns the address of the status endpoint, for a command that knows only a coordinator's
+    address.
+    """
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     """Membership of jobs: the members of each job, and the rosters on which they agree.
@@ -293,7 +301,9 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.GenerationRecord, _abc.Awaitable[_membership_pb2.GenerationRecord]]:
-        """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
+        """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
+        at most.
+        """
 
     @_abc_1.abstractmethod
     def GetRoster(
@@ -317,7 +327,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ResetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.ResetJobReply, _abc.Awaitable[_membership_pb2.ResetJobReply]]:
-        """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+        """Deletes all that is stored of a job, so that its next run starts from nothing.
         Refused while the job has members. Snapshots are kept. An unknown job is no error.
         """
 
@@ -347,6 +357,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Cluster, _abc.Awaitable[_membership_pb2.Cluster]]:
-        """Returns other addresses of the cluster, for a command that knows one."""
+        """Returns the address of the status endpoint, for a command that knows only a coordinator's
+        address.
+        """
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

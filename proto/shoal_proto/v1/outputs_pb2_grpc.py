@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class OutputsStub(object):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     def __init__(self, channel):
@@ -56,8 +56,8 @@ class OutputsStub(object):
 
 class OutputsServicer(object):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     def Serve(self, request, context):
@@ -110,8 +110,8 @@ def add_OutputsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Outputs(object):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     @staticmethod

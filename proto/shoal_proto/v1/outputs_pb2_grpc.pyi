@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class OutputsStub:
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     @_typing.overload
@@ -48,8 +48,8 @@ class OutputsStub:
 @_typing.type_check_only
 class OutputsAsyncStub(OutputsStub):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -64,8 +64,8 @@ class OutputsAsyncStub(OutputsStub):
 
 class OutputsServicer(metaclass=_abc_1.ABCMeta):
     """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
-    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
-    which the coordinator keeps in memory.
+    it is to be read. It is stored nowhere else, except the last lines of the members of launchers
+    that have ended, which the coordinator keeps in memory.
     """
 
     @_abc_1.abstractmethod

@@ -427,10 +427,10 @@ class PushRequest(_message.Message):
     def piece(self) -> Global___Piece:
         """A piece of a shard's gradient; if the job compensates for delay, also of the values on which
         the gradient was computed, which follow it (see StalenessPolicy). With a codec: a piece of
-        the encoded gradient, at offsets from 0. Of rows: a piece of all ids (little-endian int64;
-        the gradients of an id that occurs twice are added in the order of the push), then all
-        births (as looked up), then all gradients (little-endian, in the table's dtype or the item's
-        codec).
+        the encoded gradient, at offsets from 0. Of rows: a piece of one sequence of bytes, which has
+        all ids (little-endian int64; the gradients of an id that occurs twice are added in the order
+        of the push), then all births (as looked up), then all gradients (little-endian, in the
+        table's dtype or the item's codec).
         """
 
     def __init__(
@@ -469,7 +469,7 @@ class PushHeader(_message.Message):
     """Also send each shard's values right after this push."""
     acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
     counts_rows: _builtins.bool
-    """The number counts this incarnation's pushes of rows, apart from its pushes of parameters. An
+    """`sequence` counts this incarnation's pushes of rows, apart from its pushes of parameters. An
     incarnation numbers all of its pushes of rows like this, or none.
     """
     @_builtins.property
@@ -478,13 +478,14 @@ class PushHeader(_message.Message):
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushItem]: ...
     @_builtins.property
     def lr(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Learning rate per parameter group for this push; empty: as created."""
+        """Learning rate per parameter group for this push; empty: by the schedule of the OptimizerSpec."""
 
     @_builtins.property
     def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All shards that this push touches, on any server; empty, unless it has rows: every dense shard
-        of the job. A snapshot has the push on all of these or on none. If parameters and rows are
-        pushed under the same number, the two pushes are one step, and each has the shards of both.
+        """All shards that this push touches, on any server. Empty: every dense shard of the job; not
+        allowed for a push of rows. A snapshot has the push on all of these or on none. If parameters
+        and rows are pushed under the same number, the two pushes are one step, and each has the shards
+        of both.
         """
 
     def __init__(
@@ -525,8 +526,8 @@ class PushItem(_message.Message):
     were looked up.
     """
     base_epoch: _builtins.int
-    """The epoch of the shard when that version was received. A version of an earlier epoch may have
-    been lost with its primary; it then counts as the newest.
+    """The epoch of the shard when `base_version` was received. If it is an earlier epoch,
+    `base_version` may have been lost with its primary: then the staleness is 0.
     """
     @_builtins.property
     def absent_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

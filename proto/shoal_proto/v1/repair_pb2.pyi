@@ -61,7 +61,9 @@ class RepairReply(_message.Message):
     GOES_ON_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     quarantined: _builtins.bool
-    """True if the job was quarantined at the time of the call; the reason; and the start."""
+    """True if the job was quarantined at the time of the call; the reason; and the time since which
+    it has been.
+    """
     reason: _builtins.str
     since_unix_s: _builtins.float
     goes_on: _builtins.bool

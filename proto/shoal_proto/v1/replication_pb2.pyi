@@ -164,14 +164,14 @@ class ShardHolding(_message.Message):
     RESTORED_VERSION_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
-    """Number of times the primary was decided, from 1."""
+    """Rises from 1 when the primary changes, and when the shard is emptied, lost or restored."""
     on_disk: _builtins.str
     """The server, in any of its processes, whose journal has every update that was acknowledged as
     durable. Empty: none was.
     """
     content: Global___ShardContent.ValueType
     run: _builtins.str
-    """The run of the job's JobHoldings: records of another run of the job do not count."""
+    """JobHoldings.run: records of another placement of the job do not count."""
     format: _builtins.int
     """Format of this message: 1. Processes refuse a later format that they do not know."""
     disk_version: _builtins.int
@@ -179,17 +179,21 @@ class ShardHolding(_message.Message):
     reveals an older copy of the journal that was put in its place.
     """
     found_version: _builtins.int
-    """Not 0: the journal of `on_disk` was found to be older than that, with this version."""
+    """Not 0: the journal of `on_disk` was found to be older than that, with this version; or see
+    found_foreign.
+    """
     disk_epoch: _builtins.int
     found_foreign: _builtins.bool
-    """With found_version: the journal's shard is not older, but of another run of the job."""
+    """True if the journal of `on_disk` has the shard of another placement of the job; found_version
+    is then 1.
+    """
     restored_version: _builtins.int
     """The shard's version in the snapshot from which it was restored, or is to be loaded; 0: none."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
     def backups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
-        """In step: each has every update that was acknowledged, and may become primary."""
+        """In step: each has every update that was acknowledged as replicated, and may become primary."""
 
     @_builtins.property
     def joining(self) -> Global___Holder:
@@ -322,12 +326,14 @@ class JobHoldings(_message.Message):
     num_shards: _builtins.int
     """Number of ShardHolding records."""
     run: _builtins.str
-    """Drawn when the shards are placed."""
+    """Random id of this placement, drawn when the shards are first placed and at each restore. Shards
+    of another placement of the job are different shards, even with equal ids and epochs.
+    """
     format: _builtins.int
     """Format of this message: 1. Processes refuse a later format that they do not know."""
     job_run: _builtins.str
-    """The run of the job that its members use, if it is not `run`: if the coordinator restored the
-    shards while the job had members, these keep the run that they had before.
+    """The run that the job's members state (Token.run), if the coordinator restored the shards while
+    the members trained on: they keep the one that they had before. Empty: `run`.
     """
     def __init__(
         self,
@@ -369,7 +375,7 @@ class PushRecord(_message.Message):
     session: _builtins.str
     sequence: _builtins.int
     version: _builtins.int
-    """The version right after it. The version before is one less."""
+    """The version right after the push. The version before is one less."""
     staleness: _builtins.int
     lr: _builtins.float
     row_ids: _builtins.bytes
@@ -437,7 +443,7 @@ class StepScope(_message.Message):
     shard_bits: _builtins.bytes
     """Shard i is bit i % 8 of byte i / 8."""
     of_tables: _builtins.bool
-    """The push is numbered by the count of the member's table pushes."""
+    """As PushHeader.counts_rows."""
     def __init__(
         self,
         *,
@@ -870,8 +876,8 @@ class Offer(_message.Message):
     born: _builtins.int
     """The epoch in which the shard got its first values."""
     run: _builtins.str
-    """The run of the record that the primary uses (JobHoldings.run): epochs of different runs cannot
-    be compared. Empty: unknown.
+    """JobHoldings.run of the record that the primary uses: epochs of different placements cannot be
+    compared. Empty: unknown.
     """
     def __init__(
         self,

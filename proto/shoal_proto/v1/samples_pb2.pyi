@@ -77,11 +77,13 @@ class LeaseRequest(_message.Message):
     """
     reserve_samples: _builtins.int
     """Number of samples that this member wants to hold in all, to train on while no coordinator
-    answers. If set, a range is durable once it is answered. 0: one range at a time; the member may
-    have begun all of it.
+    answers. If set, the lease of a range is durable before it is answered. 0: the member holds one
+    range at a time, and may have begun all of it.
     """
     begun_samples: _builtins.int
-    """Number of samples begun, of those that the member held or reports."""
+    """Number of samples that the member has begun, among those that it holds or reports as completed
+    in this request.
+    """
     begins_samples_per_s: _builtins.int
     """Maximum number of samples that the member begins in a second."""
     @_builtins.property

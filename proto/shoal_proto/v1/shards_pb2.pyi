@@ -296,7 +296,7 @@ class Shard(_message.Message):
     address: _builtins.str
     """host:port of the server's gRPC service"""
     epoch: _builtins.int
-    """Number of times the primary was decided, from 1."""
+    """Rises from 1 when the primary changes, and when the shard is emptied, lost or restored."""
     dtype: _builtins.str
     group: _builtins.int
     table: _builtins.str
@@ -344,8 +344,8 @@ class ShardMap(_message.Message):
     schema_digest: _builtins.str
     """Digest of the parameter schema for which the map was made."""
     run: _builtins.str
-    """The job's run (JobHoldings.job_run): shards of another run have nothing in common with these,
-    whatever their numbers and epochs.
+    """JobHoldings.job_run, or JobHoldings.run if that is empty. The shards of a map with another run
+    are different shards, even with equal ids and epochs.
     """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...

@@ -192,7 +192,7 @@ class RestoreSnapshotReply(_message.Message):
     def snapshot(self) -> Global___SnapshotSummary: ...
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Server ids."""
+        """Ids of the servers into which the shards are loaded."""
 
     def __init__(
         self,
@@ -350,7 +350,9 @@ Global___FreezeRequest: _TypeAlias = FreezeRequest  # noqa: Y015
 
 @_typing.final
 class ShardStamp(_message.Message):
-    """The state of a shard: different states in one lineage of a job have different stamps."""
+    """The state of a shard. Different states have different stamps, as long as the job is neither reset
+    nor restored from a snapshot.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

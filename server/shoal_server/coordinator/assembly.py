@@ -55,7 +55,8 @@ class Coordinator:
         retention: RetentionPolicy | None = None,
         bounds: JobLimits | None = None,
     ) -> None:
-        """`parameters`: options for jobs with parameters on servers; None: they are not served."""
+        """`parameters`: options for jobs with parameters on servers; None: such jobs are not
+        served."""
         bounds = bounds or JobLimits()
         self.term = Term()
         self.board = StatusBoard(is_live=self._is_live)
@@ -225,8 +226,8 @@ class Coordinator:
 
     async def step_down(self) -> None:
         """Drop every job: another coordinator leads, or this one ends."""
-        # First, or a call that arrives during the next steps would still be served, and a watch
-        # that it opens would never end.
+        # Refuse calls first: otherwise a call that arrives during the following awaits would be
+        # served, and a watch that it opens would never end.
         self.registry.refuse_calls()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()

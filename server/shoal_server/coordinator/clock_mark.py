@@ -1,10 +1,10 @@
-"""Time of the last leader, kept in etcd: a leader whose clock is doubted removes nothing at first.
+"""The last leader's clock, stored in etcd. A leader whose clock is far ahead of it removes nothing.
 
 The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
 is days ahead would consider every ended job old, and its first sweep would remove data that cannot
-be restored. Therefore each leader writes the time to etcd once a minute, and its successor
-compares. A gap may be an outage or a wrong clock; in doubt nothing is removed for a while, and the
-log says so.
+be restored. Therefore each leader writes the time to etcd once a minute, and its successor compares
+that time with its own clock. A large gap may come from an outage or from a wrong clock: then
+nothing is removed for a while, and the log says so.
 """
 
 import json

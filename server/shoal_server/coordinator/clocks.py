@@ -1,8 +1,8 @@
 """The Clocks service: decides which members may begin a step in jobs with a staleness bound.
 
-The clocks are in memory only and are lost with the leader. Members report theirs with each step. A
-new leader lets no member advance until each member that trained under the last leader has reported
-its clock again, or is lost.
+The clocks are in memory only and are lost with the leader. Members report their clocks with each
+step. A new leader lets no member advance until each member that trained under the last leader has
+reported its clock again, or is lost.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class _Job:
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may be able to advance or is lost, another wait of it ends, or the
-        job is dropped. Raises NoClock if the member has no clock."""
+        """Wait until the member may be able to advance or is lost, another wait of the same member
+        ends, or the job is dropped. Raises NoClock if the member has no clock."""
         event = self._by_name.get(who.member_id)
         if event is None or event.is_set():
             event = self._by_name[who.member_id] = asyncio.Event()
@@ -72,7 +72,7 @@ class _Job:
             heappop(self._waiting)[2].set()
 
     def wake(self, member_id: str) -> None:
-        """Wake this member's call."""
+        """Wake this member's calls."""
         if event := self._by_name.pop(member_id, None):
             event.set()
 
@@ -125,7 +125,7 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """Drop the job's clocks: it is reset, or taken over. Calls that wait raise NotLeader."""
+        """Drop the clocks of a job that is reset or taken over. Calls that wait raise NotLeader."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
@@ -183,9 +183,8 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """Return the member's status once it may advance, or at the timeout, when members that are
-        stuck are declared lost. Raises Fenced if the member is lost, NotLeader if the job was
-        dropped."""
+        """Return the member's status once it may advance; or at the timeout, after declaring stuck
+        members lost. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:
@@ -213,7 +212,7 @@ class ClocksService(ClocksServicer):
                 seen=f"process {public_id(who.incarnation)}",
                 fix="It may have been declared lost: join again.",
             ) from None
-        job.moved()  # `standing` may have moved the member to a newer round that others waited for
+        job.moved()  # `decide_clock` may have moved the member to a round that others wait for
         return standing
 
     async def _drop_stuck(self, name: str, job: _Job) -> None:
@@ -222,8 +221,8 @@ class ClocksService(ClocksServicer):
             try:
                 await self._declare_lost(name, who, reason)
             except ShoalError as error:
-                # Most likely the member is gone already. The error is about that member, and not
-                # about the one whose call found it.
+                # Most likely the stuck member is gone already. The error does not concern the
+                # member whose call is served here.
                 log.info("stuck_member_not_lost", member=who.member_id, reason=str(error))
 
     def _job(self, name: str) -> _Job:

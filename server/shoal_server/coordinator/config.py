@@ -71,7 +71,7 @@ class CoordinatorConfig:
     wait."""
     without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
     """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what
-    they need, and refuse their calls. Give it to all coordinators of one etcd, or to none."""
+    they need, and refuse their calls. Set this for all coordinators of one etcd, or for none."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)

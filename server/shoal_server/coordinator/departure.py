@@ -46,9 +46,9 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 
 async def wait_for_drains(registry: Registry, drain_s: float) -> None:
-    """Wait until no member drains any more and etcd has confirmed it, for at most `drain_s`. If
-    there are members and none of them drains, wait for NOTICE_S: they may be about to. Return at
-    once if this coordinator does not lead.
+    """Wait until no member drains any more and etcd has confirmed all changes, but at most
+    `drain_s`. If there are members and none of them drains, wait for NOTICE_S: they may be about
+    to. Return at once if this coordinator does not lead.
 
     A coordinator that is deposed meanwhile (etcd was restarted) stays, so that it can be elected
     again.

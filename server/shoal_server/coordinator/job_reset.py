@@ -1,9 +1,9 @@
-"""Reset of a job under its name: all its keys are deleted in one transaction.
+"""Reset of a job: all its keys are deleted in one transaction, so that its name is free.
 
 The versions of its published weights are dropped first. A crash before the transaction leaves the
 old job, perhaps without these versions; a crash after it leaves the name free. Shards and processes
-that survive the reset are recognised by their run: servers drop shards whose record is gone or
-belongs to another run, and generation numbers keep rising (`EarlierRuns`).
+that survive the reset are recognised: servers drop shards whose record is gone or belongs to
+another placement, and calls of processes of an earlier run are refused (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class JobReset:
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
         job is being read or reset, NotLeader, and the error of the job's last write. The job is
         then unchanged, except that versions of its published weights may have been dropped; or its
-        keys are deleted, if etcd carried out the write and was then lost before it answered.
+        keys are deleted, if etcd carried out the write and its answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed(job):
@@ -133,7 +133,8 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # Safe even if such a job starts meanwhile: no process of its earlier runs is left.
+            # Safe even if a job of that name starts meanwhile: no process of its earlier runs is
+            # left.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:

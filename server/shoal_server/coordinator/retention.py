@@ -52,8 +52,8 @@ class Retention:
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`result_of` returns what is known of a job that is over, except its number of samples if
-        they are not in memory. `clock`: by default the registry's."""
+        """`result_of` returns what is known of a job that is over; the number of its samples only
+        if its sample ledger is in memory. `clock`: by default the registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
@@ -70,7 +70,8 @@ class Retention:
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """Store the result of an ended job soon: the next leader does not know its loss."""
+        """Store the result of an ended job soon: the next leader does not know the loss that the
+        job's members reported last."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()
@@ -143,7 +144,7 @@ class Retention:
         match what:
             case DueAction.ABANDON:
                 after_s = self._limits.abandon_after_s
-                # If it cannot be abandoned now, the full time passes before the next attempt.
+                # If the job cannot be abandoned now, the full time passes before the next attempt.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
             case DueAction.KEEP_RESULT:
@@ -181,7 +182,7 @@ class Retention:
 
 
 def _operations(job: str, cleared: StateRecord) -> list[Operation]:
-    """Operations that delete all keys of the job except its state record, and update that."""
+    """Operations that delete all keys of the job but its state record, and update that record."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

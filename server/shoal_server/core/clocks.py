@@ -14,8 +14,8 @@ for it.
 
 Only members that take steps have a clock. A member that is lost, leaves or rests has none, and no
 member waits for it. A member that joins or returns begins in the newest round in which it need not
-wait. With bound 0, if a member already asks to push in that round, it begins in the next round and
-waits for it.
+wait. With bound 0, if another member already asks to push in that round, the newcomer begins in the
+next round, and waits there until the others have reached that round too.
 
 With bound 0 a member also reports when it has the values of its round (`pulled`), and pushes only
 once all members have reported that. So all members compute a round's steps on the same values.
@@ -61,11 +61,12 @@ class ClockStatus:
     """Answer to a member: the member's clock, and permission to go on."""
 
     clock: int
-    """The round of the member's next step or push; it may be higher than the reported one. A member
-    that did not wait for the answer stays in the round it reported until it reports this clock."""
+    """The round of the member's next step or push; it may be higher than the reported round. A
+    member that did not wait for the answer (`ClockReport.begins`) stays in the round that it
+    reported, until it reports this clock."""
     allowed: bool
     slowest: int
-    """The lowest clock of all members. 0 also while reports to a new leader are missing."""
+    """The lowest clock of all members; 0 while reports to a new leader are missing."""
     reason: str = ""
     """Text that follows "waits for", such as other members and their round; empty if the member may
     go on."""
@@ -129,13 +130,12 @@ class Clocks:
     def decide_clock(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Decide whether the member may go on, record that, and return the answer with its clock.
 
-        A member outside of a step moves to the newest round open to it, and waits in its round
-        while reports to a new leader are missing. Raises NoClock.
+        A member outside of a step moves to the newest round that is open to it. But while reports
+        to a new leader are missing, every member stays in its round and waits. Raises NoClock.
         """
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unreported else 0
         if not self._unreported and not member.in_step:
-            # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or ClockPosition(start), ClockPosition(start))
             self._standing.move(name, member.position)
         position = member.position or ClockPosition(0)
@@ -201,7 +201,7 @@ class Clocks:
         if newest is None:
             return self._floor
         start = newest.clock
-        # Members outside of a step do not hold it up: they enter the newest round as well.
+        # Members outside of a step hold nobody up: they enter the newest round as well.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)

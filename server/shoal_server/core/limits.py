@@ -60,7 +60,9 @@ class Limits:
                 )
 
     def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
-        """The pairs (smaller, larger) that must hold, each a name and its seconds."""
+        """The pairs (smaller, larger) of limits that must be in this order, each a name and its
+        seconds.
+        """
         forming = self.last_call_s + self.prepare_s + self.bring_up_s
         return (
             (("3 x heartbeat_s", 3 * self.heartbeat_s), ("lease_s", self.lease_s)),

@@ -172,7 +172,7 @@ class Keyspace(Protocol):
     async def range(self, prefix: str) -> RangeResult: ...
 
     async def keys(self, prefix: str) -> tuple[str, ...]:
-        """List the keys under a prefix without their values, in key order, in any number.
+        """List all keys under a prefix, however many, without their values and in key order.
 
         They are read in pages, each as of the time of its own request.
         """
@@ -214,8 +214,8 @@ class Renewal(Protocol):
         ...
 
     def report_alive(self) -> None:
-        """Report that the event loop runs. Some time after the last report, renewals pause until
-        the next one."""
+        """Report that the event loop runs. If no report arrives for some time, renewals pause until
+        the next report."""
         ...
 
     def end(self) -> None:

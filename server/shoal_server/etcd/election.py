@@ -1,11 +1,11 @@
-"""Election of the leading coordinator, which has written the leader's key, under a lease that it
-renews.
+"""Election of the leading coordinator. The leader writes the leader's key, and renews its lease.
 
-There are two guards, since no clock can be trusted alone. First, a leader stops by its own clock
-before its lease can have run out in etcd: the leader counts from the moment at which it *sent* the
-last renewal that etcd confirmed, while etcd counts from a later moment. Second, each write of the
-leader compares the revision at which its key was created: once the key is deleted or belongs to
-another leader, etcd refuses the write, however late the deposed leader notices.
+Two guards keep a deposed leader from writing, since a clock alone cannot be trusted. First, a
+leader stops by its own clock before its lease can have run out in etcd: the leader counts from the
+moment at which it *sent* the last renewal that etcd confirmed, while etcd counts from a later
+moment. Second, each write of the leader compares the revision at which its key was created: once
+the key is deleted or belongs to another leader, etcd refuses the write, however late the deposed
+leader notices.
 
 Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
 
@@ -202,7 +202,7 @@ class Election:
         return await self._try()
 
     def _note_interruption(self, error: ShoalError) -> None:
-        # After LeaseExpired (for example, this process was suspended) etcd has answered.
+        # LeaseExpired (for example, after this process was suspended) shows that etcd has answered.
         if not isinstance(error, LeaseExpired):
             self.on_trouble(str(error))
         log.warning("campaign_interrupted", reason=str(error))

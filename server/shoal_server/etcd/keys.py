@@ -55,7 +55,7 @@ def member(job: str, member_id: str) -> str:
 
 
 def job_state(job: str) -> str:
-    """Phase, bounds and newest generation number of a job."""
+    """The job's own record: bounds, newest generation number, progress, and how the job ended."""
     return f"{JOBS}{job}/state"
 
 
@@ -84,8 +84,9 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation, its roster a packed StoredRoster message in base64.
-    Zero-padded, so that key order is number order."""
+    """The decided record of one generation, its roster a packed StoredRoster message in base64. The
+    number is zero-padded, so that key order is number order.
+    """
     return f"{JOBS}{job}/generations/{number:012d}"
 
 
@@ -128,8 +129,8 @@ def assignments_head(job: str) -> str:
 
 
 def assignments_of_run(job: str, run: str) -> str:
-    """Prefix of the assignments of one run. Another run of the job, or an unfinished placement, may
-    have left assignments beside them."""
+    """Prefix of the assignments of one placement, whose random id is `run`. Earlier or unfinished
+    placements of the job may have left assignments under other ids."""
     return f"{ASSIGNMENTS}{job}/{run}/"
 
 
@@ -177,8 +178,9 @@ def series_head(series: str) -> str:
 
 
 def series_version(series: str, number: int) -> str:
-    """A version that the head names, as a serialized VersionRecord message. Zero-padded, so that
-    key order is number order."""
+    """A version that the head names, as a serialized VersionRecord message. The number is
+    zero-padded, so that key order is number order.
+    """
     return f"{SERIES}{series}/versions/{number:015d}"
 
 

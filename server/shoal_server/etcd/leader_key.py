@@ -76,8 +76,8 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
     Retries through outages, and raises other errors. If an attempt deleted the key but its answer
     was lost, the next attempt finds nothing to delete, and the result is False.
 
-    Safe even if that leader lives: it watches its key, and each of its writes compares the
-    revision that is compared here, so it writes nothing more.
+    Safe even if that leader is alive: the leader watches its key, and each of its writes compares
+    the revision that this deletion compares, so the leader writes nothing more.
     """
     condition = created_at(keys.LEADER, leader.create_revision)
     # If the outcome is unknown, the next attempt finds the key deleted or deletes it.
@@ -90,7 +90,7 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 async def delete_unleased(store: KeyValueStore) -> None:
     """Delete a leader's key without a lease: no candidate wrote such a key, and it would exist for
-    ever. A leader whose key was overwritten lost its term by that. Raises what the store raises."""
+    ever. The term of a leader whose key was overwritten has ended. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return

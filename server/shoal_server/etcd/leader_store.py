@@ -34,7 +34,7 @@ class Term:
 
     def __init__(self) -> None:
         self.deposed = asyncio.Event()
-        """Set when a write or a job showed that this coordinator must not lead any longer."""
+        """Set when a write showed that this coordinator does not lead any longer."""
         self.why_deposed = ""
         self._conditions: Sequence[Compare] | None = None
 

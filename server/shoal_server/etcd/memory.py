@@ -168,8 +168,8 @@ class MemoryStore:
             self._end(lease)
 
     def compact(self, revision: Revision) -> None:
-        """Treat the history up to `revision` as compacted. A watch that needs `revision` or an
-        earlier one next gets a reset."""
+        """Treat the history up to `revision` as compacted. A watch that has not delivered
+        `revision` yet gets a reset."""
         self._compacted = int(revision)
 
     def _enter(self) -> None:

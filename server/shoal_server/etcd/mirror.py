@@ -163,8 +163,8 @@ class PrefixMirror(Generic[T]):
     async def look_up(self, name: str) -> T | None:
         """Read the record of a name from etcd now, and keep it; None if there is none.
 
-        If it cannot be read as a record, the one known so far is returned. Raises what the store
-        raises.
+        If the value in etcd is not a readable record, the record known so far is returned. Raises
+        what the store raises.
         """
         found = await self._store.get(self._prefix + name)
         if found is None:

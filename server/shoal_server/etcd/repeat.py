@@ -22,7 +22,7 @@ def is_transient(error: ShoalError) -> bool:
 
 
 def is_outcome_unknown(error: ShoalError) -> bool:
-    """True if the error of a transaction leaves open if it was carried out."""
+    """True if this error leaves it open whether the transaction was carried out."""
     return error.details.get("outcome") == "unknown"
 
 

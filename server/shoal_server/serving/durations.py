@@ -25,7 +25,7 @@ class Durations:
             self._row(())
 
     def observe(self, seconds: float, *labels: str) -> None:
-        """Count a duration. `labels`: a value for each, in order."""
+        """Count a duration. `labels`: the value of each label, in order."""
         assert len(labels) == len(self.labels), labels
         key = labels
         if key not in self._counts and len(self._counts) >= MAX_SERIES:

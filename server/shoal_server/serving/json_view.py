@@ -8,7 +8,9 @@ from pydantic import ConfigDict
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Base of all views: field texts come from the source, NaN and infinity are sent as text."""
+    """Base of all views: the descriptions of fields are their docstrings, and NaN and infinity are
+    sent as text.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         use_attribute_docstrings=True, ser_json_inf_nan="strings"

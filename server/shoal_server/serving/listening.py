@@ -40,7 +40,9 @@ class StopRequest:
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
         """Set by a signal SAME_ORDER_S or more after the first. A signal before that only repeats
-        the first: a scheduler signals every process of a job, and this process' parent does too."""
+        the first: a scheduler signals every process of a job, and the parent of this process
+        signals it again.
+        """
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

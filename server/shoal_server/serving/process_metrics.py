@@ -68,7 +68,7 @@ class MetricsEndpoint:
 
     @property
     def port(self) -> int:
-        """The port that is served on; known inside the block."""
+        """Port of the endpoint; known inside the block."""
         return int(self._server.server_port)
 
     async def __aenter__(self) -> "MetricsEndpoint":

@@ -51,7 +51,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 900),
     ("grpc.keepalive_permit_without_calls", 1),
     # Calls that arrive at one moment wait their turn, such as the heartbeats of a thousand hosts
-    # after a pause. By default gRPC cancels some of them at random from 1,000 on.
+    # after a pause. By default gRPC cancels some of them at random once 1,000 wait.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.

@@ -40,7 +40,7 @@ class Storage:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
             raise InvalidSpec(
-                "nothing that is installed reaches that storage",
+                "no installed package reaches that storage",
                 seen=f"{self.url!r}: {error}",
                 expected=f"what fsspec needs for {self.location.protocol}",
                 fix="For S3: pip install 'shoal[s3]'.",

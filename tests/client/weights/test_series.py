@@ -79,7 +79,7 @@ def test_a_version_of_another_series_is_gone(
     of_another.CopyFrom(record)
     of_another.digest = bytes(32)
     of_another.segments[0].digest = bytes(32)
-    with pytest.raises(VersionGone, match="is another one"):
+    with pytest.raises(VersionGone, match="is not the requested one"):
         reader.fetch(of_another, timeout_s=LIMIT_S)
 
 

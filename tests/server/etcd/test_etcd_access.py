@@ -316,7 +316,7 @@ def test_endpoints_are_separated_by_commas() -> None:
 def test_a_prefix_within_the_keys_of_a_cluster_is_refused(prefix: str) -> None:
     """Keys under such a prefix would lie among those of another cluster (without a prefix, or at
     /team-a), which would read them as jobs and members."""
-    with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
+    with pytest.raises(InvalidSpec, match="expected a prefix without /shoal/v1"):
         EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
 
 

@@ -205,7 +205,7 @@ class JobActor:
 
     @property
     def has_open_stream(self) -> bool:
-        """True if any process has an open stream, admitted or not."""
+        """True if any process has an open stream, whether it was admitted as a member or not."""
         return any(True for _ in self._driver.streams)
 
     @property
@@ -266,7 +266,7 @@ class JobActor:
             )
 
     def generations_in_force(self) -> list[int]:
-        """The generation that trains, and the one in bring-up."""
+        """Numbers of the running generation and of the generation in bring-up, if there are any."""
         coming = self.job.attempt if self.job.phase is Phase.COMMITTED else None
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
@@ -279,8 +279,8 @@ class JobActor:
         """End all streams and waiting calls; members then look for the coordinator that leads.
 
         Calls that wait for a write fail at once: while this coordinator cannot reach etcd, its
-        successor may remove their members. Pending writes are cancelled: otherwise one could still
-        reach etcd in a later term of this coordinator.
+        successor may remove the members that made them. Pending writes are cancelled: otherwise a
+        write could still reach etcd in a later term of this coordinator.
         """
         actions = self._driver.end(why or NotLeader("this coordinator no longer leads"))
         if self._writing is not None:
@@ -379,7 +379,7 @@ class JobActor:
 
     def _with_result(self, write: JobWrite) -> JobWrite:
         """Add the job's result, as far as it is known, to the write that ends the job: if this
-        leader dies, its successor does not know the loss."""
+        leader dies, its successor does not know the loss that members reported last."""
         state = write.state
         if state is None or not state.finished or state.tally.result:
             return write

@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Resets a job; returns True if there was one, and its last generation."""
+"""Called with (job); resets it as `JobReset.reset` does."""
 
 
 class MembershipService(MembershipServicer):
@@ -249,7 +249,8 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
-    """Return the event of a heartbeat. Numbers out of range are ignored; the heartbeat counts."""
+    """Return the event of a heartbeat. An `own_code_s` that is not finite is replaced by 0; the
+    heartbeat counts all the same."""
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.HeartbeatReceived(
         **_identity(beat.token),
@@ -264,8 +265,9 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
     """Raise what `JobActor.authorize` raises for a process that was a member and is no longer,
     unless the job is completing.
 
-    A token with a generation was a member's. If its process is no member now, it was lost, possibly
-    under an earlier leader, whose list of lost incarnations this coordinator does not have.
+    A token with a generation belongs to a process that was a member. If the process is no member
+    now, it was lost or left, possibly under an earlier leader, whose list of expelled incarnations
+    this coordinator does not have.
     """
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
@@ -278,7 +280,8 @@ def _identity(who: Token | MemberState) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> MemberState | None:
-    """The member that the launcher reports on, if it is still that process."""
+    """The member that the launcher reports on; None if the member is gone, or if its process is not
+    the reported one."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None
@@ -305,7 +308,7 @@ def _standing(actor: JobActor) -> pb.JobStanding:
 
 
 def exit_cause(exit_code: int) -> str:
-    """Describe how a process ended, as its launcher saw it: SIGKILL, exit code 1."""
+    """Describe how a process ended, as its launcher saw it: "SIGKILL" or "exit code 1"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     # Real-time signals have no names.

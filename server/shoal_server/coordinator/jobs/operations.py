@@ -25,11 +25,12 @@ class JobOperations:
 
     async def snapshot(self, job: str, who: CallerProof) -> None:
         """Take a snapshot of a job's parameters. Also raises InvalidSpec if this coordinator takes
-        none, and the error that prevented it."""
+        no snapshots, and the error that prevented the snapshot."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec(
-                "this coordinator takes no snapshots", expected="one without --no-parameters"
+                "this coordinator takes no snapshots",
+                expected="a coordinator started without --no-parameters",
             )
         await self._take(job)
 

@@ -1,4 +1,4 @@
-"""Checks of the secrets that callers present: a job's, a launcher's."""
+"""Checks of the secrets that callers present: a job's or a launcher's."""
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.secrets import JOB_VARIABLE, matches_digest
@@ -11,7 +11,7 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
     """Raise AccessDenied if the job has a secret that the member does not present; or if the job
-    has none and `has_members`, and the member presents one."""
+    has no secret but has members, and the member presents a secret."""
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
@@ -49,7 +49,6 @@ def check_launcher(
     if digest:
         is_accepted = matches_digest(report.launch_secret, digest)
     else:
-        # No launcher of Shoal started the process.
         is_accepted = caller is None or caller.role is CertificateRole.OPERATOR
     if not is_accepted:
         raise AccessDenied(

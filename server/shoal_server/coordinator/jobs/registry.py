@@ -164,8 +164,8 @@ class Registry:
         )
 
     def keep_state_only(self, state: StateRecord) -> None:
-        """Replace a job that is over by its state record, the only one that etcd still has. Does
-        nothing if this coordinator does not lead any more."""
+        """Add a job that is over, and of which etcd has only the state record left. Does nothing if
+        this coordinator does not lead any more."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
@@ -303,7 +303,7 @@ class Registry:
                 f"there is no job {job!r}",
                 seen=f"{len(self._actors)} jobs" if self._actors else "no job at all yet",
                 expected=_one_of(sorted(self._actors)),
-                fix="Look for a typing error. A job is made by the first worker that joins it:"
+                fix="Check the spelling. A job is made by the first worker that joins it:"
                 " `shoal run --job NAME ...`; `shoal status` lists all.",
             ) from None
 
@@ -315,15 +315,17 @@ class Registry:
         if job in self._unread:
             raise Unavailable(f"job {job} is being read from etcd", expected="a retry in a moment")
         if job in self._resetting:
-            raise Unavailable(f"job {job} is being started over", expected="a retry in a moment")
+            raise Unavailable(
+                f"job {job} is being reset or cleared", expected="a retry in a moment"
+            )
 
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)
 
     async def secret_digest(self, job: str) -> str:
         """Digest of the secret of a job, which may be quarantined. Empty if there is no such job,
-        it has no secret, or its record in etcd does not show one. Raises NotLeader, and Unavailable
-        while etcd cannot be reached."""
+        if the job has no secret, or if its record in etcd does not show the digest. Raises
+        NotLeader, and Unavailable while etcd cannot be reached."""
         self.require_leading()
         if (actor := self._actors.get(job)) is not None:
             return actor.job.spec.secret_digest
@@ -383,11 +385,11 @@ class Registry:
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; drop the job if the block succeeds. Yields
-        the job's actor; None if this coordinator has none.
+        """Refuse all calls for the job during the block; if the block succeeds, drop the job from
+        memory. Yields the job's actor; None if this coordinator has none.
 
-        Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
-        reset at present.
+        Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is being read
+        or reset.
         """
         self.require_leading()
         self._require_settled(job)
@@ -424,7 +426,7 @@ class Registry:
         """Allow members to join a job that is over. Raises what `find` and `JobActor.retry`
         raise."""
         actor = self.find(job)
-        await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
+        await actor.retry("an operator lets members join again", from_scratch=from_scratch)
         task = self._tasks.get(job)
         if (task is None or task.done()) and self._actors.get(job) is actor:
             self._run(actor)

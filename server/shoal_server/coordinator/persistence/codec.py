@@ -76,8 +76,8 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    """Return the limits that members need: all fields of `pb.Limits`, whether `Limits` stores them
-    or derives them."""
+    """Return the limits that members need: all fields of `pb.Limits` that `Limits` has, whether
+    stored or derived."""
     names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
@@ -146,7 +146,7 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Genera
 
 
 def digest_of(roster: GenerationRoster) -> str:
-    """Return the digest of the roster as a message, by which members accept it."""
+    """Return the digest of the roster's message. Members accept a roster by its digest."""
     return roster_digest(roster_to_pb(roster))
 
 

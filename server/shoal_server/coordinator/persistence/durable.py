@@ -2,7 +2,7 @@
 
 A job's writes also compare the revision of the job's own record with the one that this coordinator
 read or wrote last. So no decision is based on a record that another process has changed. A write of
-unknown outcome is repeated. If the first attempt arrives after that, it changes nothing.
+unknown outcome is repeated. If the first attempt reaches etcd after the second, it changes nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class DurableJobs:
 
     def keep(self, job: str, stored: StateRecord | None) -> None:
         """Continue from this record of the job (None: there is none in etcd). Each write preserves
-        the fields that a later release added to it."""
+        the record's fields that a later release added."""
         self.forget(job)
         if stored is not None:
             self._more[job] = stored.more
@@ -102,8 +102,8 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
-        # Each transaction is repeated by itself. An earlier one without the job's record would not
-        # succeed after the one that wrote the record.
+        # Each transaction is repeated by itself: if all were repeated after the one that writes the
+        # job's record, those before it would fail, since they compare the record's old revision.
         for batch in _batches(operations):
             await until_answered(
                 partial(self.apply_to, job, batch),
@@ -139,7 +139,8 @@ class DurableJobs:
 
 
 def _is_waited_out(error: ShoalError) -> bool:
-    """True if a job's write waits for the end of the error: an operator may correct permissions."""
+    """True if a job's write is repeated after this error until it succeeds. AccessDenied is such an
+    error, since an operator may correct permissions."""
     return isinstance(error, RetryError | AccessDenied) and not isinstance(error, NotLeader)
 
 

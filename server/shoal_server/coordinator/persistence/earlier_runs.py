@@ -30,7 +30,7 @@ class EarlierRuns:
 
     job: str
     last_generation: Generation
-    """Highest generation of any of them."""
+    """Highest generation number in these runs."""
     expelled: tuple[str, ...] = ()
     """Incarnations of members that were expelled, oldest first; at most MAX_EXPELLED."""
     ended_unix_s: float = 0.0

@@ -34,7 +34,7 @@ class Records:
         for record in records:
             self._put(record)
         self._recorded = asyncio.Event()
-        """Set, and replaced by another, at the next record."""
+        """Set at the next record, and then replaced by a new event."""
 
     async def fill(self) -> None:
         """Read the other records, at the first call that succeeds. Raises JobQuarantined,

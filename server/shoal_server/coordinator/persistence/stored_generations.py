@@ -96,14 +96,16 @@ class StoredGenerations:
     """Numbers of the decided generations of one job in etcd."""
 
     def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
-        """`records`: the newest in etcd, in order. `older`: numbers to delete at the next call."""
+        """`records`: the newest in etcd, in order. `older`: numbers of older records in etcd, which
+        the next call of `decided` deletes."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
         """Note a durable record, and return the deletions that are due.
 
-        The newest records are kept, within the bounds of `Records`, and the newest two committed.
+        The newest records are kept, within the bounds of `Records`; the newest two committed ones
+        also beyond these bounds.
         """
         # A committed generation may be aborted later; its record then moves to the end.
         self._kept.pop(record.roster.generation, None)

@@ -166,8 +166,8 @@ class StoredJobs:
             raise unreadable(job, item.key, error) from error
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the job's secret, also from a record with other fields that cannot be read;
-        empty if the job has no secret, or if the record does not show one."""
+        """Digest of the job's secret, even if other fields of its record cannot be read; empty if
+        the job has no secret, or if the record does not show the digest."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return ""

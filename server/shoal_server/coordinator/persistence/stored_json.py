@@ -112,8 +112,8 @@ def spec_from(bounds: Fields) -> JobSpec:
 
 
 def secret_digest_from(fields: Fields) -> str:
-    """Digest of the job's secret from the fields of its own record, of which others may be
-    unreadable; empty if it has no secret, or no readable bounds. Raises UnreadableRecord for an
+    """Digest of the job's secret from its own record, even if other fields are unreadable; empty if
+    the job has no secret, or the record has no readable bounds. Raises UnreadableRecord for an
     unreadable digest."""
     try:
         bounds = fields.object("spec")

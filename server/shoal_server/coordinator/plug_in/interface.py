@@ -59,8 +59,8 @@ class PublishedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Functions that take a job accept any name, except
-    `declare_lost`."""
+    """The coordinator, as a plug-in sees it. Functions that take a job accept the name of an
+    unknown job, except `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -71,7 +71,7 @@ class Host:
     """Raises what `Registry.authorize` raises unless the token's process is a member of its job
     now."""
     require_leading: Callable[[], None]
-    """Raises NotLeader."""
+    """Raises NotLeader unless the coordinator leads."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
     """Takes (job, member, reason). Raises what `Registry.declare_lost` raises."""
     quarantine: Callable[[str, Exception], object]
@@ -121,11 +121,13 @@ class PlugIn:
         """Take over a job whose members trained under another leader."""
 
     def leading(self) -> AbstractAsyncContextManager[None]:
-        """Context of the work while the coordinator leads; jobs are served before it begins."""
+        """Context of the work while the coordinator leads; entered after the coordinator has begun
+        to serve jobs."""
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store and drop all jobs for the next leader. No job is served any more."""
+        """Store the state of all jobs for the next leader, and drop it from memory. Called when no
+        job is served any more."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Note that a member's process was lost or left."""
@@ -150,7 +152,7 @@ class PlugIn:
         """Drop a job's state from memory, since its records were replaced; they are read again."""
 
     async def num_samples(self, job: str) -> int | None:
-        """Number of samples that a job's members have completed; None if it leases none. Raises
+        """Number of samples that a job's members have completed; None if they lease none. Raises
         JobQuarantined, and what the store raises."""
         return None
 
@@ -195,7 +197,7 @@ def _not_served() -> NoServers:
     return NoServers(
         "this coordinator serves no jobs with parameters on servers",
         seen="a coordinator that was started with --no-parameters",
-        expected="one without that option",
+        expected="a coordinator without that option",
         fix="Restart it without that option; for a cluster of `shoal run`, use --ps 1 or more.",
     )
 

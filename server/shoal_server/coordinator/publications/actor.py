@@ -96,8 +96,8 @@ class SeriesActor:
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Apply a reader's report. Returns what `PublishedSeries.report` returns. Raises what it
-        raises, and what `check_lives` raises."""
+        """Apply a reader's report. Returns and raises what `PublishedSeries.report` does; also
+        raises what `check_lives` raises."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
         self.submit(TimePassed())  # versions can be dropped once leases have ended
@@ -199,7 +199,7 @@ class SeriesActor:
                 rejected(
                     what=f"no server has the segment of rank {segments}",
                     seen=f"none of {holders}",
-                    expected="the servers that have acknowledged it",
+                    expected="the segment on a server that acknowledged it",
                 )
             )
             return

@@ -91,7 +91,7 @@ def publisher_of(series: str, message: pb.Publisher) -> Publisher:
         raise InvalidSpec(
             f"series {series} is not of the publisher's job",
             seen=f"a member of job {token.job!r}",
-            expected=f"one of job {job_of(series)}",
+            expected=f"a member of job {job_of(series)!r}",
         )
     if not token.generation:
         raise MalformedMessage(

@@ -72,7 +72,7 @@ class Stores:
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
         """Ask servers if they hold segments. `questions`: the segments' digests, by server id.
-        Returns each server that answered, with its digests and its answer."""
+        Returns each server that answered, with the digests it was asked about and its answer."""
         present, addresses = {each.server_id: each for each in self.present}, self.addresses
         calls = [(present[each], digests) for each, digests in questions.items() if each in present]
         answers = await asyncio.gather(

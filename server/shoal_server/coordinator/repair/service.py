@@ -76,9 +76,10 @@ class RepairService(RepairsServicer):
     async def _mend(
         self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[FaultyRecord]
     ) -> dict[str, str]:
-        """Copy the broken records aside, and delete or rewrite them. Returns the new key of each
-        that was not changed meanwhile. Raises InvalidSpec if the bounds are unknown, and what the
-        store raises; some records may be moved by then."""
+        """Copy the broken records aside, and delete or rewrite them. Returns the key of each copy,
+        by the record's own key. A record that was changed meanwhile stays, and is not returned.
+        Raises InvalidSpec if the job's bounds are unknown, and what the store raises; some records
+        may be moved by then."""
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
         for each in broken:

@@ -63,7 +63,8 @@ def answer(
         decision = ledger.answer(
             SampleRequest(
                 member_id=request.token.member_id,
-                # The ledger goes into snapshots, which others may read.
+                # The incarnation is a secret, and others may read snapshots with the ledger in
+                # them.
                 incarnation=public_id(request.token.incarnation),
                 sequence=request.sequence,
                 completed=ranges_of(request.completed),
@@ -108,7 +109,7 @@ def _message(r: LedgerRange) -> samples_pb2.SampleRange:
 
 
 def wait_in_words(ledger: SampleLedger) -> str:
-    """Describe the wait of a member without samples: the members that hold them."""
+    """Describe why a member waits for samples: which members hold the leased ones."""
     held = {name: num for name, num in ledger.held_samples.items() if num}
     others = sorted(held, key=lambda name: (-held[name], name))
     holders = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_SHOWN_HOLDERS])

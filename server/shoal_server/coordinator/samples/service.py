@@ -13,7 +13,7 @@ before it is completed.
 
 The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
 ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
-others are corrected by their next requests, which name the ranges that they hold.
+other members are corrected by their next requests, which name the ranges that they hold.
 
 Each write is conditional on the record that this coordinator read or wrote last. So a deposed
 coordinator fails to write, and closes the ledgers when it steps down. A ledger whose record has
@@ -263,7 +263,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         async with self._opening_lock(job):
             async with self._writing:
                 self._close(job)
-            # The other ledgers are written meanwhile, and this one is in no later pass.
+            # Without `_writing`, other ledgers are written meanwhile; this one is not open.
             yield
 
     def _opening_lock(self, job: str) -> asyncio.Lock:
@@ -336,7 +336,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         expected = (opened.ledger.dataset_size, opened.ledger.num_epochs)
         if (dataset_size, num_epochs) != expected:
             raise ProposalConflict(
-                f"job {job} goes over other samples",
+                f"job {job} trains on other samples",
                 seen=f"dataset_size {dataset_size}, num_epochs {num_epochs}",
                 expected=f"dataset_size {expected[0]}, num_epochs {expected[1]}",
                 fix="Give every member of the job the same dataset and number of epochs.",

@@ -39,7 +39,8 @@ from shoal_server.etcd.repeat import is_outcome_unknown
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
-"""Size with a few thousand members; smaller ledgers stay readable with etcdctl."""
+"""Size from which a base is compressed: a ledger of a few thousand members. Smaller ones stay
+readable with etcdctl."""
 MAX_LEDGER_BYTES = 64 * 1024 * 1024
 
 

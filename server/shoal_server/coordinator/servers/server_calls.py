@@ -21,8 +21,8 @@ MAX_CHANNELS = 256
 
 
 class ServerCalls:
-    """Calls over one connection to each server, at most 256: opening another connection closes the
-    oldest, with its calls. Use it on one event loop."""
+    """Calls over one connection to each server. There are at most 256 connections: opening another
+    closes the oldest, and its calls fail. Use it on one event loop."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}

@@ -41,10 +41,10 @@ class AutomaticRestores:
         """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Reason why the job is not restored; None if none is known. The first call starts the
-        restore, which is retried until `forget` if storage, etcd or servers cannot be reached. A
-        restore that is retried, or takes longer than REPORTED_AFTER_S, has a reason and is still in
-        progress."""
+        """Reason why the job is not restored (empty without `restore`); None if none is known yet.
+        The first call starts the restore, which is retried until `forget` if storage, etcd or
+        servers cannot be reached. A restore that is retried, or takes longer than REPORTED_AFTER_S,
+        has a reason and is still in progress."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:

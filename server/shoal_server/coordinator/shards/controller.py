@@ -45,8 +45,8 @@ JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
-"""Interval for a job with an absent or suspected server, short enough to follow an absence; and for
-a job whose last reconciliation failed."""
+"""Interval for a job whose last reconciliation failed; and for a job with an absent or suspected
+server: below LONGEST_GAP_S, so that an absence counts as unbroken."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -65,8 +65,8 @@ class ShardController:
         """`restore` tries to restore a job from a snapshot before shards that no server holds are
         declared lost. `measure` asks a job's servers for the load of its shards; without it, and
         until two measurements in a row have covered all shards, shards are weighted by size alone.
-        `loss_log` records lost shards. `is_restoring`: True while this coordinator has a job's
-        shards loaded from a snapshot."""
+        `loss_log` records lost shards. `is_restoring`: True while this coordinator restores a job's
+        shards from a snapshot."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
@@ -83,7 +83,7 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """Reason why the shards of each job are left unchanged, which is logged when it begins."""
+        """Reason why the shards of a job are left unchanged, by job; logged once."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._again: set[str] = set()
@@ -175,7 +175,7 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job whose records are gone or belong to another run."""
+        """Drop the state of a job whose records are gone or belong to another placement."""
         for by_job in (
             self._last,
             self._troubles,
@@ -306,7 +306,7 @@ class TorchVersions:
         self._logged: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[registered.Server]) -> None:
-        """Note all live servers; log a warning if their torch versions differ."""
+        """Note all registered servers; log a warning if their torch versions differ."""
         by_version: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:

@@ -2,7 +2,8 @@
 
 The job's sample ledger counts the samples that its shards were trained on. If no trained shard is
 left, the ledger is deleted in the transaction that gives up the first shards, and all samples are
-trained on again, unless the operator keeps it. If some are left, the operator has to choose.
+trained on again, unless the operator keeps the ledger. If trained shards are left, the operator has
+to choose.
 """
 
 import time
@@ -63,7 +64,7 @@ class _Plan:
 
 
 class LossAcceptance:
-    """Gives up lost shards. `require_leading` raises NotLeader."""
+    """Gives up lost shards. `require_leading` raises NotLeader unless this coordinator leads."""
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class LossAcceptance:
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Give up the requested lost shards, or all lost ones if the request names none. All other
         shards are unchanged. The reply lists the requested shards; if the request names none, all
-        shards of the job that were given up, now or before. A dry run changes nothing. If the
-        request names no shard, its reply lists the lost shards; if there are none, those that were
-        given up before.
+        shards of the job that were given up, now or before. A dry run changes nothing. If it names
+        no shard, its reply lists the lost shards; or if none are lost, the shards that were given
+        up before.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
         InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
@@ -108,7 +109,8 @@ class LossAcceptance:
                 choice = plan.samples
                 await self._give_up(plan, by, now_unix_s, given_up)
         finally:
-            # Also if etcd fails after some were given up: to a repeated request they are not lost.
+            # Also if etcd fails halfway: a repeated request does not find these shards lost any
+            # more.
             if given_up:
                 text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
                 self._losses.record_acceptance(job, given_up, by, text)
@@ -130,8 +132,9 @@ class LossAcceptance:
     async def _give_up(
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
-        """Give up the lost shards, and append each to `given_up` once it is. The records of the
-        others have changed and must be read again."""
+        """Give up the lost shards, and append each to `given_up` once etcd has its new record. The
+        records of shards that are not appended have changed and must be read again.
+        """
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:
@@ -145,8 +148,8 @@ class LossAcceptance:
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
                 # Every transaction deletes the ledger, also the first one. Otherwise, if etcd
-                # failed after it, the shards would be given up and the next run would train only on
-                # the rest of the samples.
+                # failed after the first one, some shards would be given up, and the job would train
+                # them only on the remaining samples.
                 also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 given_up += batch if is_done else []

@@ -44,7 +44,8 @@ class LossLog:
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Drop the versions of a job that is gone or of another run, or of some of its shards."""
+        """Drop the versions of a job whose records are gone or belong to another placement; with
+        `shard_ids`, only the versions of these shards."""
         if shard_ids is None:
             self._moves.forget(job)
         known = self._versions.get(job, {})
@@ -60,7 +61,8 @@ class LossLog:
     def with_loss_details(
         self, before: JobAssignments, after: JobAssignments, snapshot: str
     ) -> JobAssignments:
-        """A copy of `after` that records, for each lost shard, what is known of its loss."""
+        """A copy of `after` that records what is known of the loss of each lost shard. `snapshot`:
+        outcome of restoring the job from a snapshot."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
@@ -101,8 +103,8 @@ class LossLog:
     def record_acceptance(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards (as assigned while lost). `samples`: text
-        about the further use of the job's samples."""
+        """Report that an operator gave up these shards. `shards`: their assignments before that.
+        `samples`: text about the further use of the job's samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(

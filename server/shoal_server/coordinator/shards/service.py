@@ -95,7 +95,7 @@ class _WithoutServers:
 
 @dataclass(slots=True)
 class _MapRead:
-    """The newest reading of one job."""
+    """The newest reading of one job's shard map. A job's readings are numbered from 1."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: int = 0
@@ -105,7 +105,8 @@ class _MapRead:
 
 
 class _CurrentMaps:
-    """Reader of current shard maps, on the event loop. A call gets no map that was read before it.
+    """Reader of current shard maps, on the event loop. A call gets a map whose reading began after
+    the call.
 
     A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
     when they start and when servers fail. Calls that arrive during a reading share the next one.
@@ -176,7 +177,7 @@ class ShardsService(ShardsServicer):
         parameters = [_parameter(spec) for spec in request.parameters]
         table_specs.check_tables(request.tables)
         try:
-            # A model may be nothing but tables.
+            # A model may consist of tables alone.
             if parameters or not request.tables:
                 placement.check_schema(parameters)
         except placement.SchemaProblem as problem:

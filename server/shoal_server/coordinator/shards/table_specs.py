@@ -126,7 +126,8 @@ def schema_digest(of_parameters: str, tables: Sequence[TableSpec]) -> str:
 
 
 def check_same(job: str, seen: Sequence[TableSpec], held: Sequence[TableSpec]) -> None:
-    """Raise ProposalConflict, naming the tables that differ, unless they are the job's tables."""
+    """Raise ProposalConflict if `seen` differ from the job's tables (`held`). The error names the
+    tables that differ."""
     of_seen = {table.name: _one_line(table) for table in seen}
     of_held = {table.name: _one_line(table) for table in held}
     differing = sorted(

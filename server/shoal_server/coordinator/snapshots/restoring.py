@@ -1,12 +1,12 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records by records of a new run, with higher epochs,
-and the sample ledger by the cut's ledger. So even if this coordinator dies, the job has records,
-and each shard is held by a server or known to be lost. Every server then drops its shards of the
-job, and loads the shards whose primary it is; backups are created as usual. If a server leaves or
-ends before it has loaded, others load its shards (`loading`). If a server that stays cannot load,
-all shards that had values are recorded as lost, and the records of a job that had no shards are
-deleted: no job has half of a snapshot.
+One transaction replaces the job's assignment records by those of a new placement, with higher
+epochs, and the sample ledger by the snapshot's. So even if this coordinator dies, the job has
+records, and each shard is held by a server or known to be lost. Every server then drops its shards
+of the job, and loads the shards whose primary it is; backups are created as usual. If a server
+leaves or ends before it has loaded, others load its shards (`loading`). If a server that stays
+cannot load, the job does not keep half of a snapshot: all shards that had values are recorded as
+lost; if the job had no shards before, its new records are deleted.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class RestoreResult:
     servers: Sequence[str]
     """Servers that are primaries of the job's shards now."""
     lost: Sequence[ShardAssignment]
-    """Shards that had been lost, as assigned before."""
+    """The shards that were lost before the restore, with their assignments at that time."""
 
 
 class SnapshotRestorer:
@@ -264,7 +264,7 @@ def _wanted(
     *,
     keeps_run: bool,
 ) -> JobAssignments:
-    """Assignments of a new run, in which no shard is loaded yet."""
+    """Assignments of a new placement, in which no shard is loaded yet."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
@@ -297,7 +297,7 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """Condition that the job's assignment records belong to this run."""
+    """Condition that the job's assignment records are still those of `placed`."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 

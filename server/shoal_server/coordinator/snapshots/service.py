@@ -37,8 +37,10 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 
 class SnapshotService(SnapshotsServicer):
-    """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns the time of a job's last reset: snapshots taken before it are of an earlier run."""
+    """Takes, lists and restores snapshots. `require_leading` raises NotLeader unless this
+    coordinator leads. `begun_unix_s` returns the time of a job's last reset: snapshots taken before
+    it are of an earlier run.
+    """
 
     def __init__(
         self,
@@ -116,11 +118,14 @@ class SnapshotService(SnapshotsServicer):
         # By lineage, not by time: a clock may have been set back since the job began.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # An operator chose this snapshot: newer ones have the state that it replaced.
+                # The present shards began with this snapshot: newer ones have the state that it
+                # replaced.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
-                return _not_restored(f"Its snapshots at {where} are of an earlier run")
+                return _not_restored(
+                    f"Its newest snapshot at {where} was taken before the job was started over"
+                )
         try:
             restored = await self._restorer.restore(library, number, under_members=True)
         except UnknownSnapshot:
@@ -146,8 +151,8 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Take the automatic snapshots, of each job one after the other. Slow storage delays other
-        jobs only if JOBS_AT_ONCE snapshots are slow at once."""
+        """Take the automatic snapshots of all jobs, for each job one at a time. Slow storage delays
+        other jobs only if JOBS_AT_ONCE snapshots are slow at once."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 

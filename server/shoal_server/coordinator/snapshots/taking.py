@@ -9,8 +9,8 @@
     commit   the manifest is written last
 
 If a primary is not registered, or Close or Freeze fails with a RetryError, another cut is tried, up
-to three in all. If the last one or a later step fails, every server admits all pushes again, at the
-latest after its own time limit, and the snapshot's files are removed.
+to three in all. If the third cut fails, or Write or commit does, every server admits all pushes
+again, at the latest after its own time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ PUBLISH_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """State of jobs at the coordinator that a snapshot includes."""
+    """State of jobs that the coordinator keeps, and that a snapshot includes."""
 
     cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
     """Returns the sample ledger of a job, as of some moment during the call; None if it has
@@ -114,10 +114,10 @@ class SnapshotTaker:
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
         """Take a snapshot. Raises SnapshotFailed, StateLost, and what the store, the storage and
-        the servers raise. Then its files are removed; files that cannot be removed now are removed
-        after a later snapshot.
+        the servers raise. After such an error the snapshot's files are removed; files that cannot
+        be removed at that time are removed after a later snapshot.
 
-        With `only_if_changed`, the cut is made all the same, but the newest snapshot is returned if
+        With `only_if_changed`, the cut is still made, but the newest snapshot is returned if
         no shard has changed since.
         """
         job = library.job
@@ -204,7 +204,7 @@ class SnapshotTaker:
 
     async def _check_has_shards(self, job: str) -> None:
         """Raise SnapshotFailed unless the job's shards are placed. Called before anything is
-        written, so that nothing is left of a job that does not exist."""
+        written, so that no key is made for a job that does not exist."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _no_shards_error(job)
 
@@ -257,7 +257,7 @@ class SnapshotTaker:
         self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
         """Make a cut, in up to three attempts, since shards may move and servers may die meanwhile.
-        Only the last one accepts pushes that are in some shards and not in others."""
+        Only the third attempt accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None

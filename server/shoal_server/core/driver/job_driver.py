@@ -155,7 +155,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
         """Find members that fell silent, and act on the deadlines that have passed. Do nothing
-        until the effects of the last deadline are durable."""
+        until the effects of the previous deadline are durable."""
         actions: list[Action[StreamT, CallT]] = []
         if not self._may_wake:
             return actions
@@ -169,7 +169,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def _may_wake(self) -> bool:
-        # No tick before the effects of the last one are durable.
+        # No tick before the effects of the previous one are durable.
         over = self.failure is not None or self.job.phase in OVER
         return not over and not self._is_ticking
 
@@ -188,7 +188,7 @@ class JobDriver(Generic[StreamT, CallT]):
     def _silent(self, now_s: float) -> list[MemberLost]:
         """Find members whose silence is longer than their uneven heartbeats explain."""
         # If this process stood still, it cannot tell which members were silent. The same holds if
-        # the store stood still: a member sends heartbeats only once its attendance is durable.
+        # the store did not answer: a member sends heartbeats only once its attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s

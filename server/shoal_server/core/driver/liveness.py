@@ -1,6 +1,7 @@
 """Detection of silent members. A slow or uneven network does not mean a dead worker. So each member
-is allowed the median interval between its own heartbeats plus several times their median deviation.
-That is at least the lease, which applies to even heartbeats, and at most the limit on silence.
+may be silent for the median interval between its own heartbeats plus several times the intervals'
+median deviation: at least for the lease, which applies to even heartbeats, and at most for the
+limit on silence.
 
 Median and median absolute deviation, not mean and variance: one long gap must not make the next
 one look usual. Pure: time is an argument.

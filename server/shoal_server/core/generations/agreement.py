@@ -15,7 +15,7 @@ class Agreement:
     digest: str
     """Digest of the roster, which its members have to accept."""
     unanswered: set[str] = field(default_factory=set)
-    """Members that have neither accepted nor rejected it."""
+    """Members that have neither accepted nor rejected the roster."""
     unready: set[str] = field(default_factory=set)
     """Members that have not passed the generation's first collective."""
     unoffered: set[str] = field(default_factory=set)

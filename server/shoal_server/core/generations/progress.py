@@ -1,9 +1,9 @@
 """Progress of a job as far as its coordinator knows: what is lost if the job's state is lost.
 
 `JobProgress` is kept in the job's record in etcd. Before the members of the job's first synchronous
-generation take a step, the record says that the generation ran. The step in the record is the last
-one that members reported: in heartbeats, at a boundary, after a break. It becomes durable whenever
-the record is written, as with each generation, and not with each step.
+generation take a step, the record says that the generation ran. The step in the record is the
+newest that members reported: in heartbeats, at a boundary, after a break. It becomes durable
+whenever the record is written, as with each generation, and not with each step.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Rosters: the members of a generation, their ranks and states, and the fields they agree in."""
+"""Rosters: the members of a generation, their ranks and states, and the fields they agree on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,9 +120,10 @@ class GenerationRoster:
     source_member_id: str
     """Member whose state the others receive."""
     step: Step
-    """Step that the source proposed; with a planned change, the generation starts later."""
+    """Step that the source proposed; with a planned change, the generation starts at a later
+    step."""
     planned: bool
-    """True if the generation follows one that trains until a boundary."""
+    """True if the generation follows a running generation, which trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
     """Fields that all members proposed alike."""
@@ -182,7 +183,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A member's state when a roster is drawn up."""
+    """A member as it is when a roster is drawn up."""
 
     member_id: str
     incarnation: str

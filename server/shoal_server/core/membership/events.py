@@ -18,8 +18,9 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent:
-    """An input of the state machine. Except `MemberJoined`, it is refused or ignored if
-    `incarnation` is not the member's current one."""
+    """An input of the state machine. Every event but `MemberJoined` is refused or ignored if its
+    `incarnation` is not the member's current one.
+    """
 
     member_id: str
     incarnation: str
@@ -53,8 +54,8 @@ class RosterAnswered(MemberEvent):
     unreachable: tuple[tuple[str, str], ...] = ()
     """Peers that the member could not reach: member_id and the error."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Steps of the complete checkpoints that the member sees, for a roster that can only start from
-    one."""
+    """Steps of the complete checkpoints that the member sees, if the roster can only start from a
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,12 @@ class ReadinessReported(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakReported(MemberEvent):
-    """A collective failed under the member, or the member could not bring the generation up."""
+    """A collective failed on the member, or the member could not bring the generation up."""
 
     generation: Generation
     error: str
     own: bool = False
-    """True if the member's own bring-up failed, and not because of a peer."""
+    """True if the bring-up failed on this member, and not because of a peer."""
     state_lost: bool = False
     """True if the members together hold no complete state, and there is no checkpoint."""
 
@@ -115,7 +116,7 @@ class HeartbeatReceived(MemberEvent):
     """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or if
     that is unknown."""
     loads: bool = False
-    """True if that code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch to be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class TrainerActivity:
     """Time since which the trainer has been in the script's own code; None if it is not there, or
     if that is unknown."""
     loads: bool = False
-    """True if that code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch to be loaded."""
     waits_for_others: bool = False
     """True if the trainer is known to wait for other members."""
 
@@ -76,8 +76,8 @@ class MemberState:
     """Time at which a signal halted the member's process; None if it is not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """The newest generation whose bring-up failed on the member's side, whether it was blamed or
-    not."""
+    """The newest generation whose bring-up failed on the member's side, whether the member was
+    blamed or not."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 

@@ -47,7 +47,7 @@ class MembershipTable:
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
     def admit(self, member: MemberState) -> None:
-        """Add a member; the table holds no other member of its name."""
+        """Add a member. The table must not hold another member of its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:

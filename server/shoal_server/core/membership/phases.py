@@ -34,7 +34,7 @@ class Trigger(Enum):
     STATE_LOST = "nobody holds the state that the job had reached"
     STOPPED = "an operator has stopped it"
     ABANDONED = "all members are gone for good"
-    RETRIED = "an operator lets it be joined again"
+    RETRIED = "an operator lets members join again"
 
 
 TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {

@@ -69,7 +69,7 @@ def empty_proposal(member_id: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.SPEC,
         what=f"{member_id} proposed nothing",
-        expected="the fields that all members must agree in",
+        expected="the fields that all members must agree on",
     )
 
 
@@ -90,8 +90,8 @@ def stopped(job: str, how: str, reason: str) -> Refusal:
         what=f"job {job} {how}",
         seen=reason,
         expected="a job that runs",
-        fix=f"`shoal retry {job}` lets it be joined again, from where its state is; `shoal run"
-        " --fresh` starts it over.",
+        fix=f"`shoal retry {job}` lets members join again: the job continues from its state;"
+        " `shoal run --fresh` starts it over.",
     )
 
 

@@ -3,8 +3,7 @@
 A failure is the member's own, or shared: caused by another member. Own failures are counted by
 name, also over restarts of the process: after three the member is left out. A shared failure only
 puts off a newcomer's next try, so that the newcomer does not stop a running generation again and
-again.
-Pure: time is an argument.
+again. Pure: time is an argument.
 """
 
 from collections.abc import Iterable, Iterator

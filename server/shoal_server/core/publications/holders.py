@@ -45,8 +45,9 @@ def servers_for(
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
     """Ids of the servers to which `first` passes on a segment that it made: at most `copies` - 1,
-    none of them leaving. Servers on other hosts come first; otherwise the order is that of ids,
-    beginning after `first`."""
+    none of them leaving. Servers on other hosts come first; otherwise servers are in the order of
+    ids, beginning after `first`.
+    """
     by_id = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in by_id if each.server_id == first), "")
     others = [each for each in by_id if each.server_id != first and not each.is_leaving]

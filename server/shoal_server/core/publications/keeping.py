@@ -9,8 +9,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     """The versions to drop, oldest first.
 
     The newest version stays, and so do all leased and pinned ones. Leased versions count among the
-    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so a slow
-    reader costs no further memory.
+    `keep` versions: while readers hold leases on older versions, fewer versions in between are
+    kept, so a slow reader costs no further memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]

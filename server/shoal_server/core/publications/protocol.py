@@ -24,7 +24,7 @@ class PublicationRefusal(Enum):
     STALE_EPOCH = "another publisher has replaced the sender"
     ABANDONED = "the publication will not become a version"
     GONE = "the version is not kept"
-    OVERLOADED = "there is no room"
+    OVERLOADED = "a limit is reached"
     INVALID = "the request contradicts what is known"
 
 

@@ -30,7 +30,7 @@ class PublishedSegment:
     digest: bytes
     num_bytes: int
     holders: tuple[str, ...] = ()
-    """Ids of the parameter servers that are to hold it."""
+    """Ids of the parameter servers that are to hold the segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

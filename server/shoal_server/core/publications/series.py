@@ -265,7 +265,7 @@ class PublishedSeries:
         if publisher.script and 0 < event.known_epoch < head.epoch:
             refusal, what = (
                 PublicationRefusal.STALE_EPOCH,
-                "has another publisher meanwhile",
+                "has another publisher now",
             )
         elif publisher.script and not head.publisher.script:
             refusal, what = (
@@ -374,7 +374,7 @@ class PublishedSeries:
                 refusal=PublicationRefusal.ABANDONED,
                 what=f"publication {number} of {self.name} is over",
                 seen=f"a part of publication {number}",
-                expected=f"one after {max([newest, *committing])}, which was committed last",
+                expected=f"a part of a publication after {max([newest, *committing])}, the newest",
             )
         return None
 
@@ -589,7 +589,9 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """`segments`, with new holders; the version's own if None, or if the digests differ."""
+        """`segments`, which have new holders; the version's own segments if `segments` is None or
+        has other digests.
+        """
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments

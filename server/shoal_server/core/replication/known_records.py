@@ -1,4 +1,4 @@
-"""The newest record of each shard that this server has received."""
+"""The newest record that this server has received of each shard."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -25,7 +25,7 @@ class KnownRecords:
 
     @property
     def runs(self) -> Mapping[Key, str]:
-        """Run of the job to which each shard's record belongs."""
+        """`JobAssignments.run` of each shard's record."""
         return MappingProxyType(self._runs)
 
     def keys_of(self, job: str) -> list[Key]:

@@ -53,8 +53,9 @@ Effects = Iterator[Effect]
 
 
 class ReplicationCore:
-    """Core of one server process. All effects of an event are carried out, in order, before those
-    of the next event."""
+    """Core of one server process. All effects of an event are carried out, in order, before the
+    effects of the next event.
+    """
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me
@@ -125,7 +126,7 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """Claims to shards in the journal of which this server has a record."""
+        """Shards that this server claims because its journal has them, if it has their records."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
@@ -177,7 +178,7 @@ class ReplicationCore:
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
         if new is not None and self._records.is_of_another_run(key, event.run):
-            # Shards of another run are different shards: drop what is here of the old run.
+            # Shards of another placement are different shards: drop what is here of the old ones.
             yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.store_record(key, new, event.run)
         if old is not None and self.me in old.backups:
@@ -216,7 +217,7 @@ class ReplicationCore:
 
     def _leave_on_disk(self, led: LedShard) -> None:
         """Keep the claim to the shard while the record names this server's disk, even if the disk
-        fails: it may turn out to have the only copy."""
+        fails: the disk may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 

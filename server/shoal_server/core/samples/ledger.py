@@ -69,7 +69,8 @@ class _Member:
         self.not_held: tuple[LedgerRange, ...] = ()
         """Ranges that the member's latest request claimed, and that it does not hold."""
         self.begun: int | None = None
-        """Number of held samples that had begun at the latest request. None: all may have begun."""
+        """Number of held samples that the member had begun at its latest request. None: it may have
+        begun all."""
         self.begins_per_s = 0
 
     def may_have_begun(self, silent_s: float) -> float:
@@ -427,7 +428,7 @@ def _check_numbers(data: object) -> None:
 def _taken(
     held: Mapping[int, IntegerSpans], ranges: Iterable[LedgerRange]
 ) -> Iterator[LedgerRange]:
-    """Remove the parts of `ranges` that are held from `held`, and yield them."""
+    """Remove from `held` the parts of `ranges` that it contains, and yield these parts."""
     for r in ranges:
         for start, stop in held.get(r.epoch, IntegerSpans()).intersection(r.start, r.stop):
             held[r.epoch].remove(start, stop)

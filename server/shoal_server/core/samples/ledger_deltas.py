@@ -4,8 +4,8 @@ A ledger is large and most of it stays the same, so it is written whole now and 
 appended in between. A delta has the head of the ledger (epochs, counts), the new values of members
 that changed, and the members that are gone. Values are complete, not differences from the delta
 before. A member is identified by a number: members of the whole ledger come first, in order, then
-members that deltas added, in order. Numbers are varints; positions are relative to the first free
-position.
+members that deltas added, in order. Numbers are varints; in members' ranges, epochs are relative to
+the number of closed epochs, and positions to the first free position.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -128,7 +128,8 @@ def _apply(books: Books, data: "_Reader", numbers: MemberNumbers) -> None:
 
 
 def _origin(books: Mapping[str, Any]) -> tuple[int, int]:
-    """Epoch and position near the ranges that members hold."""
+    """Number of closed epochs, and the first free position (0 if none is free): epochs and
+    positions of members' ranges are relative to these."""
     starts = [epoch["free"][0][0] for epoch in books["open"] if epoch["free"]]
     return books["num_closed"], starts[0] if starts else 0
 

@@ -39,8 +39,8 @@ class SampleRequest:
     """Ranges reported before, perhaps to a ledger that was lost. Ranges that are recorded already
     do not count again."""
     begun: int = 0
-    """Number of samples that the member has begun, of those that it held or reports in this
-    request, if it has a reserve."""
+    """Number of samples that the member has begun, among those that it holds or reports as
+    completed in this request. Used only if the member has a reserve."""
     begins_per_s: int = 0
     """Maximum number of samples that the member begins in a second."""
 

@@ -23,8 +23,9 @@ class AbandonedLoads:
     def mark_lost(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
-        """The record, with shards that no server loads any longer marked as lost. `is_restoring`:
-        True if this coordinator is restoring the job now; then no shard is marked."""
+        """The record, in which shards are marked as lost if no server loads them any more.
+        `is_restoring`: True if this coordinator is restoring the job now; then no shard is
+        marked."""
         shards = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in shards)
         if is_restoring:

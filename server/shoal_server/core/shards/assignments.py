@@ -37,9 +37,9 @@ class ShardLoss:
     version: int = 0
     """Version that the shard had at least reached, as servers report now and then; 0: unknown."""
     servers: tuple[str, ...] = ()
-    """Ids of the servers that had it last."""
+    """Ids of the servers that had the shard last."""
     snapshot: str = ""
-    """Outcome of restoring it from a snapshot, in a sentence."""
+    """Outcome of restoring the shard from a snapshot, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class ShardAssignment:
     """Version of an older copy that a later process of the server found on its disk, or 1 if
     `found_foreign`; 0: neither was found."""
     found_foreign: bool = False
-    """True if the disk was found to have the shard of another run of the job."""
+    """True if the disk was found to have the shard of another placement of the job."""
     restored_version: int = 0
     """Version of the shard in the snapshot that it is or was restored from; 0: no snapshot."""
     content: ShardContent = ShardContent.NONE
@@ -114,8 +114,8 @@ class JobAssignments:
     """Wanted copies of each shard, including the primary."""
     shards: tuple[ShardAssignment, ...]
     run: str = ""
-    """Random id of this placement. Shards of another run of the job are different shards, even
-    with equal ids and epochs."""
+    """Random id of this placement, drawn when shards are first placed and at each restore. Shards
+    of another placement of the job are different shards, even with equal ids and epochs."""
     job_run: str = ""
     """Run that the job's members state, if the coordinator restored the job while they trained on;
     empty: `run`."""
@@ -302,7 +302,7 @@ def record_older_copy(
     assignment: ShardAssignment, server: Holder, version: int, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
     """Record that a later process of the server in `on_disk` found an older copy on its disk or,
-    if `version` is 0, the shard of another run of the job."""
+    if `version` is 0, the shard of another placement of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
     # Another process of this server, which may be alive, has the right disk.

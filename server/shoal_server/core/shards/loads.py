@@ -13,7 +13,7 @@ class ShardMeasure:
 
     version: int
     pushed_bytes: int
-    """Bytes of pushes applied since this primary leads the shard."""
+    """Bytes of pushes applied since this primary began to lead the shard."""
 
 
 def weights(

@@ -63,8 +63,8 @@ def samples_after(
 ) -> SamplesAfterLoss | None:
     """Decide about the samples when these shards are given up; None: the operator must choose. If
     no trained shard is left, training starts over, and so do its samples: otherwise the job would
-    end with values trained only on the remaining samples. If some are left, only the operator can
-    know which choice is right.
+    end with values trained only on the remaining samples. If trained shards are left, only the
+    operator can know which choice is right.
     """
     if wish is not None:
         return wish
@@ -234,7 +234,8 @@ def _found_on_disk(shard: ShardAssignment) -> str:
     if shard.found_foreign:
         return (
             f"; the journal that server {shard.on_disk} was started with is of another run of the"
-            f" job, or of another cluster; its own had reached {reached}"
+            f" job, of its shards before a restore, or of another cluster; its own had reached"
+            f" {reached}"
         )
     return (
         f"; the journal of server {shard.on_disk} is an older copy: it has version"

@@ -17,7 +17,7 @@ def changes_between(
     present now.
 
     For example ("server_lost", "lost ps-1: ps-0 leads 4 shards in its place, with every update that
-    was acknowledged").
+    was acknowledged as replicated (if recovered from a journal: as durable)").
     """
     promoted: dict[str, Counter[str]] = {}
     copies: Counter[str] = Counter()
@@ -80,9 +80,12 @@ def _pairs(
 def _lost(server_id: str, leaders: Counter[str], num_copies: int) -> str:
     parts = [f"{leader} leads {_shards(num)} in its place" for leader, num in leaders.items()]
     if parts:
-        parts[-1] += ", with every update that was acknowledged"
+        parts[-1] += (
+            ", with every update that was acknowledged as replicated"
+            " (if recovered from a journal: as durable)"
+        )
     if num_copies:
-        parts.append(f"copies of {_shards(num_copies)} are to be made again")
+        parts.append(f"copies of {_shards(num_copies)} have to be made again")
     return f"lost {server_id}: {'; '.join(parts)}"
 
 

@@ -13,7 +13,7 @@ SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
 """Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
 cannot reach its primary takes over earlier, by itself. A primary that its backup can reach is only
-cut off from etcd, and continues to serve."""
+cut off from etcd, and serves until it is replaced."""
 
 
 class ObservedServers:
@@ -53,7 +53,8 @@ class ObservedServers:
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
         """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
-        still examines shards that others changed meanwhile, but none if the job was placed anew."""
+        still examines shards that other processes changed meanwhile, but none if the job was placed
+        anew."""
         if stands.run != wished.run:
             self._last = None
         elif self._last is not None:

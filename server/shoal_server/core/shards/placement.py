@@ -1,7 +1,7 @@
 """Cutting of parameters into shards, and placement of shards on servers. Deterministic.
 
-Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
-shards, shards are placed by size over the servers. The number of shards follows the size of the
+Parameters are cut into blocks; blocks of one dtype and one parameter group are packed by size into
+shards; shards are placed by size on the servers. The number of shards follows the size of the
 model: about one for each 1.75 MiB, and at most some hundreds. So a big model can be moved and
 balanced in small parts, and a tiny model costs one message instead of hundreds. A very large model,
 whose shards would take long to move, has some thousands. Its blocks are larger too, as the shard
@@ -25,8 +25,9 @@ TARGET_SHARD_BYTES = 1792 * 1024
 """Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
 to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Number of shards into which a model is cut at most, as long as shards stay below
-LARGE_SHARD_BYTES. The number is rounded up for each dtype and group (`cut_into_shards`)."""
+"""Maximum number of shards of a model, as long as shards stay below LARGE_SHARD_BYTES. The number
+is rounded up for each dtype and group (`cut_into_shards`).
+"""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
 """Maximum number of shards of a larger model. Beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
@@ -34,7 +35,7 @@ BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
 """Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-One more request costs a worker more than this many further bytes in another request."""
+For a worker, one more request costs more than this many bytes added to another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
@@ -278,8 +279,9 @@ def _cut_into_blocks(
 
 
 def _pack(items: Sequence[T], sizes: Sequence[int], loads: Sequence[int]) -> list[list[T]]:
-    """Put each item into the emptiest bin, largest items first (Graham 1969). If all `loads`, which
-    the bins have already, are 0, no bin is more than one item above the mean."""
+    """Put each item into the emptiest bin, largest items first (Graham 1969). `loads`: size that
+    each bin has already. If all are 0, no bin is more than one item above the mean.
+    """
     bins: list[list[T]] = [[] for _ in loads]
     heap = [(load, index) for index, load in enumerate(loads)]
     heapq.heapify(heap)

@@ -171,8 +171,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
     """Number of shards whose values are gone and whose loss is not recorded yet; 0 if no server
-    stays. Such a shard was just marked LOST, or `rebalance` would give it to a server without
-    values."""
+    stays. Such a shard was just marked LOST, or the next `rebalance` would mark it LOST."""
     if not servers.staying:
         return 0
     return sum(
@@ -209,7 +208,8 @@ def _add_joining(
 def _hand_over_or_drop(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Hand the shard over from a leaving or loaded server, or drop a surplus copy."""
+    """Hand the shard over if its primary is leaving or has too much load, or drop a surplus
+    copy."""
     if assignment.joining is not None or assignment.successor is not None:
         return assignment
     staying = _staying(assignment, servers)
@@ -224,7 +224,8 @@ def _hand_over_or_drop(
             (b for b in assignment.backups if b in servers.staying),
             key=lambda b: (-loads.holds[b], b),
         )[:1]
-        # A copy made in order to move the shard is used for the move before any is dropped.
+        # A copy made in order to move the shard is used for the move before a surplus copy is
+        # dropped.
         best = _emptiest(staying, loads.leads)
         if (
             best != assignment.primary
@@ -263,7 +264,7 @@ def _even_out(
             and h.joining is None
             and h.successor is None
             and h.content is not ShardContent.LOST
-            # Anything larger would only swap the two.
+            # A shard of larger weight would only make the other server the fullest.
             and weights.get(h.shard_id, 1) < gap
         ]
         if not candidates:

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
 Run = tuple[str, str]
-"""A job, and one of its runs."""
+"""A job, and the random id of one of its placements."""
 
 
 class AssignmentMirror:
@@ -28,8 +28,8 @@ class AssignmentMirror:
 
     `on_change` is called with a job and its shards whose records changed (all shards, if the head
     changed), once for each batch from etcd and each write or reading of this mirror. `on_gone` is
-    called with a job whose head was deleted, or replaced by the head of another run. An unreadable
-    record is logged, and the known assignment of its shard is kept.
+    called with a job whose head was deleted, or replaced by the head of another placement. An
+    unreadable record is logged, and the known assignment of its shard is kept.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class AssignmentMirror:
         return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
 
     def run(self, job: str) -> str:
-        """Run in the records of the job's shards; empty if there are none."""
+        """Random id of the job's placement; empty if its shards are not placed."""
         head = self._heads.get(job)
         return "" if head is None else head.run
 
     def job_run(self, job: str) -> str:
-        """Run that the job's members use; empty if its shards are not placed."""
+        """Run that the job's members state; empty if its shards are not placed."""
         head = self._heads.get(job)
         return "" if head is None else head.job_run or head.run
 
@@ -211,7 +211,8 @@ class AssignmentMirror:
     ) -> None:
         if isinstance(new, JobHead):
             if isinstance(old, JobHead) and old.run != new.run:
-                # The job was started over; the records of its last run may be deleted later.
+                # The shards were placed anew: the job was started over or restored. The records of
+                # the former placement may be deleted later.
                 self._forget(new.job)
             self._heads[new.job] = new
             self._changed[new.job] = set(self.of_job(new.job))

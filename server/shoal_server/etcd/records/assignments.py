@@ -2,8 +2,8 @@
 
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect, and
-the next placement deletes them. Keys contain the run of the job, so no two placements collide, and
-records of different runs are never confused.
+the next placement deletes them. Keys contain the run, a random id of the placement, so no two
+placements collide, and their records are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -291,7 +291,7 @@ async def place(
     operations: Sequence[Operation] = (),
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
-    """Write the records of a run that has none yet: first the shards' records, then the head and
+    """Write the records of a new placement: first the shards' records, then the head and
     `operations` in one transaction that decides the placement.
 
     `compares` are conditions of that transaction, and so are the shards' records, which must still
@@ -306,8 +306,8 @@ async def place(
     async def write(batch: Sequence[ShardAssignment]) -> Compare:
         return await _write(store, assignments, batch)
 
-    # The records of a run are always deleted together. So if the first one still exists at the
-    # end, all that were written after it exist too.
+    # The records of a placement are always deleted together. So if the first one still exists at
+    # the end, all that were written after it exist too.
     still_there = await write(first)
     await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))

@@ -1,7 +1,7 @@
-"""Layouts in etcd: deflated, and cut into chunks, as a large model's exceeds the size of a request.
+"""Layouts in etcd: deflated, and cut into chunks, since some are larger than etcd's requests.
 
-The keys of the chunks contain the layout's digest. So a chunk may be written again, and a layout
-that another replaces does not change under its readers.
+The keys of the chunks contain the layout's digest. So a chunk may be written again, and readers of
+a layout never see a part of the layout that replaces it.
 """
 
 import hashlib

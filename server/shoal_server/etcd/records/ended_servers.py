@@ -7,8 +7,9 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""Time for which the record is kept. It may end then: a server that etcd does not list counts as
-dead earlier anyway."""
+"""Time for which the record is kept. It is not needed for longer: by then, a server that etcd does
+not list counts as dead anyway.
+"""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:

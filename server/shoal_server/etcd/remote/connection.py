@@ -88,8 +88,8 @@ class Connections:
     def replace(self, connection: EtcdConnection) -> None:
         """Drop a connection, so that the next call to its endpoint opens a new one.
 
-        For a connection that is open but carries nothing, or that is down and was made with a
-        former certificate. Its calls get `attempt_timeout_s` to end.
+        Use it for a connection that is open but carries nothing, or that is down and was made with
+        a former certificate. Its calls get `attempt_timeout_s` to end.
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]

@@ -210,7 +210,7 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below the one before which this watch goes on.
+    """Raise CorruptError if etcd's revision is below the last one that this watch has delivered.
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """
@@ -224,7 +224,7 @@ async def _check_history(
             seen=f"revision {now.revision}",
             expected=f"at least {sent_revision}, which it has sent before",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
-            " found through it, those in journals too. Then restart Shoal's servers.",
+            " found through it, also the shards in journals. Then restart Shoal's servers.",
         )
 
 

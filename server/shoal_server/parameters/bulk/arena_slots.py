@@ -10,8 +10,9 @@ SLOT_BYTES = 2 * 1024 * 1024
 """Size of a slot. Shards of parameters are smaller unless the model is very large, so a push to a
 shard is one piece."""
 NUM_SLOTS = 16
-"""Twice the number of shards of one push that are in progress at a time. Slots are freed in batches
-of half of them, and the other half has a slot for each of these shards."""
+"""Twice the number of shards of one push that are in progress at a time. The other end frees slots
+in batches of half this number; the other half is enough for these shards.
+"""
 
 
 class ArenaSlots:

@@ -1,5 +1,6 @@
-"""The bytes of a bulk connection: plain, or over TLS, which asyncio does not support for
-sockets."""
+"""The bytes of a bulk connection: plain, or over TLS, which asyncio's socket methods do not
+support.
+"""
 
 import asyncio
 import os
@@ -103,7 +104,8 @@ class TlsBytes:
 
 class _Waits:
     """Repeats calls of a TLS socket once it is ready. One task reads and one task writes; TLS may
-    make either task wait for both directions."""
+    make either task wait for either direction.
+    """
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected

@@ -19,10 +19,11 @@ log = structlog.get_logger(__name__)
 
 
 class JobRuns(Protocol):
-    """A source of each job's current run."""
+    """A source of the run that each job's members must state (`JobAssignments.members_run`). It is
+    replaced when the job is started over, and when an operator restores it."""
 
     def job_run(self, job: str) -> str:
-        """Return the job's run as known to this server; empty if its shards are not placed."""
+        """Return the run as known to this server; empty if the job's shards are not placed."""
         ...
 
     def refresh(self, job: str, shard_ids: Collection[int]) -> Awaitable[None]:
@@ -67,11 +68,12 @@ class Fence:
         await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
-        """Return the session of the token's holder: its job, name and the public id of its process.
+        """Return the session of the member that sent the token: its job, name and the public id of
+        its process.
 
-        Raises Fenced if that incarnation is not a member, or no longer one, or uses the shard map
-        of another run of the job; MalformedMessage if the token names no member; and what the store
-        raises if it has to be asked.
+        Raises Fenced if that incarnation is not a member, or no longer one, or uses a shard map
+        from before the job was started over or restored; MalformedMessage if the token names no
+        member; and what the store raises if it has to be asked.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
@@ -90,9 +92,9 @@ class Fence:
         return f"{key}#{public_id(token.incarnation)}"
 
     async def _check_run(self, token: Token) -> None:
-        """Raise Fenced if the token is of another run of the job. A process that outlived the
-        records of its run may look like a member of the next run for a while, but its gradients
-        were computed on values of the earlier run."""
+        """Raise Fenced if the token states another run than the job's. After the job was started
+        over or restored, a process that was halted meanwhile may still count as a member for a
+        while, but its gradients were computed on values that were replaced."""
         runs = self._runs
         if runs is None or not token.run or token.run == runs.job_run(token.job):
             return
@@ -101,9 +103,10 @@ class Fence:
         expected = runs.job_run(token.job)
         if expected and token.run != expected:
             raise Fenced(
-                f"member {token.member_id} uses the shard map of another run of job {token.job}",
-                seen=f"a call for shards of run {token.run}",
-                expected=f"run {expected}",
+                f"member {token.member_id} uses a shard map of job {token.job} that was replaced:"
+                " the job was started over or restored",
+                seen=f"a call with the shard map of run {token.run}",
+                expected=f"the shard map of run {expected}",
                 fix="Join again to continue.",
                 details={"run": expected},
             )

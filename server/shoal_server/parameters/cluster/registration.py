@@ -48,9 +48,9 @@ class Registration:
     """Registers on entry, renews the lease in the background, removes the key on exit.
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
-    again with a new lease. Two servers never have one id: the second server waits until the lease
-    of the first has ended. If that takes more than three times the lease's length, AddressInUse is
-    raised, on entry or by `wait_failed`. Entry also raises what the store raises.
+    again with a new lease. Two servers never have the same id at once: the second server waits
+    until the lease of the first has ended. If that takes more than three times the lease's length,
+    AddressInUse is raised, on entry or by `wait_failed`. Entry also raises what the store raises.
     """
 
     def __init__(

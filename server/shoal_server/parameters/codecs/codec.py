@@ -71,7 +71,7 @@ def new_decoder(
 
 def unknown_codec(kind: str, known: Sequence[str]) -> InvalidSpec:
     return InvalidSpec(
-        f"there is no codec {kind!r} for gradients here",
+        f"this server has no codec {kind!r} for gradients",
         seen=repr(kind),
         expected=", ".join(map(repr, known)),
         fix="Choose another compression, or bring the servers to the worker's release.",

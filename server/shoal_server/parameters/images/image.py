@@ -76,7 +76,8 @@ class LoadedImage:
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
     run: str = ""
-    """The job's run, if the image is from a journal: shards of another run have the same ids."""
+    """`JobAssignments.run`, if the image is from a journal: shards of another placement have the
+    same ids."""
 
     def streams(self) -> Sequence[TensorStream]:
         return [

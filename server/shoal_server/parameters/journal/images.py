@@ -51,7 +51,9 @@ class JournalImages:
         self._files = Storage(Location.of_directory(directory))
 
     def list(self) -> list[StoredImage]:
-        """List the images, and remove all other files: a process ended while it wrote them."""
+        """List the images, and remove all other files, which a process left when it ended while
+        writing them.
+        """
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")
@@ -65,8 +67,8 @@ class JournalImages:
         return kept
 
     def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: the
-        job's run."""
+        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: see
+        `Journal.put_image`."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 

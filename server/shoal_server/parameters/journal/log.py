@@ -219,8 +219,8 @@ class Journal:
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
-        """Start to journal a shard, or replace its records up to the image's version. `run`: the
-        job's run, which distinguishes the shard from the same shard of another run.
+        """Start to journal a shard, or replace its records up to the image's version. `run`:
+        `JobAssignments.run`, which distinguishes shards of two placements with the same ids.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
         the image cannot be written. If the disk refuses to remove superfluous files afterwards,

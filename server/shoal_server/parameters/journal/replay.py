@@ -31,10 +31,10 @@ class RecoveredShard(Generic[State]):
     state: State
     num_replayed: int = 0
     run: str = ""
-    """The job's run; empty: unknown."""
+    """`JobAssignments.run`, the id of the shard's placement; empty: unknown."""
 
     def is_of_another_run(self, run: str) -> bool:
-        """True if the shard is of another run of the job than `run`, and both are known."""
+        """True if the shard is of another placement than `run`, and both are known."""
         return bool(self.run and run and self.run != run)
 
 

@@ -48,7 +48,7 @@ class _JournaledShard:
 
     replica: ShardReplica
     run: str
-    """The job's run."""
+    """`JobAssignments.run` of the shard's record."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk. None once the image is on disk, and while
@@ -94,8 +94,9 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def start_journaling(self, replica: ShardReplica, run: str = "") -> None:
-        """Start to journal a shard of which this server is now the primary; `run`: its job's run.
-        Updates that are applied before the shard's image is on disk are written after it."""
+        """Start to journal a shard of which this server is now the primary. Updates that are
+        applied before the shard's image is on disk are written after the image. `run`:
+        `JobAssignments.run` of the shard's record."""
         self._start(_JournaledShard(replica, run, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:
@@ -188,7 +189,7 @@ class ShardJournal:
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # At once: the disk may work again by the next record.
+            # Interrupt at once: the disk may work again by the next record.
             self._interrupt(led, refused)
             return
         done.add_done_callback(on_disk)
@@ -202,7 +203,7 @@ class ShardJournal:
             with image:
                 if ends is not None:
                     # Without the end entry before it, the image would seem older than records of an
-                    # earlier run, which may have higher versions.
+                    # earlier placement, which may have higher versions.
                     ends.result()
                 self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
                 return image.version
@@ -217,7 +218,7 @@ class ShardJournal:
         return ends
 
     def _note(self, led: _JournaledShard, version: int, result: "Future[None]") -> None:
-        # Results of an interrupted or earlier attempt count for nothing: journaling goes on with a
+        # Results of an interrupted or earlier attempt are ignored: journaling goes on with a
         # new image.
         if self._led.get(_key(led.replica)) is not led or led.why_not is not None:
             return
@@ -312,7 +313,7 @@ def _no_image(error: Exception) -> Unavailable:
         "the journal has no image of the shard",
         seen=repr(error),
         expected="memory and a disk to make one",
-        fix="It is tried again within seconds. Push with another level than durable meanwhile.",
+        fix="The server tries again within seconds. Until then, push with a level below durable.",
     )
 
 

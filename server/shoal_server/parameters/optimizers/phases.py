@@ -19,7 +19,7 @@ MAX_MILESTONES = 4096
 
 
 def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
-    """Make the scheduler of a phase without faults."""
+    """Make the scheduler of a phase that `valid_range` accepts."""
     match phase.WhichOneof("kind"):
         case "constant":
             return ConstantLR(optimizer, phase.constant.factor, phase.constant.total_iters)

@@ -84,7 +84,9 @@ class _TorchSchedule:
 
     def following(self, num_updates: int, lr: float) -> float:
         """Return the rate after `num_updates` updates, 1 or more. `lr`: the rate before the last of
-        them; it may be that of an image, whose earlier updates were made elsewhere."""
+        them; it may come from an image of the shard, whose earlier updates were made by another
+        server.
+        """
         before = num_updates - 1
         index = bisect_right(self._starts, before)
         self._sequence.last_epoch = before

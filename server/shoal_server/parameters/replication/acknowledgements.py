@@ -49,7 +49,7 @@ class Acknowledgements:
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
-        """Return once a version of a shard is safe to that level. If it can no longer become so,
+        """Return once a version of a shard is safe to that level. If it can no longer become safe,
         raise the reason, as `ShardLeadership.wait_acknowledged` does."""
         waiter = self._ask(replica, version, level, None)
         try:

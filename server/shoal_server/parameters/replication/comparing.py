@@ -45,8 +45,8 @@ class Comparing:
                         reason=str(error),
                     )
                 except Exception:
-                    # An error that is raised starts the round again: later shards would never be
-                    # compared.
+                    # The error is not raised: it would start the round again, and later shards
+                    # would never be compared.
                     log.exception("copies_not_compared", job=replica.job, shard_id=replica.shard_id)
             if not replicas:
                 await asyncio.sleep(COMPARE_EACH_S)

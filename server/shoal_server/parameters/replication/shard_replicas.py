@@ -184,11 +184,13 @@ class ShardReplicas:
         return self._record.of_job(job)
 
     def run(self, job: str) -> str:
-        """The run of the job to which its shards' record belongs; empty if no shards are placed."""
+        """`JobAssignments.run` of the job's record: the id of the placement of its shards; empty if
+        no shards are placed."""
         return self._record.run(job)
 
     def job_run(self, job: str) -> str:
-        """The run of the job that its members are in; empty if its shards are not placed."""
+        """`JobAssignments.members_run` of the job's record: the run that the job's members must
+        state; empty if no shards are placed."""
         return self._record.job_run(job)
 
     @property
@@ -357,15 +359,15 @@ class ShardReplicas:
         shard_journal.keep(recovered)
         known = set(self.jobs)
         foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
-        # Shards of other runs or unknown jobs stay on disk and can be read later.
+        # Shards of other placements or unknown jobs stay on disk and can be read later.
         self._roles.recovered.update(
             {k: shard for k, shard in recovered.items() if k[0] in known and k not in foreign}
         )
         for key, shard in recovered.items():
             if key in foreign:
                 _log_foreign(key, shard.run, self._record.run(key[0]))
-                # Reported as older than any record says: the shard of the current run must be in
-                # another journal, and the shard waits for it.
+                # Report the shard as older than any record says: the current placement's shard must
+                # be in another journal, and has to wait for that journal.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
@@ -461,8 +463,8 @@ def _log_foreign(key: Key, seen: str, expected: str) -> None:
         "journal_is_of_another_run",
         job=key[0],
         shard_id=key[1],
-        seen=f"a shard of run {seen}",
-        expected=f"one of run {expected}",
+        seen=f"a shard of placement {seen}",
+        expected=f"a shard of placement {expected}",
         fix="Is this journal another cluster's, or older than the job's last start or restore? Stop"
         " this server, put its own journal back, and start it again.",
     )

@@ -1,4 +1,4 @@
-"""The listener for bulk connections: a TCP port, and a Unix socket with a name."""
+"""The listener for bulk connections: a TCP port, and a Unix socket with an abstract name."""
 
 import asyncio
 import secrets
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 4096
-# The kernel probes a connection that was silent for 10 s, each 5 s, and ends it after 3 probes
+# The kernel probes a connection that was silent for 10 s every 5 s, and ends it after 3 probes
 # without an answer: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
@@ -154,7 +154,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
     """Return a Unix socket with a random abstract name, for clients in this network namespace; None
-    if the system has no such names. Then all clients connect to the port."""
+    if the system has no abstract names. Then all clients connect to the port.
+    """
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

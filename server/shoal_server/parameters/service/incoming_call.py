@@ -15,8 +15,9 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Number of shards of one call that are being applied, or whose replies are not sent yet, at which
-no more pieces are read."""
+"""Bound on the shards of one call that are being applied, or whose replies are not sent yet. At the
+bound, no more pieces are read.
+"""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -53,8 +54,8 @@ class PartKind(Protocol[PartT_contra, AnswerT_co]):
 class IncomingCall(Generic[PartT, AnswerT]):
     """Receives a push or a lookup. An error in one part is that part's answer; the others go on.
 
-    The shard is then not changed, or its change did not become as safe as the push demands. An
-    error that concerns the whole call is raised."""
+    The shard of a part with an error is not changed, or its change did not become as safe as the
+    push demands. An error that concerns the whole call is raised."""
 
     def __init__(self, kind: PartKind[PartT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind

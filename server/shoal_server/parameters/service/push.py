@@ -40,8 +40,9 @@ T = TypeVar("T")
 MAX_ROWS_BYTES = 256 * 1024 * 1024
 """Bound on one shard's rows in one push, with their gradients decoded."""
 DECODING_COST = INLINE_BYTES
-"""Cost of a compressed gradient in addition to its bytes: too much for the event loop, as decoding
-takes longer than applying as many bytes."""
+"""Cost added to the bytes of a compressed gradient, so that it is not applied on the event loop:
+decoding takes longer than applying as many bytes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 files.append(messages.file_of(part))
             return pb.WriteReply(files=files)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "the call that writes it ended")
+            self._barriers.abort(request.job, request.cut_id, "the call that writes the cut ended")
 
     async def Publish(self, request: pb.PublishCutRequest, context: Context) -> pb.PublishCutReply:
         put = PutSegmentRequest(
@@ -124,10 +124,12 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 segments.append(await self._weights.keep_cut(put, planned(image)))
             return pb.PublishCutReply(segments=segments)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "the call that publishes it ended")
+            self._barriers.abort(
+                request.job, request.cut_id, "the call that publishes the cut ended"
+            )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
-        self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")
+        self._barriers.abort(request.job, request.cut_id, "the coordinator gave the cut up")
         return pb.AbortReply()
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
@@ -149,8 +151,9 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve the memory that the loaded shards take beyond that of the shards they replace.
-        Raises Overloaded."""
+        """Reserve the memory that the loaded shards take beyond the memory of the shards that they
+        replace. Raises Overloaded.
+        """
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -173,7 +176,9 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard. It replaces one that a member has created meanwhile."""
+        """Become primary of a loaded shard. It replaces a shard that a member has created
+        meanwhile.
+        """
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)

@@ -218,7 +218,7 @@ class Catalog:
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
         """Raise an error unless this server has the shard, or may create it: WrongEpoch if the
         shard's assignment differs; ShardNotReady or StateLost if this server does not have the
-        shard, but by the record it had values, or is to get them from a snapshot."""
+        shard, but the record says that the shard had values or is to get them from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",

@@ -36,7 +36,7 @@ class ShardLeadership(Protocol):
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once a version is safe to that level. If it can no longer become so, raise the
+        """Return once a version is safe to that level. If it can no longer become safe, raise the
         reason: WrongEpoch (another primary), Unavailable (this server may have been declared dead),
         or for a durable push the error of the disk, or InvalidSpec without a journal."""
         ...
@@ -131,7 +131,7 @@ class ShardReplica:
 
         Small work runs at once if no other work on the shard is running or queued, so the event
         loop never waits for a shard's lock; its errors are raised by this call. All other work runs
-        in threads, one after the other; its errors are those of the future.
+        in threads, one after the other; its errors are raised when the future is awaited.
         """
         if self._enters(num_bytes):
             try:

@@ -1,7 +1,7 @@
 """The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, a single shard may remember that a step has begun. The scope
-names the other shards of the step, for which a cut has to wait.
+After a move or the loss of a server, perhaps only one shard remembers that a step has begun. The
+scope that it remembers names the other shards of the step, for which a cut has to wait.
 """
 
 from collections.abc import Collection

@@ -246,7 +246,8 @@ class VersionedShard(Generic[BodyT]):
                 try:
                     outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
                 except WrongEpoch:
-                    # The service counts these, together with those that never reach a shard.
+                    # The service counts these refusals, as it also refuses pushes before they reach
+                    # a shard.
                     raise
                 except Exception:
                     self._refused += 1
@@ -282,8 +283,8 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Copied before it is decoded: the listener then gets the bytes that were applied, even if
-        # the sender changes its memory meanwhile.
+        # The gradient is copied before it is decoded: the listener then gets the bytes that were
+        # applied, even if the sender changes its memory meanwhile.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch

@@ -36,7 +36,7 @@ class _JobBarrier:
     """One job's barrier, and the state of the cut in progress."""
 
     run: str = ""
-    """The run that the job's shards belong to; empty while it is unknown."""
+    """`JobAssignments.run` of the job's record, the id of its placement; empty while unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new event, when the barrier admits more steps than before."""
@@ -65,7 +65,7 @@ class SnapshotBarriers:
     def __init__(
         self, catalog: Catalog, fence: Fence, run_of: Callable[[str], str] = lambda job: ""
     ) -> None:
-        """`run_of`: returns the run of a job's shards; empty if it is unknown."""
+        """`run_of`: returns `JobAssignments.run` of a job's record; empty if it is unknown."""
         self._catalog = catalog
         self._fence = fence
         self._run_of = run_of
@@ -213,7 +213,7 @@ class SnapshotBarriers:
     def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
         def expire() -> None:
             log.warning("snapshot_barrier_expired", job=job, cut=cut_id, limit_s=limit_s)
-            self.abort(job, cut_id, "the coordinator did not continue it in time")
+            self.abort(job, cut_id, "the coordinator did not continue the cut in time")
 
         loop = asyncio.get_running_loop()
         self._of(job).set_limit(loop.call_later(limit_s, expire))
@@ -233,8 +233,10 @@ class SnapshotBarriers:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add the steps that some shards remember to the barrier: shards that are new on this
-        server, or have another epoch than before. Their steps may not have passed through it."""
+        """Add to the barrier the steps that are remembered by shards of which this server has
+        become primary, or whose epoch has changed. These steps may not have passed through the
+        barrier.
+        """
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -256,13 +258,14 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Forget the steps of an earlier run of the job: its shards have been replaced, so no cut
-        waits for these steps. Parts in progress stay known, as they may be of the new run."""
+        """Forget the steps of an earlier placement: no cut waits for them, since a reset or restore
+        of the job has replaced its shards. Parts in progress stay known, as they may be of the new
+        placement."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.run and cut.run != run and is_idle:
             cut.barrier.forget_ended_steps()
-            # Learn again what the shards remember: some of them may be of the new run.
+            # Learn again what the shards remember: some of them may be of the new placement.
             cut.run, cut.known = run, {}
         elif not cut.run:
             cut.run = run

@@ -1,4 +1,5 @@
-"""Admission of ids: all get a row, or only ids pushed often enough, or a share chosen by hash.
+"""Admission of ids: each id gets a row at its first push, or once it was pushed often enough, or
+with a fixed probability at each push.
 
 A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
 """
@@ -20,7 +21,7 @@ SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
 """Number of pushes of ids without a row after which all counts are halved, so that old pushes count
-less and the sketch never fills up. Just before the first time, the count of one id in 200 is too
+less and the sketch never fills up. Just before the first halving, the count of one id in 200 is too
 high by two or more."""
 MAX_COUNT = 2**16 - 1
 

@@ -260,7 +260,9 @@ class TableContent:
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:
-    """Return the most rows that a shard may have, by its memory and its share of the table's."""
+    """Return the most rows that a shard may have, by its memory limit and its share of the table's
+    rows.
+    """
     by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
     by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
     return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

@@ -76,8 +76,9 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """Adagrad with one accumulator per row: the sum of the means of squares over the row's columns
-    (as in FBGEMM)."""
+    """Adagrad with one accumulator per row, as in FBGEMM: each step adds the mean, over the
+    columns, of the squared gradient.
+    """
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps

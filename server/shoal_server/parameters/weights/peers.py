@@ -27,7 +27,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment. If the other server falls silent, it ends much earlier."""
+"""Longest transfer of one segment. If the other server falls silent, the transfer fails much
+earlier."""
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class WeightPeers:
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
         """Send a segment to another server, which forwards it to the rest of the chain. Raises the
-        error of the call that gives the key, or what `SegmentConnection.open` and `put` raise."""
+        error of the call OpenBulk, or what `SegmentConnection.open` and `put` raise."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
             return connection.put(request, segment, TRANSFER_S)
@@ -50,8 +51,8 @@ class WeightPeers:
         return await self._on_connection(to, request.series, put)
 
     async def fetch(self, source: StoreServer, series: str, digest: bytes) -> Segment:
-        """Fetch a segment from another server. Raises the error of the call that gives the key, or
-        what `SegmentConnection.open` and `fetch` raise."""
+        """Fetch a segment from another server. Raises the error of the call OpenBulk, or what
+        `SegmentConnection.open` and `fetch` raise."""
 
         def fetch(connection: SegmentConnection) -> Segment:
             staged = StagedSegment(digest)

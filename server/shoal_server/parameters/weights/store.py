@@ -104,7 +104,8 @@ class SegmentStore:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
                 seen=f"segments of publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED} before one of {origin.publication} is put",
+                expected=f"fewer than {MAX_UNDECIDED}, before a segment of publication"
+                f" {origin.publication} is put",
                 fix="Publish again once they are committed; abandoned segments are freed after"
                 f" {GRACE_S:g} s.",
             )

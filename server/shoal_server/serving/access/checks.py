@@ -62,9 +62,9 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied if the caller's certificate does not permit the request: the certificate
-    is bound to another job or series; or the request is a worker's drain by public id, or without
-    the member's incarnation; or it is a reader's, and neither reads a series nor checks health."""
+    """Raise AccessDenied if the caller's certificate does not permit the request. A certificate may
+    be bound to one job or series. A worker may drain only itself: its request must have the
+    member's incarnation, and no public id. A reader may only read a series, or check health."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:
@@ -105,7 +105,7 @@ def _check_reads(caller: Caller, message: Message) -> None:
 def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
     if request.public_id or not request.incarnation:
         raise AccessDenied(
-            "a worker drains itself alone",
+            "a worker may drain only itself",
             seen=f"a drain of {request.member_id} without its incarnation, by {caller}",
             expected="the incarnation of the member, or an operator's certificate",
         )

@@ -53,7 +53,7 @@ def user_of_peer(connected: socket.socket) -> int | None:
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))
         found = _listed(connected.family, theirs, ours)
-    # The kernel reports every user without an id in this user namespace as this one.
+    # The kernel reports every user without an id in this user namespace as the overflow user.
     return None if found == _unmapped() else found
 
 

@@ -570,7 +570,7 @@ def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = servers.run(service.restore_lost("job"))
     assert not tried.is_restored
-    assert "of an earlier run" in tried.reason
+    assert "taken before the job was started over" in tried.reason
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ Begins = CopyUpToDate | ImageStart
 
 class CopyPhase(Enum):
     HELD = "the copy follows its primary"
-    SETTLING = "received records are being applied: this server is to lead it, or led it until now"
+    SETTLING = "received records are being applied: this server is to lead the shard, or led it"
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _PendingOffers:
 
 
 class Copies:
-    """Copies on this server. `runs`: the run of the job to which each shard's record belongs."""
+    """Copies on this server. `runs`: `JobAssignments.run` of each shard's record."""
 
     def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
         self._me = me
@@ -153,9 +153,9 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        """True if the record is of the sender's run, and names the sender as the shard's primary of
-        that epoch and this server as another holder."""
-        # An update names no run: the run was checked when the copy began.
+        """True if the record is of the sender's placement, and names the sender as the shard's
+        primary of that epoch and this server as another holder."""
+        # An update has no `run`: the placement was checked when the copy began.
         run = "" if isinstance(message, UpdateMessage) else message.run
         return (
             assignment is not None
@@ -168,7 +168,7 @@ class Copies:
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
         """The refusal if the record does not name the sender as the shard's primary of that epoch,
-        or does not place the shard here. Epochs of different runs are not compared."""
+        or does not place the shard here. Epochs of different placements are not compared."""
         is_same_run = isinstance(message, UpdateMessage) or message.run in (
             "",
             self._runs.get(message.key),

@@ -1,4 +1,5 @@
-"""Shards that a record places on this server, in its memory or on its disk, which lacks them.
+"""Shards that their records place in this server's memory or on its disk, although they are not
+there.
 
 Until such a record is corrected, other servers wait for the shard: as long as it names this server
 as primary, no other server leads the shard, not even from a disk that has it.
@@ -20,8 +21,8 @@ from shoal_server.core.shards.assignments import (
 
 
 class MissingShards:
-    """Shards that this server's memory lacks: a copy failed, before or while it took over. The
-    record must then name a backup, or call the shard lost."""
+    """Shards that this server's memory lacks: a copy failed, before or while this server took over
+    as primary. The record must then name a backup as primary, or call the shard lost."""
 
     def __init__(self, me: Holder) -> None:
         self._me = me
@@ -43,10 +44,10 @@ class MissingShards:
 
 
 class DiskRemoval:
-    """Removal of this server's disk from records of shards that the disk lacks: it was lost, or the
-    server no longer keeps a journal. If another process of this server leads a shard and may be
-    alive, the shard's record stays: that process may have the shard on its disk, or be about to
-    write it there."""
+    """Removal of this server's disk from records of shards that the disk lacks: the disk's content
+    was lost, or the server no longer keeps a journal. If another process of this server leads a
+    shard and may be alive, the shard's record stays: that process may have the shard on its disk,
+    or be about to write it there."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me

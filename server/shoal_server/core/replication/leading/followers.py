@@ -50,7 +50,7 @@ class Follower:
         self._goal, self._rounds = version, 0
 
     def needs_records_after(self, version: int) -> int:
-        """Version after which the follower needs records; `version`: the primary's at this time."""
+        """Version after which the follower needs records; `version`: the primary's current one."""
         if self.phase is FollowerPhase.IMAGE and self.image_version is None:
             return version
         return max(self.confirmed, self.image_version or 0)
@@ -92,8 +92,9 @@ class Follower:
         self._ahead.clear()
 
     def try_catch_up(self, version: int) -> bool:
-        """Let a joiner that has reached its goal count if it is nearly level, or else set the next
-        goal. Return True if the joiner begins to count.
+        """Give a joiner that has reached its goal the next one, and set `counts` if it is nearly
+        level or has had MAX_ROUNDS goals. Return True if `counts` was set: pushes then wait for the
+        joiner.
 
         Pushes made during the transfer of its image are sent first, and do not wait for the joiner.
         """

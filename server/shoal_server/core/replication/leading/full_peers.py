@@ -1,4 +1,4 @@
-"""Servers that lack memory for a copy: they are offered no copy during a pause, and then again."""
+"""Servers that lack memory for a copy: each is offered no further copy until a pause is over."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -35,8 +35,9 @@ from shoal_server.core.shards.assignments import (
 from shoal_server.core.shards.shard_log import Record, ShardLog
 
 LEVEL_WITHIN_S = 5.0
-"""Time from which pushes are refused in favour of a successor although backups lack some: while
-pushes come without a pause, backups may never have all of them."""
+"""Time after `Handover.stops_from_s` at which pushes are refused in favour of the successor even if
+backups lack some: under continuous pushes, backups may never have all of them.
+"""
 
 
 class HandoverPhase(Enum):
@@ -130,7 +131,7 @@ class LedShard:
         """Records that followers may still need."""
         self.born = born
         self.run = ""
-        """Run of the job to which the record belongs."""
+        """`JobAssignments.run` of the shard's record."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard, and must be removed from the record."""
@@ -311,7 +312,7 @@ class LedShard:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders followers. Remove and return other followers, if not needed."""
+        """Make the wanted holders followers. Remove and return the others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:

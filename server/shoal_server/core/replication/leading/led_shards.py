@@ -102,7 +102,8 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.retain_followers(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # A lost holder that a write in progress keeps as a follower may be named again.
+        # Includes a holder that was lost and is named again, although it stayed a follower because
+        # of a write in progress.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.add_use(holder, led.key)
@@ -330,7 +331,7 @@ class LedShards:
             led.followers[peer].unlink()
             touched.effects += self.followed(led)
         if failing is not None and failing in self._shards:
-            note = LogLine("copy_refused", failing, peer, "each link breaks under its image")
+            note = LogLine("copy_refused", failing, peer, "each link broke during its image")
             touched.effects.append(note)
             self._lose(touched, self._shards[failing], peer)
         if self.links.record_link_break(event, now_s):

@@ -106,7 +106,7 @@ class OutgoingImages:
 
     def record_link_break(self) -> Key | None:
         """Note that the link broke. Return the current image's shard if too many links in a row
-        broke under it; otherwise None."""
+        broke while it was sent; otherwise None."""
         image = self.current
         if image is None or not image.is_flowing:
             return None

@@ -76,7 +76,7 @@ class LeadShard:
     key: Key
     epoch: int
     run: str = ""
-    """The run of the job that the shard belongs to."""
+    """`JobAssignments.run` of the shard's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class SendRequest:
     request: Request
     record: Record | None = None
     """The record that an `UpdateMessage` announces. The core keeps the record as long as a follower
-    needs it; if it is gone by the time of sending, it need not be sent."""
+    needs it; if the record is gone when it would be sent, no follower needs it any more."""
 
 
 @dataclass(frozen=True, slots=True)

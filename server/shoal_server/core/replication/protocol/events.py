@@ -27,12 +27,12 @@ class AckLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShardAssigned:
-    """The newest record of a shard was read. None: it is gone, or belongs to another run."""
+    """The newest record of a shard was read. None: it is gone, or belongs to another placement."""
 
     key: Key
     assignment: ShardAssignment | None
     run: str = ""
-    """Run of the job to which the record belongs. Ids and epochs of different runs cannot be
+    """`JobAssignments.run` of the record. Ids and epochs of different placements cannot be
     compared."""
 
 

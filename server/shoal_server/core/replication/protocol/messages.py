@@ -25,8 +25,8 @@ class Offer:
     born: int
     """Epoch in which the shard got its first values. Shards born in different epochs differ."""
     run: str = ""
-    """Run of the primary's record: epochs of different runs are not comparable. Empty: not
-    stated."""
+    """`JobAssignments.run` of the primary's record: epochs of different placements are not
+    comparable. Empty: not stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class CopyUpToDate:
     epoch: int
     version: int
     run: str = ""
-    """Run of the primary's record: see `Offer`."""
+    """See `Offer.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ImageStart:
     next_chunk: int = 0
     """Chunk at which the transfer continues: the backup has all earlier ones."""
     run: str = ""
-    """Run of the primary's record: see `Offer`."""
+    """See `Offer.run`."""
 
 
 @dataclass(frozen=True, slots=True)
