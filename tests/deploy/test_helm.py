@@ -12,6 +12,8 @@ import pytest
 import yaml
 from deploy.kustomization import Resource, find, render
 
+from shoal_server.core.generations.roster import JobSpec
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "shoal"
 HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or ""
@@ -104,6 +106,31 @@ def test_the_spot_overlay_can_be_expressed_in_values() -> None:
     }
     ours = by_name(template(values))
     assert ours["Deployment", "worker"] == theirs["Deployment", "worker"]
+
+
+def spec(resources: list[Resource]) -> JobSpec:
+    """The bounds that new workers get."""
+    job = find(resources, kinds={"ConfigMap"}, name="job")["data"]
+    return JobSpec(
+        job=job["SHOAL_JOB"],
+        min_members=int(job["SHOAL_MIN_MEMBERS"]),
+        max_members=int(job["SHOAL_MAX_MEMBERS"]),
+        desired_members=int(job["SHOAL_DESIRED_MEMBERS"]),
+    )
+
+
+def test_another_number_of_workers_only_adds_or_removes_workers() -> None:
+    """`helm upgrade --set worker.replicas=N` replaces no pod, and the job admits the new ones."""
+    before = template()
+    pod = find(before, kinds={"Deployment"}, name="worker")["spec"]["template"]
+    for replicas in (0, 1, 8, 20):
+        after = template({"worker.replicas": replicas})
+        worker = find(after, kinds={"Deployment"}, name="worker")["spec"]
+        assert worker["replicas"] == replicas
+        assert worker["template"] == pod
+        assert not spec(after).problem()
+        assert spec(before).fits(spec(after))
+    assert not spec(template({"worker.replicas": 1, "job.minMembers": 2})).problem()
 
 
 @pytest.mark.long
