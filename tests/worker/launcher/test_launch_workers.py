@@ -858,6 +858,14 @@ def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run
     assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
 
 
+def test_options_may_be_written_with_underscores() -> None:
+    """As with torchrun, and also if the value is a word of its own."""
+    words = ["run", "--nproc_per_node", "3", "--max_restarts=5", "train.py", "--lr_max", "1"]
+    config = read_config(words, installed_commands())
+    assert config.num_workers == 3 and config.restart.max_restarts == 5
+    assert list(config.script) == ["train.py", "--lr_max", "1"]
+
+
 def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
