@@ -828,7 +828,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
     [
         (("-n", "0"), "at least 1"),
         (("-n", "1", "--min", "3", "--max", "2"), "--min is above --max; saw 3 > 2"),
-        (("-n", "1", "--min", "2"), "--desired is out of bounds"),
+        (("-n", "1", "--min", "2", "--desired", "1"), "--desired is out of bounds; saw 1"),
         (("-n", "1", "--coordinator", "nowhere"), "bad coordinator address; saw 'nowhere'"),
         (("--job", "my run"), "the job has a bad name; saw 'my run'; expected 1 to 128 letters"),
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
