@@ -176,7 +176,8 @@ def _end_options(app: App, tokens: list[str]) -> list[str]:
     known = {name for each in arguments for name in each.names}
     at = 1
     while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
-        at += 2 if tokens[at] in known - flags else 1
+        # As in torchrun, an option may be written with underscores.
+        at += 2 if tokens[at].replace("_", "-") in known - flags else 1
     return tokens if tokens[at : at + 1] in ([], ["--"]) else [*tokens[:at], "--", *tokens[at:]]
 
 

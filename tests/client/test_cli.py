@@ -173,6 +173,7 @@ def test_a_bad_argument_gives_one_line_with_the_option(
     ("arguments", "words"),
     [
         (["run", "--min", "3", "--max", "2", "t.py"], "--min is above --max"),
+        (["run", "--min", "2", "t.py"], "fewer workers than --min; saw 1 workers, and --min 2"),
         (["run", "--desired", "5", "--max", "2", "t.py"], "--desired is out of bounds"),
         (["coordinator", "--snapshot-every-s", "5"], "Give --snapshot-url."),
         (["coordinator", "--etcd-user", "me"], "both --etcd-user and --etcd-password-file"),

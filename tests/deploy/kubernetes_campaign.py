@@ -479,7 +479,8 @@ def _exists(cluster: Cluster, namespace: str) -> bool:
 
 
 def helm(case: Case) -> None:
-    """`helm install`, `helm test` and `helm uninstall` of the chart, with sizes like `dev`."""
+    """`helm install`, `helm test`, `helm upgrade` to one worker more, which joins the job, and
+    `helm uninstall` of the chart, with sizes like `dev`."""
     chart = case.folder / "chart"
     shutil.copytree(CHART, chart)
     if case.cluster.version < (1, 27):
@@ -496,7 +497,7 @@ def helm(case: Case) -> None:
         "coordinator.replicas": 1,
         "parameterServer.replicas": 1,
         "worker.replicas": 2,
-        "worker.script": ["-m", "shoal.demo.digits"],
+        "worker.script": ["-m", "shoal.demo.digits", "--epochs=100000"],
         **{
             f"{part}.resources.requests.cpu": "100m"
             for part in ("etcd", "coordinator", "parameterServer", "worker")
@@ -509,6 +510,9 @@ def helm(case: Case) -> None:
     case.cluster.helm("install", "any", str(chart), *where, *given, "--wait", "--timeout=10m")
     case.facts["seconds to install"] = round(time.monotonic() - began_s)
     print(case.cluster.helm("test", "any", *where, "--logs"), flush=True)
+    # A worker is ready once it is a member: a job that refused the new one would end this in time.
+    given.append("--set-json=worker.replicas=3")
+    case.cluster.helm("upgrade", "any", str(chart), *where, *given, "--wait", "--timeout=5m")
     case.cluster.helm("uninstall", "any", *where, "--wait")
     left = case.cluster.get("all", *where)["items"]
     names = [f"{each['kind']}/{each['metadata']['name']}" for each in left]

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from deploy.kustomization import Resource, find, render
 
+from shoal_server.core.generations.roster import JobSpec
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "shoal"
 HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or ""
@@ -32,8 +34,7 @@ def template(values: dict[str, Any] | None = None, namespace: str = "shoal") -> 
     found = [d for d in documents if "helm.sh/hook" not in d["metadata"].get("annotations", {})]
     for resource in found:
         # Helm applies into the namespace; a resource need not name it.
-        if resource["kind"] != "Namespace":
-            resource["metadata"].setdefault("namespace", namespace)
+        resource["metadata"].setdefault("namespace", namespace)
     return found
 
 
@@ -47,9 +48,8 @@ def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "base": {"namespace.create": True},
+    "base": {},
     "overlays/dev": {
-        "namespace.create": True,
         "etcd.replicas": 1,
         "coordinator.replicas": 1,
         "parameterServer.replicas": 1,
@@ -60,7 +60,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "worker.resources.requests.cpu": "250m",
     },
     "overlays/gpu": {
-        "namespace.create": True,
         "worker.image": "worker-cuda",
         "worker.resources": {
             "requests": {"cpu": "1", "memory": "1Gi"},
@@ -77,8 +76,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_is_the_kustomization(variant: str) -> None:
-    """The chart's resources are those of the kustomization, field by field."""
+    """The chart's resources are those of the kustomization, field by field. The chart makes no
+    namespace: Helm needs it for its own records before it renders the chart."""
     theirs = by_name(render(DEPLOY / "kubernetes" / variant))
+    theirs = {key: resource for key, resource in theirs.items() if key[0] != "Namespace"}
     namespace = theirs["Deployment", "worker"]["metadata"]["namespace"]
     ours = by_name(template(VARIANTS[variant], namespace))
     if variant == "overlays/dev":
@@ -104,6 +105,31 @@ def test_the_spot_overlay_can_be_expressed_in_values() -> None:
     }
     ours = by_name(template(values))
     assert ours["Deployment", "worker"] == theirs["Deployment", "worker"]
+
+
+def spec(resources: list[Resource]) -> JobSpec:
+    """The bounds that new workers get."""
+    job = find(resources, kinds={"ConfigMap"}, name="job")["data"]
+    return JobSpec(
+        job=job["SHOAL_JOB"],
+        min_members=int(job["SHOAL_MIN_MEMBERS"]),
+        max_members=int(job["SHOAL_MAX_MEMBERS"]),
+        desired_members=int(job["SHOAL_DESIRED_MEMBERS"]),
+    )
+
+
+def test_another_number_of_workers_only_adds_or_removes_workers() -> None:
+    """`helm upgrade --set worker.replicas=N` replaces no pod, and the job admits the new ones."""
+    before = template()
+    pod = find(before, kinds={"Deployment"}, name="worker")["spec"]["template"]
+    for replicas in (0, 1, 8, 20):
+        after = template({"worker.replicas": replicas})
+        worker = find(after, kinds={"Deployment"}, name="worker")["spec"]
+        assert worker["replicas"] == replicas
+        assert worker["template"] == pod
+        assert not spec(after).problem()
+        assert spec(before).fits(spec(after))
+    assert not spec(template({"worker.replicas": 1, "job.minMembers": 2})).problem()
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.cli import installed_commands, read_config
 from shoal_client.local.etcd import find_etcd
 from shoal_proto.tls.names import CertificateRole
 
@@ -221,6 +222,44 @@ def test_the_task_of_a_cluster_ends_with_any_of_its_parts(tmp_path: Path) -> Non
         assert cluster.wait(DEADLINE_S) == 1
         text = (tmp_path / "cluster" / "shoal" / "coordinator.log").read_text()
     assert "cannot listen" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "desired"), [(("1", "1", "3"), 1), (("1", "2", "3"), 2), (("8", "1", "4"), 4)]
+)
+def test_a_node_has_workers_for_any_bounds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[str, str, str],
+    desired: int,
+) -> None:
+    """The job begins with the first node's workers, within the bounds."""
+    workers, least, most = numbers
+    program = tmp_path / "bin" / "shoal"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\n[ "$1" = status ] || echo "$@"\n')
+    program.chmod(0o755)
+    given = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "SHOAL_TLS": str(tmp_path),
+        "SHOAL_HEAD": "localhost",
+        "SHOAL_JOB": "train",
+        "SHOAL_WORKERS": workers,
+        "SHOAL_MIN_MEMBERS": least,
+        "SHOAL_MAX_MEMBERS": most,
+    }
+    done = subprocess.run(
+        ["bash", SCRIPT, "worker", "train.py"],
+        env=given,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    monkeypatch.setenv("SHOAL_COORDINATOR", "localhost:7700")
+    run = read_config(done.stdout.split(), installed_commands())
+    assert run.num_workers == int(workers)
+    assert run.desired_members == desired
 
 
 def test_the_node_script_reports_missing_arguments_and_variables(tmp_path: Path) -> None:

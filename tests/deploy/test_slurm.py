@@ -89,6 +89,33 @@ def test_the_script_trains_over_tls_and_leaves_only_logs(tmp_path: Path) -> None
             continue  # it has ended meanwhile
 
 
+def line_of(variable: str) -> str:
+    """The line of the script that sets the variable."""
+    [line] = [each for each in SCRIPT.read_text().splitlines() if each.startswith(f"{variable}=")]
+    return line
+
+
+def test_ports_are_none_that_outgoing_connections_may_have() -> None:
+    lines = "".join(
+        f"SLURM_JOB_ID={job_id}; {line_of('PORT')}; echo $PORT; "
+        for job_id in (1, 599, 600, 639, 999, 12_345_678)
+    )
+    done = subprocess.run(["bash", "-euc", lines], capture_output=True, text=True, check=True)
+    ports = [int(word) for word in done.stdout.split()]
+    assert all(1024 <= port <= 32_768 - 20 for port in ports), ports
+
+
+def test_a_node_without_a_full_name_is_called_by_its_short_one(tmp_path: Path) -> None:
+    """`hostname -f` fails if no resolver knows the node."""
+    program = tmp_path / "hostname"
+    program.write_text("#!/bin/sh\n[ $# = 0 ] && echo node1\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = f"{line_of('HEAD')}\necho $HEAD"
+    done = subprocess.run(["bash", "-euc", script], env=path, capture_output=True, check=True)
+    assert done.stdout == b"node1\n"
+
+
 def test_the_batch_script_reports_a_missing_script_or_slurm(tmp_path: Path) -> None:
     for arguments, given, message in (
         ([], {"SLURM_JOB_ID": "7"}, "usage: sbatch"),

@@ -29,8 +29,8 @@ from shoal_proto.tls.channels import open_channel
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.v1.membership_pb2 import (
     Ack,
-    GenerationRecord,
-    GetGenerationRequest,
+    Cluster,
+    GetClusterRequest,
     ReportExitRequest,
     ReportHaltRequest,
 )
@@ -98,15 +98,15 @@ def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]
 def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError] | None:
     """Error of each coordinator; None as soon as one leads or knows the leader."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    calls: dict[str, grpc.Future[GenerationRecord]] = {}
+    calls: dict[str, grpc.Future[Cluster]] = {}
     failures: dict[str, ShoalError] = {}
     with ExitStack() as stack:
         for address in dict.fromkeys(addresses):
             options = (USER_AGENT_OPTION,)
             channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
-            # Any name serves: the error that there is no such job is an answer too.
-            calls[address] = MembershipStub(channel).GetGeneration.future(
-                GetGenerationRequest(job="reachable"), timeout=timeout_s, wait_for_ready=False
+            # Not a call about a job: the coordinator would log that there is no such job.
+            calls[address] = MembershipStub(channel).GetCluster.future(
+                GetClusterRequest(), timeout=timeout_s, wait_for_ready=False
             )
             calls[address].add_done_callback(partial(_put_address, answers, address))
         give_up_s = time.monotonic() + timeout_s
@@ -131,7 +131,7 @@ def _put_address(answers: "queue.SimpleQueue[str]", address: str, call: object) 
     answers.put(address)
 
 
-def _failure_of(call: "grpc.Future[GenerationRecord]", address: str) -> ShoalError | None:
+def _failure_of(call: "grpc.Future[Cluster]", address: str) -> ShoalError | None:
     """Error of the call to a coordinator; None if it leads or knows the leader."""
     try:
         call.result()

@@ -106,6 +106,10 @@ class HistoryKeeper:
             self._board.restore_history(
                 job, kept.series, kept.changes, kept.extra_s, logged=kept.logged, run=kept.run
             )
+            live = {public_id(member.incarnation) for member in actor.job.members.values()}
+            steps = kept.steps_by_process
+            gone_steps = kept.gone_steps + sum(n for each, n in steps.items() if each not in live)
+            self._board.restore_steps(job, gone_steps, {each: steps.get(each, 0) for each in live})
             self._kept[job] = stored.value
 
     async def _keep_one(self, actor: JobActor) -> None:
@@ -115,6 +119,7 @@ class HistoryKeeper:
         if known is None or is_over or job not in self._taken_up:
             return
         reports, series = known
+        gone_steps, steps_by_process = self._board.steps_to_keep(job)
         value = written(
             KeptHistory(
                 begun_unix_s=actor.job.tally.begun_s,
@@ -123,6 +128,8 @@ class HistoryKeeper:
                 extra_s=reports.extra_s,
                 logged=self._board.logged(job).view(),
                 run=self._board.run(job),
+                gone_steps=gone_steps,
+                steps_by_process=steps_by_process,
             )
         )
         if value == self._kept.get(job) or len(value) > MAX_BYTES:

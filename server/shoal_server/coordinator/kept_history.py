@@ -6,8 +6,8 @@ record costs only the charts of its own job.
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
@@ -33,6 +33,10 @@ class KeptHistory:
     extra_s: float = 0.0
     logged: tuple[LoggedView, ...] = ()
     run: RunOrigin | None = None
+    gone_steps: int = 0
+    """Sum of the steps of processes that were replaced."""
+    steps_by_process: Mapping[str, int] = field(default_factory=dict)
+    """Steps of other processes, by public id: the step of an asynchronous job is the sum of all."""
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -58,8 +62,9 @@ def _problem(kept: KeptHistory) -> str:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]
     counts = [each.generation for each in kept.changes]
+    counts += [kept.gone_steps, *kept.steps_by_process.values()]
     if not all(_is_time(number) for number in numbers) or not all(map(_is_count, counts)):
-        return "times or generations out of range"
+        return "times, generations or steps out of range"
     problems = (_series_problem(kept.series), *map(_logged_problem, kept.logged))
     return next(filter(None, problems), "")
 

@@ -71,6 +71,8 @@ class _JobBoard:
     gone_highest_step: int = 0
     """Highest of the last steps that replaced processes reported."""
     gone_total_steps: int = 0
+    restored_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that processes reported to an earlier leader, by public id, until they report here."""
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
     reports: ChangeReports = field(default_factory=ChangeReports)
@@ -98,7 +100,13 @@ class _JobBoard:
 
     @property
     def total_steps(self) -> int:
-        return self.gone_total_steps + sum(each.step for each in self.health.values())
+        return self.gone_total_steps + sum(self.steps_by_process.values())
+
+    @property
+    def steps_by_process(self) -> Mapping[str, int]:
+        """Steps of processes that are not replaced, by public id."""
+        own = {each.latest.public_id: each.step for each in self.health.values()}
+        return self.restored_steps | own
 
 
 class StatusBoard:
@@ -210,6 +218,19 @@ class StatusBoard:
         board.series.restore(series)
         board.reports.restore(changes, extra_s)
 
+    def restore_steps(self, job: str, gone_steps: int, by_process: Mapping[str, int]) -> None:
+        """Continue the sum of steps that an earlier leader stored. `gone_steps`: those of processes
+        that are gone; `by_process`: those of the job's members, by public id."""
+        board = self._board(job)
+        for name, each in list(board.health.items()):
+            # A process that is gone since this coordinator led before: `gone_steps` has its steps.
+            if each.latest.public_id not in by_process:
+                board.gone_highest_step = max(board.gone_highest_step, each.step)
+                del board.health[name]
+        board.gone_total_steps = max(board.gone_total_steps, gone_steps)
+        reported = {each.latest.public_id for each in board.health.values()}
+        board.restored_steps = {p: step for p, step in by_process.items() if p not in reported}
+
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
         """Changes and charted series of the job; None if nothing is known of it."""
         board = self._jobs.get(job)
@@ -289,6 +310,7 @@ class StatusBoard:
             known = board.replace(member_id, health)
         known.latest = health
         known.step = known.step if health.step is None else health.step
+        board.restored_steps.pop(health.public_id, None)
         board.num_reports += 1
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
@@ -320,6 +342,7 @@ class StatusBoard:
         if board is not None:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
+            board.restored_steps.clear()
             board.last_loss = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run = _Checkpoints(), None
@@ -344,6 +367,12 @@ class StatusBoard:
         gone."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
+
+    def steps_to_keep(self, job: str) -> tuple[int, Mapping[str, int]]:
+        """Sum of the steps of processes that were replaced, and the steps of the others by public
+        id."""
+        board = self._jobs.get(job)
+        return (board.gone_total_steps, board.steps_by_process) if board else (0, {})
 
     def total_steps(self, job: str) -> int:
         """Sum of steps of all members of the job, including those that are gone."""

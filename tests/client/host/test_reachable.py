@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 from support.clusters.coordinator_world import served
 from support.processes.load import unhurried
 
@@ -76,6 +77,14 @@ async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing:
         took_s = time.monotonic() - begun_s
         assert standing.member_ids == ["a"]
         assert took_s < unhurried(3.0)
+
+
+async def test_the_search_is_no_call_that_a_coordinator_refuses() -> None:
+    """The coordinator would log each refusal, as if a user had mistyped a job's name."""
+    async with served(MemoryStore()) as world:
+        with capture_logs() as lines:
+            await asyncio.to_thread(check_reachable, [world.address], ANSWER_WITHIN_S)
+    assert "call_refused" not in {line["event"] for line in lines}
 
 
 async def test_a_replica_with_which_tls_fails_hides_no_leader(encrypted: str) -> None:

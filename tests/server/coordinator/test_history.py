@@ -68,6 +68,31 @@ async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> N
         assert [each.line for each in stories.changes] == ["generation 1: 2 begin"]
 
 
+async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -> None:
+    """It is the step of an asynchronous job. Processes that were replaced or have left count on;
+    a process that reports again counts once, also to a coordinator that led before."""
+    store = MemoryStore()
+    async with served(store) as world:
+        a, b = await world.training("a", "b")
+        board = world.coordinator.board
+        for member, process, step in (("b", "replaced", 30), ("c", "left", 2)):
+            health = HealthView(public_id=process, received_unix_s=time.time(), step=step)
+            board.report("j", member, health)
+        report(world, a, step=70)
+        report(world, b, step=5)
+        assert board.total_steps("j") == 107
+        own = keeper(world)
+        await own.take_up()
+        await own.keep()
+        await keeper(world).take_up()
+        assert board.total_steps("j") == 107
+        board.reset_reports("j")
+        await keeper(world).take_up()
+        assert board.total_steps("j") == 107
+        report(world, a, step=71)
+        assert board.total_steps("j") == 108
+
+
 SERIES = {
     "interval_s": 5.0,
     "unix_s": [100.0, 105.0],
@@ -100,6 +125,8 @@ def test_a_good_record_is_read_although_it_has_unknown_fields() -> None:
         zlib.compress(b"[" * 100_000),
         zlib.compress(b" " * (17 << 20)),
         kept(begun_unix_s=math.nan),
+        kept(steps_by_process={"a": 10**300}),
+        kept(gone_steps=-1),
         kept(extra_s="Infinity"),
         kept(series=SERIES | {"step": [1]}),
         kept(series=SERIES | {"step_s_by_rank": [[0.1]]}),

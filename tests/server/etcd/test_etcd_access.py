@@ -21,6 +21,7 @@ from shoal_server.etcd.api import Put, Revision, absent
 from shoal_server.etcd.keys import ROOT
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
+from shoal_server.etcd.remote.failures import unreachable
 
 # --- TLS ---
 
@@ -95,6 +96,13 @@ async def test_an_etcd_signed_by_another_authority_is_refused(secured: Secured) 
             await client.get("/shoal/a")
 
 
+def test_an_etcd_that_was_killed_does_not_look_like_a_fault_of_tls() -> None:
+    """gRPC's text for a connection that ends before its handshake has no fault of TLS."""
+    seen = {"etcd:2379": "UNAVAILABLE: failed to connect; last error: tcp handshaker shutdown"}
+    error = unreachable(seen, tls=True, timeout_s=1.0)
+    assert error.fix == "Check the address and that etcd runs there."
+
+
 async def test_a_client_without_a_certificate_is_refused(secured: Secured) -> None:
     """The call fails as Unavailable."""
     anonymous = replace(secured.config, cert_file=None, key_file=None)
@@ -106,7 +114,7 @@ async def test_a_client_without_a_certificate_is_refused(secured: Secured) -> No
 async def test_tls_to_an_etcd_without_it_fails(secured: Secured, etcd_endpoint: str) -> None:
     """The error mentions TLS."""
     async with EtcdClient(replace(secured.config, endpoints=(etcd_endpoint,))) as client:
-        with pytest.raises(Unavailable, match="check that etcd serves TLS"):
+        with pytest.raises(Unavailable, match="check that etcd runs and serves TLS"):
             await client.get("/shoal/a")
 
 

@@ -127,6 +127,25 @@ def test_random_numbers_of_a_sample_are_the_same_whichever_process_loads_it() ->
     assert by_index[0][3] != by_index[1][3]
 
 
+def test_loading_processes_are_forked_though_pythons_default_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From Python 3.14 on it is forkserver, to which this dataset could not be sent."""
+    methods = multiprocessing.context._default_context
+    forkserver = multiprocessing.context._concrete_contexts["forkserver"]
+    monkeypatch.setattr(methods, "_default_context", forkserver)
+    monkeypatch.setattr(methods, "_actual_context", None)
+    monkeypatch.setattr(
+        multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"]
+    )
+
+    class OfAFunction(Drawn):
+        """A dataset of a class that cannot be imported."""
+
+    with loader_of(OfAFunction(), 1) as loader:
+        assert len(taken(loader, [1, 1])) == 2
+
+
 def seed_all() -> None:
     torch.manual_seed(1)
     random.seed(2)

@@ -828,7 +828,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
     [
         (("-n", "0"), "at least 1"),
         (("-n", "1", "--min", "3", "--max", "2"), "--min is above --max; saw 3 > 2"),
-        (("-n", "1", "--min", "2"), "--desired is out of bounds"),
+        (("-n", "1", "--min", "2", "--desired", "1"), "--desired is out of bounds; saw 1"),
         (("-n", "1", "--coordinator", "nowhere"), "bad coordinator address; saw 'nowhere'"),
         (("--job", "my run"), "the job has a bad name; saw 'my run'; expected 1 to 128 letters"),
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
@@ -856,6 +856,14 @@ def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run
     assert code == 0, output
     assert output.count("] ran") == 2
     assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
+
+
+def test_options_may_be_written_with_underscores() -> None:
+    """As with torchrun, and also if the value is a word of its own."""
+    words = ["run", "--nproc_per_node", "3", "--max_restarts=5", "train.py", "--lr_max", "1"]
+    config = read_config(words, installed_commands())
+    assert config.num_workers == 3 and config.restart.max_restarts == 5
+    assert list(config.script) == ["train.py", "--lr_max", "1"]
 
 
 def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(

@@ -13,11 +13,13 @@ import pytest
 from cryptography import x509
 from support.processes import commands
 
+from shoal.launcher import over_ssh
 from shoal.launcher.hosts import HostOptions, RunHost, parse_hosts
 from shoal.launcher.run_config import RunConfig
 from shoal_client.cli import main
+from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, Unavailable
 
 DEADLINE_S = 180.0
 finish = partial(commands.finish, within_s=DEADLINE_S)
@@ -28,8 +30,11 @@ while [ "$1" != -- ]; do shift; done
 case $2 in
     gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255 ;;
     moved) exec sh -c "$(echo "$3" | sed 's/[$]HOME/nowhere/')" ;;
+    slow) exec sleep 600 ;;
 esac
 echo "Welcome to $2"
+# A start-up file of a shell prints a text without a line's end.
+if [ "$2" = b ]; then printf "from .bashrc: "; fi
 # A host does not have this machine's variables.
 for name in $(env | sed -n 's/^\\(SHOAL_[A-Z_]*\\)=.*/\\1/p'); do unset "$name"; done
 export HOST_NAME="$2" SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
@@ -165,6 +170,8 @@ def test_hosts_are_read_as_a_user_writes_them() -> None:
         (("--hosts", "$(reboot)"), "bad host; saw '$(reboot)'"),
         (("--hosts", "[a.b]"), "bad host; saw '[a.b]'"),
         (("--hosts", "a:0"), "no workers; saw a:0; expected at least 1"),
+        (("--hosts", "a,b:2222"), "too many workers for a host; saw b:2222"),
+        (("--hosts", "fd00::1"), "saw 'fd00::1'; expected HOST, HOST:N, USER@HOST:N or [IPv6"),
         (("--hosts", "a:many"), "bad number of workers of a; saw 'many'"),
         (("--hosts", "a:1,a:2"), "a host is given twice; saw a"),
         (("--hosts", "a,b", "--nnodes", "3"), "does not fit --hosts; saw --nnodes 3 with 2 hosts"),
@@ -254,7 +261,8 @@ def test_each_host_has_a_launcher_with_its_number_of_workers(
         known = f"{host} {number} 5 8 not-for-other-users {address} {folder}"
         assert line.endswith(f"] shown {known} {list(arguments)}")
     called = (tmp_path / "ssh.log").read_text()
-    assert called.count("BatchMode=yes") == called.count("ConnectTimeout=10") == 4
+    for option in ("BatchMode=yes", "ConnectTimeout=10", "RemoteCommand=none", "ControlMaster=no"):
+        assert called.count(option) == 4
     assert "not-for-other-users" not in called, "every user of the host sees its command line"
 
 
@@ -274,6 +282,29 @@ def test_without_any_usable_host_nothing_runs(run_hosts: Run) -> None:
     code, output = finish(run_hosts(SHOW, "gone,a", "--nnodes", "2"))
     assert code == 1
     assert "saw 1 of 2; expected at least 2" in output
+
+
+def test_a_host_that_does_not_answer_is_named_soon(
+    run_hosts: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it up to a limit; then it is left out."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_LOG", str(tmp_path / "ssh.log"))
+    monkeypatch.setattr(over_ssh, "SLOW_S", 0.1)
+    monkeypatch.setattr(over_ssh, "GREETING_S", 0.5)
+    config = RunConfig(
+        script=["train.py"], over_ssh=HostOptions(hosts=parse_hosts("slow")), environment={}
+    )
+    said: list[str] = []
+    with (
+        over_ssh.HostLaunchers(config, StopOrders(), said.append) as hosts,
+        pytest.raises(Unavailable, match="saw 0 of 1"),
+    ):
+        hosts.connect()
+    assert said == [
+        "no answer yet from slow; they have 0.5 s in all",
+        "slow is left out: no answer within 0.5 s",
+    ]
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from support.collectives.strategy_runs import (
     by_a_rank,
     by_one_process,
     difference,
-    entered,
+    enter,
 )
 from support.training import equality
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ def by_tokens(
     [
         *(("ddp", 2, math.inf), ("ddp", 3, 0.1), ("zero1", 3, 0.1), ("fsdp", 3, math.inf)),
         *(("zero2", 2, 0.1), ("tensor", 2, 0.1), ("fsdp-tensor", 4, 0.1)),
+        ("hybrid", 2, math.inf),
     ],
 )
 def test_each_token_counts_alike(
@@ -117,7 +118,7 @@ def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
     """Return the refusal of a rank whose loss has its weight of `weights`."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
-    share = entered(equality.run_of("sgd"), strategy)
+    share = enter(equality.run_of("sgd"), strategy).share
     batch, weight = equality.loader().synchronous(0, *share), weights[dist.get_rank()]
     strategy.begin_step()
     found = equality.loss(strategy.module(batch.inputs), batch.targets)
@@ -162,5 +163,7 @@ def test_weights_of_losses_are_refused_under_local_sgd_and_async_sgd(
     strategy: Callable[..., Strategy],
 ) -> None:
     model, _ = equality.build("sgd", 0)
-    with pytest.raises(InvalidSpec, match=r"only.*zero3, fsdp, hsdp, tensor, fsdp-tensor"):
+    with pytest.raises(
+        InvalidSpec, match=r"only.*zero3, fsdp, hsdp, tensor, fsdp-tensor, or hybrid without stages"
+    ):
         strategy().backward_by_weight(model.idle.sum(), 3.0)  # type: ignore[operator,union-attr]

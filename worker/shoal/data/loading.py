@@ -8,7 +8,9 @@ If the trainer needs a batch that was not requested (in a generation of another 
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
 processes skip samples that they have not begun, and the trainer drops batches of that run."""
 
+import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -65,7 +67,8 @@ class Loading:
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each loading process, with its number, before it loads."""
     multiprocessing_context: Any = None
-    """"fork", "forkserver" or "spawn"; None: the system's default."""
+    """"fork", "forkserver" or "spawn". None: "fork" on Linux, unless the script has set a method
+    other than Python's default for all processes."""
     timeout: float = 0
     """Seconds that the trainer waits for a batch of the processes before it raises LoadingFailed;
     checked about once a second. 0: no limit."""
@@ -407,7 +410,7 @@ class BatchLoader:
                 "worker_init_fn": LoaderInit(
                     self._samples.dataset, loading.worker_init_fn, self._sockets
                 ),
-                "multiprocessing_context": loading.multiprocessing_context,
+                "multiprocessing_context": loading.multiprocessing_context or _start_method(),
                 "timeout": min(LOOK_S, loading.timeout or LOOK_S),
             }
         loader = DataLoader(
@@ -424,6 +427,19 @@ class BatchLoader:
         iterator = iter(loader)
         defer_process_errors(iterator)
         return iterator
+
+
+def _start_method() -> str | None:
+    """The method by which loading processes start; None: Python's.
+
+    Without it, from Python 3.14 on, they would be started by forkserver, under which a dataset must
+    be picklable and a script without `if __name__ == "__main__":` is run again.
+    """
+    if sys.platform != "linux":
+        return None
+    default = multiprocessing.get_all_start_methods()[0]
+    is_default = multiprocessing.get_start_method(allow_none=True) in (None, default)
+    return "fork" if is_default else None
 
 
 class _Endless:

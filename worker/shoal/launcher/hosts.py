@@ -15,6 +15,8 @@ from shoal_proto.errors import InvalidSpec
 LOCALHOST = "localhost"
 """Name of this machine in --hosts: its workers are started without ssh."""
 MAX_HOSTS = 1000
+MAX_WORKERS = 1024
+"""Largest number of workers of one host."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # A name that begins with "-" would be an option of ssh.
 _HOST = re.compile(
@@ -81,6 +83,13 @@ class RunHost:
         count = num_workers_of(self.num_workers or "1", f"number of workers of {self.name}")
         if count < 1 and count.text != "gpu":
             raise InvalidSpec("no workers", seen=f"{self.name}:{count}", expected="at least 1")
+        if count > MAX_WORKERS:
+            raise InvalidSpec(
+                "too many workers for a host",
+                seen=f"{self.name}:{count}",
+                expected=f"HOST:N, with N up to {MAX_WORKERS}",
+                fix="If that is the port of its sshd, set it in ~/.ssh/config (Port).",
+            )
 
 
 def parse_hosts(text: str) -> tuple[RunHost, ...]:
@@ -107,8 +116,8 @@ def _host_of(text: str) -> RunHost:
         raise InvalidSpec(
             "bad host",
             seen=repr(text),
-            expected="HOST, HOST:N or USER@HOST:N, with names of letters, digits, '.', '_' and '-'"
-            " that do not start with '-'",
+            expected="HOST, HOST:N, USER@HOST:N or [IPv6 ADDRESS]:N, with names of letters, digits,"
+            " '.', '_' and '-' that do not start with '-'",
         )
     return RunHost(match["name"].replace("[", "").replace("]", ""), match["num_workers"] or "")
 

@@ -40,11 +40,16 @@ from shoal_proto.tls.names import Caller, CertificateRole
 SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
+    # Override ~/.ssh/config: a connection that is the master of others would not end before them.
+    # A master that exists is used.
+    *("-o", "RemoteCommand=none", "-o", "ControlMaster=no"),
     # A host that is cut off counts as lost after half a minute.
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
 )
 GREETING_S = 90.0
 """Time for a host to connect and greet: a busy host may take long to start Python."""
+SLOW_S = 10.0
+"""Time after which the hosts that have not greeted are named."""
 KILLED_S = 15.0
 """Time for hosts to end after a second Ctrl-C."""
 OUTPUT_S = 2.0
@@ -223,16 +228,24 @@ class HostLaunchers:
         return ("ssh", *SSH_OPTIONS, "--", host.name, line)
 
     def _await_greetings(self) -> None:
-        deadline_s, waiting = time.monotonic() + GREETING_S, set(self._connections)
-        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
-            with suppress(queue.Empty):
+        begun_s, waiting, limit_s = time.monotonic(), set(self._connections), SLOW_S
+        while waiting:
+            left_s = max(0.0, begun_s + limit_s - time.monotonic())
+            try:
                 connection, message = self._events.get(timeout=left_s)
-                assert connection is not None
-                if isinstance(message, HostGreeting):
-                    connection.greeting = message
-                else:
-                    connection.is_over = True
-                waiting.discard(connection)
+            except queue.Empty:
+                if limit_s == GREETING_S:
+                    return
+                limit_s = GREETING_S
+                names = ", ".join(sorted(each.host.name for each in waiting))
+                self._say(f"no answer yet from {names}; they have {limit_s:g} s in all")
+                continue
+            assert connection is not None
+            if isinstance(message, HostGreeting):
+                connection.greeting = message
+            else:
+                connection.is_over = True
+            waiting.discard(connection)
 
     def _is_usable(self, connection: _Connection) -> bool:
         greeting = connection.greeting
@@ -353,7 +366,10 @@ class HostLaunchers:
 
     def _sink(self, connection: _Connection) -> Sink:
         def take(line: str) -> None:
-            if line.startswith(MARK) and (message := _message(line.removeprefix(MARK))):
+            before, mark, text = line.partition(MARK)
+            # Before the greeting, a shell's start-up file may print a text without a line's end.
+            is_message = mark and (not before or connection.greeting is None)
+            if is_message and (message := _message(text)):
                 self._events.put((connection, message))
             elif connection.greeting is None:
                 connection.last_lines = [*connection.last_lines, line][-LAST_LINES:]

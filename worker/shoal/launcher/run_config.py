@@ -114,7 +114,7 @@ class RunConfig:
     """
     desired_members: Annotated[int, Parameter(name="--desired", metavar="N")] = 0
     """The job starts as soon as this many workers have joined. 0: same as -n, or the workers of all
-    --hosts that can be reached."""
+    --hosts that can be reached, within --min and --max."""
     restart: Annotated[RestartOptions, Parameter(name="*")] = field(default_factory=RestartOptions)
     output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
@@ -189,20 +189,30 @@ class RunConfig:
         return config
 
     def _set_bounds(self, num_workers: int) -> None:
-        desired = self.desired_members or num_workers
+        desired = self.desired_members or max(num_workers, self.min_members)
         highest = self.max_members or max(desired, self.min_members)
+        if not self.desired_members:
+            # Workers beyond the maximum are standbys.
+            desired = min(desired, highest)
         if not self.min_members <= highest:
             raise InvalidSpec(
                 "--min is above --max",
                 seen=f"{self.min_members} > {highest}",
                 expected="min <= max",
             )
+        if not self.desired_members and not self.coordinators and num_workers < self.min_members:
+            raise InvalidSpec(
+                "fewer workers than --min",
+                seen=f"{num_workers} workers, and --min {self.min_members}",
+                expected="at least --min workers in a run that starts a cluster of its own",
+                fix="If workers of other runs are to join, give --coordinator.",
+            )
         if not self.min_members <= desired <= highest:
             raise InvalidSpec(
                 "--desired is out of bounds",
                 seen=str(desired),
                 expected=f"between --min {self.min_members} and --max {highest}",
-                fix="Without --desired it is the number of workers.",
+                fix="Without --desired it is the number of workers, within these bounds.",
             )
         object.__setattr__(self, "desired_members", desired)
         object.__setattr__(self, "max_members", highest)

@@ -259,7 +259,8 @@ class Strategy(ABC):
             f"strategy {self.name} weights losses by samples only",
             seen="session.backward(loss, weight=...)",
             expected="session.backward(loss), the mean over the batch's samples; or one of ddp,"
-            " zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor",
+            " zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor, or hybrid without stages"
+            " (pipeline=1)",
         )
 
     @property

@@ -1,7 +1,7 @@
 """Rosters: the members of a generation, their ranks and states, and the fields they agree on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import NewType, Protocol
@@ -39,6 +39,14 @@ class JobSpec:
     """Time for which a first generation waits for the desired members. 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
     """Digest of the secret that the job was begun with; empty if it was begun without one."""
+
+    def fits(self, other: "JobSpec") -> bool:
+        """True if a member of the other spec may join while the job has members.
+
+        `desired_members` may differ: it only counts until the first generation, and a deployment
+        that is scaled changes it for its new members.
+        """
+        return replace(other, desired_members=self.desired_members) == self
 
     def problem(self) -> str:
         """The fault in the bounds; empty if there is none."""

@@ -75,9 +75,10 @@ class Arrivals:
             raise EventRefused(
                 refusals.cannot_bring_up(self._state.spec.job, event.member_id, MAX_TRIES, error)
             )
-        if event.spec != self._state.spec and self._state.members:
+        if not self._state.members:
+            self._state.spec = event.spec
+        elif not self._state.spec.fits(event.spec):
             raise EventRefused(refusals.other_bounds(event.spec, self._state.spec))
-        self._state.spec = event.spec
         if known is not None:
             self._removal.remove(known, "a new process took its place", now_s)
         member = MemberState(

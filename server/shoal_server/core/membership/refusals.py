@@ -51,7 +51,7 @@ def other_bounds(seen: JobSpec, expected: JobSpec) -> Refusal:
         what=f"job {expected.job} has other bounds",
         seen=_bounds(seen),
         expected=_bounds(expected),
-        fix="Start every worker of a job with the same bounds.",
+        fix="Start every worker of a job with the same --min and --max.",
     )
 
 

@@ -114,11 +114,12 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
     texts = "; ".join(f"{address}: {text}" for address, text in seen.items())
     lowered = texts.lower()
     fix = "Check the address and that etcd runs there."
-    if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake")):
+    # Not "handshake" alone: gRPC says "tcp handshaker shutdown" of an etcd that was killed.
+    if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake read")):
         fix = (
-            "The TLS handshake failed: check that etcd serves TLS, that the CA of --etcd-ca signed"
-            " its certificate, that its certificate names this host, and that etcd accepts this"
-            " client's certificate."
+            "The TLS handshake failed: check that etcd runs and serves TLS, that the CA of"
+            " --etcd-ca signed its certificate, that its certificate names this host, and that etcd"
+            " accepts this client's certificate."
         )
     elif not tls and any(word in lowered for word in ("socket closed", "reset", "broken pipe")):
         fix = "It closed the connection at once. If it expects TLS, give --etcd-ca, the CA file."

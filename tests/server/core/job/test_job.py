@@ -318,6 +318,25 @@ def test_a_joiner_with_other_bounds_is_refused() -> None:
     assert "min=2" in refused.value.refusal.seen
 
 
+def test_a_joiner_may_desire_another_number_of_members() -> None:
+    """A deployment that is scaled gives its new members another number; the first member's
+    number counts."""
+    w = world(desired=2)
+    w.join("a")
+    w.run(1.0)
+    w.job.handle(
+        events.MemberJoined(
+            member_id="c",
+            incarnation="c1",
+            spec=JobSpec(job="j", min_members=1, max_members=8, desired_members=5),
+            info=MemberInfo(),
+        ),
+        w.now_s,
+    )
+    assert "c" in w.job.members
+    assert w.job.spec.desired_members == 2
+
+
 def test_a_job_that_a_member_completed_refuses_joiners() -> None:
     """The job is finished once the last member has left."""
     w = training("a", "b")
