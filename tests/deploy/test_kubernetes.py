@@ -24,11 +24,10 @@ from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import (
-    JobView,
+    JobDetail,
     MemberView,
     PublishedSeriesView,
     Readiness,
-    SamplesView,
     ShardsView,
 )
 
@@ -229,19 +228,16 @@ class Nothing:
     def readiness(self) -> Readiness:
         return Readiness(ready=True, reason="a test")
 
-    def jobs(self) -> Sequence[JobView]:
+    def jobs(self) -> Sequence[JobDetail]:
         return ()
 
-    def job(self, name: str) -> JobView | None:
+    def job(self, name: str) -> JobDetail | None:
         return None
 
     def member(self, name: str, member_id: str) -> MemberView | None:
         return None
 
     def process(self, name: str, member_id: str) -> str | None:
-        return None
-
-    def samples(self, job: str) -> SamplesView | None:
         return None
 
     async def shards(self, job: str) -> ShardsView | None:

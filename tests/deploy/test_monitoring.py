@@ -119,6 +119,19 @@ async def test_changes_are_counted_from_zero() -> None:
     assert after["shoal_coordinator_call_duration_seconds_count{method=Propose,outcome=OK}"] == 1
 
 
+async def test_summary_and_metric_have_the_same_unproductive_time() -> None:
+    """No generation ran for 9.98 s, and members paused for 0.02 s longer than one of the changes
+    took."""
+    world = known()
+    world.change("digits", begun_unix_s=1.0, ended_unix_s=101.0, unproductive_s=9.98)
+    queries = StatusQueries(world, world.board)
+    summary = queries.summary(queries.job("digits"))
+    assert summary.unproductive_s == pytest.approx(10.0)
+    assert summary.goodput == pytest.approx(0.9)
+    shown = samples((await render(queries, ProcessMeasures())).decode())
+    assert shown["shoal_job_unproductive_seconds_total{job=digits}"] == pytest.approx(10.0)
+
+
 def test_a_launcher_counts_exits_of_workers_by_cause() -> None:
     found = samples(launched())
     assert found["shoal_launcher_worker_exits_total{cause=SIGKILL}"] == 1

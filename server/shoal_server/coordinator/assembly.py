@@ -169,7 +169,7 @@ class Coordinator:
         actor = self.registry.actor_if_known(job)
         if actor is None:
             return {}
-        steps = [seen.step for seen in actor.last_seen.values()]
+        steps = [history.step for history in actor.heartbeats.values()]
         generations = actor.generations_in_force()
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 

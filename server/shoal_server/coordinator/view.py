@@ -1,7 +1,6 @@
 """The coordinator's state as the status endpoint reads it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.jobs.job_actor import JobActor
@@ -11,14 +10,13 @@ from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.serving.access.caller_proof import CallerProof
-from shoal_server.status.from_core import job_view, member_view, quarantined_view, series_view
+from shoal_server.status.from_core import JobReader, quarantined_detail, series_view
 from shoal_server.status.views import (
-    JobView,
+    JobDetail,
     MemberView,
     OutputView,
     PublishedSeriesView,
     Readiness,
-    SamplesView,
     ShardsView,
 )
 
@@ -51,49 +49,42 @@ class CoordinatorView:
         known = registry.known_leader
         return Readiness(ready=False, reason=str(known), leader=known.address)
 
-    def jobs(self) -> Sequence[JobView]:
+    def jobs(self) -> Sequence[JobDetail]:
         quarantined = [
-            quarantined_view(name, str(why), since_s)
+            quarantined_detail(name, str(why), since_s)
             for name, (why, since_s) in self._registry.quarantined.items()
         ]
         return quarantined + [self._job(actor) for actor in self._registry.actors()]
 
-    def job(self, name: str) -> JobView | None:
+    def job(self, name: str) -> JobDetail | None:
         if entry := self._registry.quarantined.get(name):
             why, since_s = entry
-            return quarantined_view(name, str(why), since_s)
+            return quarantined_detail(name, str(why), since_s)
         actor = self._registry.actor_if_known(name)
         return None if actor is None else self._job(actor, actor.records.values())
 
-    def _job(self, actor: JobActor, records: Iterable[GenerationRecord] = ()) -> JobView:
-        view = job_view(
-            actor.job,
-            records=records,
-            last_seen=actor.last_seen,
+    def _job(self, actor: JobActor, records: Iterable[GenerationRecord] = ()) -> JobDetail:
+        return self._reader(actor).detail(records, self._plug_in.samples(actor.job.spec.job))
+
+    def _reader(self, actor: JobActor) -> JobReader:
+        name = actor.job.spec.job
+        return JobReader(
+            job=actor.job,
+            heartbeats=actor.heartbeats,
+            clocks=self._plug_in.clocks(name),
+            waiting=self._plug_in.waiting(name),
             now_s=self._registry.clock(),
         )
-        waiting, clocks = self._plug_in.waiting(view.job), self._plug_in.clocks(view.job)
-        if not clocks and not waiting:
-            return view
-        members = tuple(_timed(member, clocks, waiting) for member in view.members)
-        return replace(view, members=members)
 
     def member(self, name: str, member_id: str) -> MemberView | None:
         actor = self._registry.actor_if_known(name)
         member = actor.job.members.get(member_id) if actor is not None else None
-        if actor is None or member is None:
-            return None
-        now_s = self._registry.clock()
-        view = member_view(actor.job, member, actor.last_seen_of(member_id), now_s=now_s)
-        return _timed(view, self._plug_in.clocks(name), self._plug_in.waiting(name))
+        return None if actor is None or member is None else self._reader(actor).member(member)
 
     def process(self, name: str, member_id: str) -> str | None:
         actor = self._registry.actor_if_known(name)
         member = actor.job.members.get(member_id) if actor is not None else None
         return None if member is None else public_id(member.incarnation)
-
-    def samples(self, job: str) -> SamplesView | None:
-        return self._plug_in.samples(job)
 
     async def shards(self, job: str) -> ShardsView | None:
         return await self._plug_in.shards(job)
@@ -106,14 +97,3 @@ class CoordinatorView:
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         return await self.outputs.output(job, member_id, who, after, before)
-
-
-def _timed(
-    member: MemberView, clocks: Mapping[str, int], waiting: Mapping[str, tuple[str, float]]
-) -> MemberView:
-    """Add to a member view its clock and what it waits for."""
-    known = replace(member, clock=clocks.get(member.member_id))
-    if member.member_id not in waiting:
-        return known
-    reason, since_s = waiting[member.member_id]
-    return replace(known, waiting_for=reason, waiting_since_unix_s=since_s)

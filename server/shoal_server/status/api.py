@@ -10,16 +10,15 @@ from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import HealthReport
 from shoal_server.status.http.errors import ErrorBody
-from shoal_server.status.reading import (
-    EventsView,
-    HistoryView,
+from shoal_server.status.reading import EventsView, HistoryView, StatusQueries, WaitView
+from shoal_server.status.views import (
+    GenerationView,
     JobDetail,
     JobSummary,
     MemberDetail,
-    StatusQueries,
-    WaitView,
+    PublishedSeriesView,
+    ShardsView,
 )
-from shoal_server.status.views import GenerationView, PublishedSeriesView, ShardsView
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -56,8 +55,7 @@ def _add_jobs(api: APIRouter, reading: StatusQueries) -> None:
     @api.get("/jobs", summary="All jobs", tags=["jobs"], responses=AWAY)
     async def jobs() -> list[JobSummary]:
         """Every job this coordinator knows, by name."""
-        found = sorted(reading.jobs(), key=lambda job: job.job)
-        return [reading.summary(job) for job in found]
+        return sorted(map(reading.summary, reading.jobs()), key=lambda summary: summary.job)
 
     @api.get("/jobs/{job}", summary="One job", tags=["jobs"], responses=NOT_FOUND)
     async def job(job: JobName) -> JobDetail:

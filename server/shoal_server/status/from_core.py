@@ -1,13 +1,18 @@
-"""Conversion of the core's types to views."""
+"""Conversion of the core's types to views.
+
+Views are a second form because the core's types hold secrets (incarnations, digests of secrets),
+and may be renamed, while the names in the API may not.
+"""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from shoal_proto.incarnation import public_id
+from shoal_server.core.driver.liveness import HeartbeatHistory
 from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.member import MemberState
-from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import OVER as PHASES_OVER
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.publications.readers import Reader
@@ -17,13 +22,15 @@ from shoal_server.status.views import (
     OVER,
     ConflictView,
     GenerationView,
-    JobView,
-    LifeView,
+    JobDetail,
+    JobSummary,
+    MemberDetail,
     MemberView,
     ProcessView,
     PublishedSeriesView,
     PublishedVersionView,
     RosterEntryView,
+    SamplesView,
     WeightReaderView,
 )
 
@@ -34,58 +41,146 @@ OWN_CODE_SHOWN_AFTER_S = 5.0
 MAX_AWAY = 3
 MAX_READERS = 200
 """Maximum number of readers shown of one series; readers whose bytes differ come first."""
+SHOWN_PHASES: Mapping[str, str] = {
+    "collect": "waiting",
+    "prepare": "starting",
+    "committed": "starting",
+    "aborted": "starting",
+}
+"""States that people see in the phases before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastSeen:
-    """A member's newest heartbeat."""
+class JobReader:
+    """Makes the views of a job and of its members, as they are at one moment.
 
-    at_s: float
-    """Time on the clock of the core's `now_s`."""
-    step: int
-
-
-def job_view(
-    job: Job,
-    *,
-    last_seen: Mapping[str, LastSeen],
-    records: Iterable[GenerationRecord] = (),
-    now_s: float | None = None,
-) -> JobView:
-    """View of a job.
-
-    `records` are its decided generations in any order. Only the newest 100 are shown, since the
-    cost of each grows with its members. `last_seen` maps member ids to heartbeats. The core's clock
-    must count Unix seconds. With `now_s`, on that clock, the view says for how long members have
-    been paused.
+    The core's clock must count Unix seconds. The mappings are by member id.
     """
-    roster = job.attempt or job.running or job.previous
-    result = job.tally.result
-    newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
-    return JobView(
-        job=job.spec.job,
-        phase=job.phase.value,
-        state=_job_state(job),
-        life=LifeView(
-            begun_unix_s=job.tally.begun_s,
-            ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
-            step=max(job.progress.reached, result.step) if result else job.progress.reached,
-            num_restarts=job.tally.num_breaks,
-            loss=result.loss if result else None,
-            num_samples=result.num_samples if result else None,
-            idle_s=_idle_s(job, now_s),
-        ),
-        reason=job.reason,
-        since_unix_s=job.state.stage.since_s,
-        min_members=job.spec.min_members,
-        max_members=job.spec.max_members,
-        desired_members=job.spec.desired_members,
-        generation=job.last_generation,
-        synchronous=roster.synchronous if roster else True,
-        fields=dict(roster.fields) if roster else {},
-        members=_member_views(job, job.members.values(), last_seen, now_s),
-        generations=tuple(generation_view(record) for record in newest),
-    )
+
+    job: Job
+    heartbeats: Mapping[str, HeartbeatHistory] = field(default_factory=dict)
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    """Round in which each member trains, if the job has a staleness bound."""
+    waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """What members wait for outside of the core, such as shards or samples, and since when."""
+    now_s: float | None = None
+    """The moment, on the core's clock. With it, views say how long members have been paused or in
+    their own code."""
+
+    def detail(
+        self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None
+    ) -> JobDetail:
+        """Details of the job, without what its members reported.
+
+        `records` are its decided generations in any order. Only the newest 100 are shown, since the
+        cost of each grows with its members.
+        """
+        job, tally = self.job, self.job.tally
+        members = tuple(self.member(member) for member in job.members.values())
+        roster = job.attempt or job.running or job.previous
+        newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
+        state, result = _job_state(job), tally.result
+        return JobDetail(
+            summary=JobSummary(
+                job=job.spec.job,
+                phase=job.phase.value,
+                state=state,
+                shown_state=shown_state(state, job.phase.value),
+                reason=job.reason,
+                since_unix_s=job.state.stage.since_s,
+                generation=job.last_generation,
+                num_members=len(members),
+                num_training=sum(member.state == "training" for member in members),
+                step=max(job.progress.reached, result.step) if result else job.progress.reached,
+                begun_unix_s=tally.begun_s,
+                ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
+                num_restarts=tally.num_breaks,
+                loss=result.loss if result else None,
+                num_samples=result.num_samples if result else None,
+                goodput=None,
+                unproductive_s=_idle_s(job, self.now_s),
+            ),
+            min_members=job.spec.min_members,
+            max_members=job.spec.max_members,
+            desired_members=job.spec.desired_members,
+            synchronous=roster.synchronous if roster else True,
+            fields=dict(roster.fields) if roster else {},
+            members=tuple(MemberDetail(member=m, health=None, losses=()) for m in members),
+            generations=tuple(generation_view(record) for record in newest),
+            samples=samples,
+        )
+
+    def member(self, member: MemberState) -> MemberView:
+        """One member of the job."""
+        info, proposed = member.info, member.proposal
+        roster, seen = _roster_of(self.job, member), self.heartbeats.get(member.member_id)
+        state, waiting_for, since_s = self._wait(member)
+        return MemberView(
+            member_id=member.member_id,
+            public_id=public_id(member.incarnation),
+            state=state,
+            waiting_for=waiting_for,
+            waiting_since_unix_s=since_s,
+            rank=roster.ranks.get(member.member_id) if roster else None,
+            generation=roster.generation if roster else 0,
+            process=ProcessView(
+                host=info.host,
+                pid=info.pid,
+                address=info.address,
+                device=info.device,
+                torch_version=info.torch_version,
+                shoal_version=info.shoal_version,
+            ),
+            step=max(seen.step if seen else 0, proposed.step if proposed else 0),
+            clock=self.clocks.get(member.member_id),
+            joined_unix_s=member.joined_s,
+            last_seen_unix_s=max(member.joined_s, seen.at_s if seen else member.joined_s),
+        )
+
+    def _wait(self, member: MemberState) -> tuple[str, str, float]:
+        """State of the member, what it waits for, and since when."""
+        waiting_for, since_s = member.waiting_for, member.waiting_since_s
+        state = _state(self.job, member)
+        if own := self.job.table.pauses.of(member):
+            waiting_for = f"the end of its own pause: {own.reason}, {own.limit_s:g} s at the most"
+            since_s = own.since_s
+            state = "paused" if state == "training" else state
+        elif self._paused:
+            waiting_for = self._paused
+        elif state == "training" and self._away:
+            waiting_for = _while_away(member.member_id, self._away)
+        return state, *self.waiting.get(member.member_id, (waiting_for, since_s))
+
+    @cached_property
+    def _paused(self) -> str:
+        return self.job.why_paused(self.now_s)
+
+    @cached_property
+    def _away(self) -> Mapping[str, str]:
+        """Text for each member of a synchronous job that has long been in the script's own code."""
+        roster = self.job.running
+        if self.now_s is None or roster is None or not roster.synchronous:
+            return {}
+        found = {}
+        for member in self.job.members_of(roster):
+            since_s = member.trainer.own_code_since_s
+            if since_s is not None and self.now_s - since_s >= OWN_CODE_SHOWN_AFTER_S:
+                found[member.member_id] = f"in your code for {self.now_s - since_s:.0f} s"
+        return found
+
+
+def shown_state(state: str, phase: str) -> str:
+    """The state of a job as people see it."""
+    return SHOWN_PHASES.get(phase, phase) if state == "running" else state
+
+
+def _while_away(member_id: str, away: Mapping[str, str]) -> str:
+    """Text of what a training member waits for while members are in the script's own code."""
+    if own := away.get(member_id):
+        return f"nothing: it has been {own}"
+    names = [f"{name}, which has been {reason}" for name, reason in away.items()]
+    more = f" and {len(names) - MAX_AWAY} more" if len(names) > MAX_AWAY else ""
+    return "; ".join(names[:MAX_AWAY]) + more
 
 
 def _job_state(job: Job) -> str:
@@ -105,25 +200,35 @@ def _idle_s(job: Job, now_s: float | None) -> float:
     return job.tally.idle_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
 
 
-def member_view(
-    job: Job, member: MemberState, seen: LastSeen | None, *, now_s: float | None = None
-) -> MemberView:
-    """One member, as in its job's view."""
-    last_seen = {} if seen is None else {member.member_id: seen}
-    return _member_views(job, (member,), last_seen, now_s)[0]
-
-
-def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
-    """View of a quarantined job: the coordinator knows only the reason."""
-    return JobView(
-        job=job,
-        phase=QUARANTINED,
-        state=QUARANTINED,
-        reason=reason,
-        since_unix_s=since_unix_s,
+def quarantined_detail(job: str, reason: str, since_unix_s: float) -> JobDetail:
+    """Details of a quarantined job: the coordinator knows only the reason."""
+    return JobDetail(
+        summary=JobSummary(
+            job=job,
+            phase=QUARANTINED,
+            state=QUARANTINED,
+            shown_state=QUARANTINED,
+            reason=reason,
+            since_unix_s=since_unix_s,
+            generation=0,
+            num_members=0,
+            num_training=0,
+            step=0,
+            begun_unix_s=0.0,
+            ended_unix_s=0.0,
+            num_restarts=0,
+            loss=None,
+            num_samples=None,
+            goodput=None,
+        ),
         min_members=0,
         max_members=0,
         desired_members=0,
+        synchronous=True,
+        fields={},
+        members=(),
+        generations=(),
+        samples=None,
     )
 
 
@@ -154,76 +259,6 @@ def generation_view(record: GenerationRecord) -> GenerationView:
             ConflictView(field=c.field, values=dict(c.values)) for c in record.conflicts
         ),
     )
-
-
-def _member_views(
-    job: Job, members: Iterable[MemberState], last_seen: Mapping[str, LastSeen], now_s: float | None
-) -> tuple[MemberView, ...]:
-    paused, away = job.why_paused(now_s), _in_own_code(job, now_s)
-    views = ((m, _member_view(job, m, last_seen.get(m.member_id))) for m in members)
-    return tuple(
-        _while_paused(_while_away(view, away), job.table.pauses.of(member), paused)
-        for member, view in views
-    )
-
-
-def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> MemberView:
-    info, proposed = member.info, member.proposal
-    roster = _roster_of(job, member)
-    last_seen_s = max(member.joined_s, seen.at_s if seen else member.joined_s)
-    return MemberView(
-        member_id=member.member_id,
-        public_id=public_id(member.incarnation),
-        state=_state(job, member),
-        waiting_for=member.waiting_for,
-        waiting_since_unix_s=member.waiting_since_s,
-        rank=roster.ranks.get(member.member_id) if roster else None,
-        generation=roster.generation if roster else 0,
-        process=ProcessView(
-            host=info.host,
-            pid=info.pid,
-            address=info.address,
-            device=info.device,
-            torch_version=info.torch_version,
-            shoal_version=info.shoal_version,
-        ),
-        step=max(seen.step if seen else 0, proposed.step if proposed else 0),
-        joined_unix_s=member.joined_s,
-        last_seen_unix_s=last_seen_s,
-    )
-
-
-def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
-    """Text for each member of a synchronous job that has long been in the script's own code."""
-    roster = job.running
-    if now_s is None or roster is None or not roster.synchronous:
-        return {}
-    found = {}
-    for member in job.members_of(roster):
-        since_s = member.trainer.own_code_since_s
-        if since_s is not None and now_s - since_s >= OWN_CODE_SHOWN_AFTER_S:
-            found[member.member_id] = f"in your code for {now_s - since_s:.0f} s"
-    return found
-
-
-def _while_away(view: MemberView, away: Mapping[str, str]) -> MemberView:
-    """Add to a training member's view that it waits for members in the script's own code."""
-    if view.state != "training" or not away:
-        return view
-    if own := away.get(view.member_id):
-        return replace(view, waiting_for=f"nothing: it has been {own}")
-    names = [f"{member_id}, which has been {reason}" for member_id, reason in away.items()]
-    more = f" and {len(names) - MAX_AWAY} more" if len(names) > MAX_AWAY else ""
-    return replace(view, waiting_for="; ".join(names[:MAX_AWAY]) + more)
-
-
-def _while_paused(view: MemberView, own: Pause | None, paused: str) -> MemberView:
-    """Add to a member's view that it waits for the end of a pause, its own or another member's."""
-    if own is not None:
-        text = f"the end of its own pause: {own.reason}, {own.limit_s:g} s at the most"
-        state = "paused" if view.state == "training" else view.state
-        return replace(view, state=state, waiting_for=text, waiting_since_unix_s=own.since_s)
-    return replace(view, waiting_for=paused) if paused else view
 
 
 def _roster_of(job: Job, member: MemberState) -> GenerationRoster | None:

@@ -7,8 +7,8 @@ job or member end with it.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -32,7 +32,7 @@ from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status import shard_metrics, weight_metrics
 from shoal_server.status.port_metrics import PortMetrics
 from shoal_server.status.reading import StatusQueries
-from shoal_server.status.views import FIGURES, OVER, STATES, JobView, ShardsView
+from shoal_server.status.views import FIGURES, OVER, STATES, JobDetail, ShardsView
 
 log = structlog.get_logger(__name__)
 
@@ -70,13 +70,15 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     remain.
     """
     every = reading.source.jobs()
-    over = sorted((j for j in every if j.state in OVER), key=lambda job: -job.since_unix_s)
-    jobs = tuple(j for j in every if j.state not in OVER)
-    views = await gather_bounded(partial(_shards, reading), [job.job for job in jobs], 16)
-    shards = {job.job: view for job, view in zip(jobs, views, strict=True) if view is not None}
+    over = [job for job in every if job.summary.state in OVER]
+    over.sort(key=lambda job: -job.summary.since_unix_s)
+    jobs = [job for job in every if job.summary.state not in OVER]
+    names = [job.summary.job for job in jobs]
+    views = await gather_bounded(partial(_shards, reading), names, 16)
+    shards = {name: view for name, view in zip(names, views, strict=True) if view is not None}
     registry = CollectorRegistry(auto_describe=False)
-    states = Counter(job.state for job in every)
-    jobs += tuple(over[:MAX_OVER])
+    states = Counter(job.summary.state for job in every)
+    jobs = [replace(job, summary=reading.summary(job)) for job in (*jobs, *over[:MAX_OVER])]
     registry.register(_Printable(_Snapshot(reading, jobs, states, shards, measures)))
     return generate_latest(registry)
 
@@ -108,7 +110,8 @@ class _Printable(Collector):
 @dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Snapshot(Collector):
     reading: StatusQueries
-    jobs: tuple[JobView, ...]
+    jobs: Sequence[JobDetail]
+    """Jobs to show; summaries have what members reported."""
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     measures: ProcessMeasures
@@ -178,17 +181,19 @@ class _Snapshot(Collector):
             "shoal_job_health_reports", "Health reports received.", labels=["job"]
         )
         for job in self.jobs:
-            for name in PHASES:
-                phase.add_metric([job.job, name], float(job.phase == name))
-            generation.add_metric([job.job], job.generation)
-            states = [member.state for member in job.members]
-            for state in sorted(set(states) | {"training"}):
-                members.add_metric([job.job, state], states.count(state))
-            step.add_metric([job.job], self.reading.summary(job).step)
-            counts = {**dict.fromkeys(KINDS, 0), **self.reading.board.event_counts(job.job)}
+            summary, name = job.summary, job.summary.job
+            for each in PHASES:
+                phase.add_metric([name, each], float(summary.phase == each))
+            generation.add_metric([name], summary.generation)
+            states = Counter({"training": 0})
+            states.update(entry.member.state for entry in job.members)
+            for state, number in sorted(states.items()):
+                members.add_metric([name, state], number)
+            step.add_metric([name], summary.step)
+            counts = {**dict.fromkeys(KINDS, 0), **self.reading.board.event_counts(name)}
             for kind, count in sorted(counts.items()):
-                events.add_metric([job.job, kind], count)
-            reports.add_metric([job.job], self.reading.board.num_reports(job.job))
+                events.add_metric([name, kind], count)
+            reports.add_metric([name], self.reading.board.num_reports(name))
         yield from (phase, generation, members, step, events, reports)
 
     def _changes(self) -> Iterator[Metric]:
@@ -221,18 +226,18 @@ class _Snapshot(Collector):
         age = GaugeMetricFamily(
             "shoal_job_snapshot_age_seconds", "Time since the newest snapshot.", labels=labels
         )
-        for job in self.jobs:
-            summary, totals = self.reading.summary(job), board.change_totals(job.job)
-            restarts.add_metric([job.job], job.life.num_restarts)
-            idle.add_metric([job.job], job.life.idle_s + board.paused_s(job.job))
+        for summary in (job.summary for job in self.jobs):
+            name, totals = summary.job, board.change_totals(summary.job)
+            restarts.add_metric([name], summary.num_restarts)
+            idle.add_metric([name], summary.unproductive_s)
             if summary.goodput is not None:
-                goodput.add_metric([job.job], summary.goodput)
-            lost.add_metric([job.job], totals.num_lost)
-            steps.add_metric([job.job], totals.steps_lost)
+                goodput.add_metric([name], summary.goodput)
+            lost.add_metric([name], totals.num_lost)
+            steps.add_metric([name], totals.steps_lost)
             for _, buckets, sum_s in totals.recoveries.series():
-                recovery.add_metric([job.job], buckets=buckets, sum_value=sum_s)
-            if (taken_s := board.snapshot_unix_s(job.job)) is not None:
-                age.add_metric([job.job], max(0.0, time.time() - taken_s))
+                recovery.add_metric([name], buckets=buckets, sum_value=sum_s)
+            if (taken_s := board.snapshot_unix_s(name)) is not None:
+                age.add_metric([name], max(0.0, time.time() - taken_s))
         yield from (restarts, idle, goodput, lost, steps, recovery, age)
 
     def _members(self) -> Iterator[Metric]:
@@ -254,11 +259,12 @@ class _Snapshot(Collector):
         ]
         now_s = time.time()
         for job in self.jobs:
-            for member in job.members:
-                key = [job.job, member.member_id]
+            name = job.summary.job
+            for member in (entry.member for entry in job.members):
+                key = [name, member.member_id]
                 age.add_metric(key, max(0.0, now_s - member.last_seen_unix_s))
-                steps.add_metric(key, self.reading.step(job, member))
-                report = self.reading.member_detail(job.job, member).health
+                steps.add_metric(key, self.reading.step(name, member))
+                report = self.reading.health(name, member)
                 if report is not None:
                     warned.add_metric(key, float(bool(report.last_error)))
                 for gauge, field in figures:
@@ -271,9 +277,9 @@ class _Snapshot(Collector):
         newest = GaugeMetricFamily(
             "shoal_job_logged_value", "Newest value logged by the script.", labels=["job", "name"]
         )
-        for job in self.jobs:
-            for name, (_, value) in self.reading.board.logged(job.job).newest_values().items():
-                newest.add_metric([job.job, name], value)
+        for job in (each.summary.job for each in self.jobs):
+            for name, (_, value) in self.reading.board.logged(job).newest_values().items():
+                newest.add_metric([job, name], value)
         yield newest
 
     def _samples(self) -> Iterator[Metric]:
@@ -294,10 +300,9 @@ class _Snapshot(Collector):
             "shoal_job_in_flight_samples", "Samples leased and not completed.", labels=["job"]
         )
         for job in self.jobs:
-            samples = self.reading.source.samples(job.job)
-            if samples is None:
+            if job.samples is None:
                 continue
-            in_flight.add_metric([job.job], samples.in_flight)
+            in_flight.add_metric([job.summary.job], job.samples.in_flight)
             for name in names:
-                counters[name].add_metric([job.job], getattr(samples, name))
+                counters[name].add_metric([job.summary.job], getattr(job.samples, name))
         yield from (in_flight, *counters.values())

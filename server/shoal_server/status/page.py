@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from importlib.resources import files
@@ -20,12 +20,13 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.json_view import View
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
-from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import (
     EventView,
     GenerationView,
     HealthView,
-    JobView,
+    JobDetail,
+    JobSummary,
     MemberView,
     Readiness,
     ShardsView,
@@ -228,37 +229,33 @@ class PageMaker:
     def _summaries(self) -> tuple[JobSummary, ...]:
         made_s, summaries = self._jobs
         if time.monotonic() - made_s >= FRESH_S:
-            jobs = sorted(self._reading.source.jobs(), key=lambda job: job.job)
-            summaries = tuple(self._reading.summary(job) for job in jobs)
+            jobs = map(self._reading.summary, self._reading.source.jobs())
+            summaries = tuple(sorted(jobs, key=lambda summary: summary.job))
             self._jobs = (time.monotonic(), summaries)
         return summaries
 
-    def _job(self, job: JobView, *, all_members: bool) -> PageJob:
-        reports = self._reading.board.reports(job.job)
+    def _job(self, job: JobDetail, *, all_members: bool) -> PageJob:
+        reports = self._reading.board.reports(job.summary.job)
+        members = [each.member for each in job.members]
         health = {
             each.member_id: report
-            for each in job.members
+            for each in members
             if (report := reports.get(each.member_id)) and report.public_id == each.public_id
         }
         training = [
             report
-            for each in job.members
+            for each in members
             if each.state == "training" and (report := health.get(each.member_id))
         ]
         slow = _slow(health)
-        shown = job.members if all_members else _first(job, health, frozenset(slow))
-        detail = self._reading.detail(replace(job, members=tuple(shown), generations=()))
-        members = detail.members
-        if len(shown) < len(job.members):
-            by_id = {each.member.member_id: each for each in members}
-            members = tuple(by_id[each.member_id] for each in shown)
-        summary = self._reading.summary(job)
+        cut = len(members) > SHOWN_MEMBERS and not all_members
+        shown = _first(members, health, frozenset(slow)) if cut else None
         speeds = [each.samples_per_s for each in training if each.samples_per_s is not None]
         losses = [each.loss for each in training if each.loss is not None]
         losses = [loss for loss in losses if math.isfinite(loss)]
         exchanges = [each.step_parts.exchange_s for each in training if each.step_parts]
         return PageJob(
-            detail=replace(detail, summary=summary, members=members),
+            detail=replace(self._reading.detail(job, shown), generations=()),
             generations=self._timeline(job),
             num_generations=len(job.generations),
             slow=slow,
@@ -267,10 +264,10 @@ class PageMaker:
             least_exchange_s=min(exchanges, default=None) if job.synchronous else None,
         )
 
-    def _timeline(self, job: JobView) -> tuple[PageGeneration, ...]:
+    def _timeline(self, job: JobDetail) -> tuple[PageGeneration, ...]:
         records, made = job.generations, []
         for i, record in enumerate(records[:SHOWN_GENERATIONS]):
-            key = (job.job, record.digest, record.generation)
+            key = (job.summary.job, record.digest, record.generation)
             known = self._generations.pop(key, None)
             if known is None or known.record.verdict != record.verdict:
                 before = next((r for r in records[i + 1 :] if r.verdict == "committed"), None)
@@ -283,10 +280,9 @@ class PageMaker:
 
 
 def _first(
-    job: JobView, health: Mapping[str, HealthView], slow: frozenset[str]
+    members: Sequence[MemberView], health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The members to show, at most 50: first those described at SHOWN_MEMBERS, then the others by
-    rank."""
+    """The 50 members to show: first those described at SHOWN_MEMBERS, then the others by rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)
@@ -294,9 +290,7 @@ def _first(
         is_well = member.state in WELL and not warned and member.member_id not in slow
         return is_well, member.rank is None, member.rank or 0
 
-    if len(job.members) <= SHOWN_MEMBERS:
-        return list(job.members)
-    return nsmallest(SHOWN_MEMBERS, job.members, key=order)
+    return nsmallest(SHOWN_MEMBERS, members, key=order)
 
 
 def _slow(health: Mapping[str, HealthView]) -> tuple[str, ...]:

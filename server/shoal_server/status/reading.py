@@ -1,8 +1,8 @@
 """Queries over source and board, shared by the API, the metrics and the page."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from shoal_proto.errors import (
     Fenced,
@@ -12,7 +12,6 @@ from shoal_proto.errors import (
     UnknownJob,
     UnknownMember,
 )
-from shoal_proto.health import RunOrigin
 from shoal_proto.incarnation import public_id
 from shoal_server.serving.json_view import View
 from shoal_server.status.board import StatusBoard
@@ -23,130 +22,16 @@ from shoal_server.status.hyperparameters import hyperparameters
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import (
     OVER,
+    CourseView,
     EventView,
     GenerationView,
     HealthView,
-    JobView,
+    JobDetail,
+    JobSummary,
+    MemberDetail,
     MemberView,
-    PublishedSeriesView,
     SamplesView,
 )
-
-SHOWN_PHASES: Mapping[str, str] = {
-    "collect": "waiting",
-    "prepare": "starting",
-    "committed": "starting",
-    "aborted": "starting",
-}
-"""States that people see in the phases before training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSummary(View):
-    """A job in one line."""
-
-    job: str
-    phase: str
-    """collect, prepare, committed, running, aborted, finished, failed, stopped, lost or
-    quarantined."""
-    state: str
-    """running (it has members), waiting (it has none, and has not trained), interrupted (it has
-    trained, and has none now), finished, failed, stopped, lost or quarantined."""
-    shown_state: str
-    """The state as people see it; for a running job: waiting, starting or running, by phase."""
-    reason: str
-    """Reason for the job's phase."""
-    since_unix_s: float
-    generation: int
-    """The newest generation number; 0 before the first."""
-    num_members: int
-    """Members of the job, in a generation or not."""
-    num_training: int
-    """Members that train."""
-    step: int
-    """Highest step that a member reported; if members train at their own pace, the sum of their
-    steps. Members that are gone are included."""
-    begun_unix_s: float
-    """Time at which the first member joined."""
-    ended_unix_s: float
-    """Time at which the job ended; 0 before that."""
-    num_restarts: int
-    """Number of times that training broke because a member was lost or a collective failed."""
-    loss: float | None
-    """Loss that was reported last; null if none was, or if the job has not ended and the report
-    went to an earlier leader."""
-    num_samples: int | None
-    """Samples that were trained on, over all epochs; null if members do not lease samples, or if
-    the number is not known here."""
-    goodput: float | None
-    """Share of the job's life in which it trained: generations ran, and members did not pause for a
-    change. Null before the first member joined."""
-    last_ending: str = ""
-    """Reason for which the last member of an interrupted job was removed; else empty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CourseView(View):
-    """Progress of a job, and the state that it would continue from."""
-
-    num_steps: int | None = None
-    """Total number of steps; null if members train at their own pace."""
-    progress: float | None = None
-    """Share of the job's steps, or of its samples, that is done; null if unknown."""
-    eta_s: float | None = None
-    """Estimated seconds to the job's end: at its recent pace if its number of steps is known, else
-    at its mean pace since it began; null if unknown."""
-    checkpoint_step: int | None = None
-    """Step of the newest checkpoint that members have reported."""
-    checkpoint_unix_s: float | None = None
-    """Time at which members first reported that checkpoint; null if this coordinator took over
-    later."""
-    checkpoint_bytes: int | None = None
-    """Bytes of that checkpoint, of all members together; null if unknown."""
-    writes_checkpoints: bool | None = None
-    """True if the members write checkpoints; null if no member has reported it."""
-    snapshot_unix_s: float | None = None
-    """Time of the newest snapshot that this coordinator has taken."""
-    logged: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Step and newest value of each name that the script logged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobDetail(View):
-    """A job with its members, newest generations and samples."""
-
-    summary: JobSummary
-    min_members: int
-    max_members: int
-    desired_members: int
-    synchronous: bool
-    fields: dict[str, str]
-    """Settings that all members agreed on: strategy, schema, optimizer, backend and so on."""
-    members: tuple["MemberDetail", ...]
-    generations: tuple[GenerationView, ...]
-    """Newest first, at most 100."""
-    samples: SamplesView | None
-    """Null for a job whose members do not lease samples, or whose ledger is not open."""
-    course: CourseView = field(default_factory=CourseView)
-    """Progress of the job."""
-    weights: tuple[PublishedSeriesView, ...] = ()
-    """The series of weights that the job publishes."""
-    run: RunOrigin | None = None
-    """Command line and git commit of its script; null if no member has reported them."""
-    hyperparameters: dict[str, str] = field(default_factory=dict)
-    """The agreed fields that decide what is trained, with the settings of the optimizer one by
-    one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberDetail(View):
-    """A member with its last health report."""
-
-    member: MemberView
-    health: HealthView | None
-    """Null before the first report of this incarnation."""
-    losses: tuple[tuple[int, float], ...]
-    """(step, loss) of its newest reports, at most 60."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +78,17 @@ class HistoryView(View):
 
 
 class StatusQueries:
-    """Queries over a source and a board."""
+    """Queries over a source and a board.
+
+    `jobs` and `job` return jobs as the source knows them; `summary` and `detail` add what members
+    reported.
+    """
 
     def __init__(self, source: StatusSource, board: StatusBoard) -> None:
         self.source = source
         self.board = board
 
-    def jobs(self) -> Sequence[JobView]:
+    def jobs(self) -> Sequence[JobDetail]:
         """List all jobs, without their generations. Raises NotLeader unless this coordinator leads:
         only the leader knows them."""
         self._require_ready()
@@ -215,7 +104,7 @@ class StatusQueries:
                 details={"leader": readiness.leader},
             )
 
-    def job(self, name: str) -> JobView:
+    def job(self, name: str) -> JobDetail:
         """The job of that name. Raises UnknownJob, NotLeader."""
         self._require_ready()
         job = self.source.job(name)
@@ -223,7 +112,7 @@ class StatusQueries:
             raise UnknownJob(
                 f"there is no job {name}",
                 seen=name,
-                expected=_one_of(sorted(job.job for job in self.source.jobs()), "job"),
+                expected=_one_of(sorted(job.summary.job for job in self.source.jobs()), "job"),
                 fix="`shoal jobs --all` lists the jobs.",
             )
         return job
@@ -237,9 +126,9 @@ class StatusQueries:
             raise UnknownMember(
                 f"job {name} has no member {member_id}",
                 seen=member_id,
-                expected=_one_of(sorted(member.member_id for member in job.members), "member"),
-                fix=f"The job is lost: {job.reason}."
-                if job.phase == "lost"
+                expected=_one_of(sorted(each.member.member_id for each in job.members), "member"),
+                fix=f"The job is lost: {job.summary.reason}."
+                if job.summary.phase == "lost"
                 else f"`shoal status --job {name}` lists the members.",
             )
         return member
@@ -258,116 +147,100 @@ class StatusQueries:
             )
         return found[number]
 
-    def summary(self, job: JobView) -> JobSummary:
-        """Summary of a job."""
-        samples, loss = self.source.samples(job.job), self.board.last_loss(job.job)
-        return JobSummary(
-            job=job.job,
-            phase=job.phase,
-            state=job.state,
-            shown_state=_shown_state(job),
-            reason=job.reason,
-            since_unix_s=job.since_unix_s,
-            generation=job.generation,
-            num_members=len(job.members),
-            num_training=sum(member.state == "training" for member in job.members),
+    def summary(self, job: JobDetail) -> JobSummary:
+        """Summary of a job, with what its members reported and the samples that they completed."""
+        known, board = job.summary, self.board
+        loss = board.last_loss(known.job)
+        unproductive_s = known.unproductive_s + board.paused_s(known.job)
+        return replace(
+            known,
             step=self._job_step(job),
-            begun_unix_s=job.life.begun_unix_s,
-            ended_unix_s=job.life.ended_unix_s,
-            num_restarts=job.life.num_restarts,
-            loss=job.life.loss if loss is None else loss,
-            num_samples=job.life.num_samples if samples is None else samples.completed,
-            goodput=self._goodput(job),
-            last_ending=self.board.last_removal_reason(job.job)
-            if job.state == "interrupted"
+            loss=known.loss if loss is None else loss,
+            num_samples=known.num_samples if job.samples is None else job.samples.completed,
+            goodput=_goodput(known, unproductive_s),
+            unproductive_s=unproductive_s,
+            last_ending=board.last_removal_reason(known.job)
+            if known.state == "interrupted"
             else "",
         )
 
-    def _course(self, job: JobView, step: int) -> CourseView:
-        board, samples = self.board, self.source.samples(job.job)
-        num_steps = board.highest(job.job, "num_steps") if job.synchronous else None
-        progress = _progress(step, num_steps, samples)
-        return CourseView(
-            num_steps=num_steps,
-            progress=progress,
-            eta_s=None if job.state in OVER else self._eta_s(job, progress, num_steps),
-            checkpoint_step=board.highest(job.job, "checkpoint_step"),
-            checkpoint_unix_s=board.checkpoint_unix_s(job.job),
-            checkpoint_bytes=board.checkpoint_bytes(job.job),
-            writes_checkpoints=board.writes_checkpoints(job.job),
-            snapshot_unix_s=board.snapshot_unix_s(job.job),
-            logged=board.logged(job.job).newest_values(),
-        )
-
-    def _eta_s(self, job: JobView, progress: float | None, num_steps: int | None) -> float | None:
-        if not progress:
-            return None
-        if num_steps is None:
-            return (time.time() - job.life.begun_unix_s) * (1 - progress) / progress
-        known = self.board.history(job.job)
-        pace = known[1].steps_per_s() if known is not None else None
-        return (1 - progress) * num_steps / pace if pace else None
-
-    def _goodput(self, job: JobView) -> float | None:
-        life = job.life
-        wall_s = (life.ended_unix_s or time.time()) - life.begun_unix_s
-        if not life.begun_unix_s or wall_s <= 0:
-            return None
-        unproductive_s = life.idle_s + self.board.paused_s(job.job)
-        return min(1.0, max(0.0, 1.0 - unproductive_s / wall_s))
-
-    def _job_step(self, job: JobView) -> int:
+    def _job_step(self, job: JobDetail) -> int:
         """Steps of the job: the highest of a synchronous job, else the sum over members."""
+        name, members = job.summary.job, [each.member for each in job.members]
         if job.synchronous:
-            steps = [self.step(job, member) for member in job.members]
-            return max(self.board.highest_step(job.job), *steps, job.life.step)
+            steps = [self.step(name, member) for member in members]
+            return max(self.board.highest_step(name), *steps, job.summary.step)
         # Steps since a member's last report are known from its heartbeats.
-        since = [self.step(job, m) - self._reported_step(job, m) for m in job.members]
-        return max(self.board.total_steps(job.job) + sum(since), job.life.step)
+        since = [self.step(name, m) - self._reported_step(name, m) for m in members]
+        return max(self.board.total_steps(name) + sum(since), job.summary.step)
 
-    def _reported_step(self, job: JobView, member: MemberView) -> int:
-        health = self.board.health(job.job, member.member_id, member.public_id)
+    def _reported_step(self, job: str, member: MemberView) -> int:
+        health = self.health(job, member)
         return (health.step or 0) if health else 0
 
-    def step(self, job: JobView, member: MemberView) -> int:
+    def step(self, job: str, member: MemberView) -> int:
         """The member's newest step, from heartbeat or health report."""
         return max(member.step, self._reported_step(job, member))
 
-    def detail(self, job: JobView) -> JobDetail:
-        """All details of a job."""
-        members = sorted(job.members, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
-        summary = self.summary(job)
-        return JobDetail(
+    def health(self, job: str, member: MemberView) -> HealthView | None:
+        """The member's last health report."""
+        return self.board.health(job, member.member_id, member.public_id)
+
+    def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
+        """Details of a job, with what its members reported. `members`: the members to include, in
+        this order; by default all, by rank."""
+        if members is None:
+            known = (each.member for each in job.members)
+            members = sorted(known, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
+        summary, name = self.summary(job), job.summary.job
+        return replace(
+            job,
             summary=summary,
-            min_members=job.min_members,
-            max_members=job.max_members,
-            desired_members=job.desired_members,
-            synchronous=job.synchronous,
-            fields=dict(job.fields),
-            members=tuple(self.member_detail(job.job, member) for member in members),
-            generations=job.generations,
-            samples=self.source.samples(job.job),
-            course=self._course(job, summary.step),
-            weights=tuple(self.source.weights(job.job)),
-            run=self.board.run(job.job),
+            members=tuple(self.member_detail(name, member) for member in members),
+            course=self._course(job, summary),
+            weights=tuple(self.source.weights(name)),
+            run=self.board.run(name),
             hyperparameters=hyperparameters(job.fields),
         )
 
+    def _course(self, job: JobDetail, summary: JobSummary) -> CourseView:
+        board, name = self.board, summary.job
+        num_steps = board.highest(name, "num_steps") if job.synchronous else None
+        progress = _progress(summary.step, num_steps, job.samples)
+        return CourseView(
+            num_steps=num_steps,
+            progress=progress,
+            eta_s=self._eta_s(summary, progress, num_steps),
+            checkpoint_step=board.highest(name, "checkpoint_step"),
+            checkpoint_unix_s=board.checkpoint_unix_s(name),
+            checkpoint_bytes=board.checkpoint_bytes(name),
+            writes_checkpoints=board.writes_checkpoints(name),
+            snapshot_unix_s=board.snapshot_unix_s(name),
+            logged=board.logged(name).newest_values(),
+        )
+
+    def _eta_s(
+        self, summary: JobSummary, progress: float | None, num_steps: int | None
+    ) -> float | None:
+        if not progress or summary.state in OVER:
+            return None
+        if num_steps is None:
+            return (time.time() - summary.begun_unix_s) * (1 - progress) / progress
+        known = self.board.history(summary.job)
+        pace = known[1].steps_per_s() if known is not None else None
+        return (1 - progress) * num_steps / pace if pace else None
+
     def member_detail(self, job: str, member: MemberView) -> MemberDetail:
         """The member with its last health report."""
-        key = (job, member.member_id, member.public_id)
-        return MemberDetail(
-            member=member,
-            health=self.board.health(*key),
-            losses=tuple(self.board.losses(*key)),
-        )
+        losses = self.board.losses(job, member.member_id, member.public_id)
+        return MemberDetail(member=member, health=self.health(job, member), losses=tuple(losses))
 
     async def why(self, name: str, member_id: str) -> WaitView:
         """Reason for which the member waits. Raises UnknownJob, UnknownMember, NotLeader, and
         InternalError if records of the job's shards do not parse."""
-        job, member = self.job(name), self.member(name, member_id)
+        job, member = self.job(name).summary, self.member(name, member_id)
         lost = await self._lost_shards(name)
-        health = self.board.health(name, member_id, member.public_id)
+        health = self.health(name, member)
         return WaitView(
             job=name,
             member_id=member_id,
@@ -376,7 +249,7 @@ class StatusQueries:
             waiting_since_unix_s=member.waiting_since_unix_s,
             waiting_s=max(0.0, time.time() - member.waiting_since_unix_s),
             phase=job.phase,
-            shown_state=_shown_state(job),
+            shown_state=job.shown_state,
             reason=job.reason,
             generation=job.generation,
             last_error=(health.last_error if health else None) or "",
@@ -403,7 +276,7 @@ class StatusQueries:
                 seen=f"process {process}",
                 expected=f"process {known}",
                 fix="Join the job again: this process was declared lost or replaced.",
-                details={"generation": str(self.job(name).generation)},
+                details={"generation": str(self.job(name).summary.generation)},
             )
         self.board.report(name, member_id, report.view(time.time()))
 
@@ -426,8 +299,11 @@ class StatusQueries:
         return EventsView(events=events, next_after=events[-1].id if events else after)
 
 
-def _shown_state(job: JobView) -> str:
-    return SHOWN_PHASES.get(job.phase, job.phase) if job.state == "running" else job.state
+def _goodput(job: JobSummary, unproductive_s: float) -> float | None:
+    wall_s = (job.ended_unix_s or time.time()) - job.begun_unix_s
+    if not job.begun_unix_s or wall_s <= 0:
+        return None
+    return min(1.0, max(0.0, 1.0 - unproductive_s / wall_s))
 
 
 def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> float | None:

@@ -5,12 +5,11 @@ from typing import Protocol
 
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import (
-    JobView,
+    JobDetail,
     MemberView,
     OutputView,
     PublishedSeriesView,
     Readiness,
-    SamplesView,
     ShardsView,
 )
 
@@ -19,18 +18,17 @@ class StatusSource(Protocol):
     """A coordinator, seen from its status page. Answers come from memory, except `shards` and
     `output`.
 
-    `from_core.job_view` makes the JobView of a `core.job.Job`. `shards.ShardReader` reads a
-    ShardsView.
+    Jobs come without what their members reported to the board: `StatusQueries` adds that.
     """
 
     def readiness(self) -> Readiness: ...
 
-    def jobs(self) -> Sequence[JobView]:
+    def jobs(self) -> Sequence[JobDetail]:
         """List the jobs that this coordinator knows, including ended ones, in any order and without
         their generations."""
         ...
 
-    def job(self, name: str) -> JobView | None:
+    def job(self, name: str) -> JobDetail | None:
         """One job with its newest generations; None if there is none of that name."""
         ...
 
@@ -40,11 +38,6 @@ class StatusSource(Protocol):
 
     def process(self, name: str, member_id: str) -> str | None:
         """The public id of the member's current process; None if there is no such member."""
-        ...
-
-    def samples(self, job: str) -> SamplesView | None:
-        """Samples of a job; None if its members do not lease samples, or if they are not in
-        memory."""
         ...
 
     async def shards(self, job: str) -> ShardsView | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from shoal_proto.health import HealthFigures
+from shoal_proto.health import HealthFigures, RunOrigin
 from shoal_server.serving.json_view import View
 
 STATES = (
@@ -122,54 +122,78 @@ class GenerationView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifeView(View):
-    """Figures of a job's whole life."""
-
-    begun_unix_s: float = 0.0
-    """Time at which the first member joined."""
-    ended_unix_s: float = 0.0
-    """Time at which the job ended; 0 before that."""
-    step: int = 0
-    """The highest known step of a synchronous generation, or of a job that is over."""
-    num_restarts: int = 0
-    """Number of times that training broke because a member was lost or a collective failed."""
-    loss: float | None = None
-    """Last reported loss of an ended job, from its record."""
-    num_samples: int | None = None
-    """Samples that an ended job trained on, from its record."""
-    idle_s: float = 0.0
-    """Seconds in which no generation ran."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobView(View):
-    """A job with its members and its newest generations."""
+class JobSummary(View):
+    """A job in one line."""
 
     job: str
     phase: str
     """collect, prepare, committed, running, aborted, finished, failed, stopped, lost (no process
     holds its state any more) or quarantined (its records in etcd cannot be used)."""
+    state: str
+    """running (it has members), waiting (it has none, and has not trained), interrupted (it has
+    trained, and has no members now: new ones may continue), finished, failed (all its members left
+    and none came back, or the last one ended with TrainingFailed), stopped (by an operator), lost
+    or quarantined."""
+    shown_state: str
+    """The state as people see it; for a running job: waiting, starting or running, by phase."""
     reason: str
     """Reason for the job's phase."""
     since_unix_s: float
     """Time at which the job entered the phase."""
-    min_members: int
-    max_members: int
-    desired_members: int
-    life: LifeView = field(default_factory=LifeView)
-    state: str = "running"
-    """running (it has members), waiting (it has none, and has not trained), interrupted (it has
-    trained, and has no members now: new ones may continue), finished, failed (all its members left
-    and none came back, or the last one ended with TrainingFailed), stopped (by an operator), lost
-    or quarantined (its records in etcd cannot be used)."""
-    generation: int = 0
+    generation: int
     """The newest generation number; 0 before the first."""
-    synchronous: bool = True
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Settings that all members agreed on: strategy, schema, optimizer, backend and so on."""
-    members: tuple[MemberView, ...] = ()
-    generations: tuple[GenerationView, ...] = ()
-    """Newest first, at most 100."""
+    num_members: int
+    """Members of the job, in a generation or not."""
+    num_training: int
+    """Members that train."""
+    step: int
+    """Highest step that a member reported; if members train at their own pace, the sum of their
+    steps. Members that are gone are included."""
+    begun_unix_s: float
+    """Time at which the first member joined."""
+    ended_unix_s: float
+    """Time at which the job ended; 0 before that."""
+    num_restarts: int
+    """Number of times that training broke because a member was lost or a collective failed."""
+    loss: float | None
+    """Loss that was reported last; null if none was, or if the job has not ended and the report
+    went to an earlier leader."""
+    num_samples: int | None
+    """Samples that were trained on, over all epochs; null if members do not lease samples, or if
+    the number is not known here."""
+    goodput: float | None
+    """Share of the job's life in which it trained: generations ran, and members did not pause for a
+    change. Null before the first member joined."""
+    unproductive_s: float = 0.0
+    """Seconds of the job's life in which it did not train."""
+    last_ending: str = ""
+    """Reason for which the last member of an interrupted job was removed; else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CourseView(View):
+    """Progress of a job, and the state that it would continue from."""
+
+    num_steps: int | None = None
+    """Total number of steps; null if members train at their own pace."""
+    progress: float | None = None
+    """Share of the job's steps, or of its samples, that is done; null if unknown."""
+    eta_s: float | None = None
+    """Estimated seconds to the job's end: at its recent pace if its number of steps is known, else
+    at its mean pace since it began; null if unknown."""
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint that members have reported."""
+    checkpoint_unix_s: float | None = None
+    """Time at which members first reported that checkpoint; null if this coordinator took over
+    later."""
+    checkpoint_bytes: int | None = None
+    """Bytes of that checkpoint, of all members together; null if unknown."""
+    writes_checkpoints: bool | None = None
+    """True if the members write checkpoints; null if no member has reported it."""
+    snapshot_unix_s: float | None = None
+    """Time of the newest snapshot that this coordinator has taken."""
+    logged: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Step and newest value of each name that the script logged."""
 
 
 FIGURES: Mapping[str, str] = {
@@ -196,6 +220,17 @@ class HealthView(HealthFigures, View):
     public_id: str
     """Public id of the process that reported."""
     received_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberDetail(View):
+    """A member with its last health report."""
+
+    member: MemberView
+    health: HealthView | None
+    """Null before the first report of this incarnation."""
+    losses: tuple[tuple[int, float], ...]
+    """(step, loss) of its newest reports, at most 60."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,3 +526,30 @@ class PublishedSeriesView(View):
     """Readers that serve other bytes than were published as their version."""
     lost: tuple[int, ...]
     """Versions that were dropped because no server holds them any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDetail(View):
+    """A job with its members, newest generations and samples."""
+
+    summary: JobSummary
+    min_members: int
+    max_members: int
+    desired_members: int
+    synchronous: bool
+    fields: dict[str, str]
+    """Settings that all members agreed on: strategy, schema, optimizer, backend and so on."""
+    members: tuple[MemberDetail, ...]
+    generations: tuple[GenerationView, ...]
+    """Newest first, at most 100."""
+    samples: SamplesView | None
+    """Null for a job whose members do not lease samples, or whose ledger is not open."""
+    course: CourseView = field(default_factory=CourseView)
+    """Progress of the job."""
+    weights: tuple[PublishedSeriesView, ...] = ()
+    """The series of weights that the job publishes."""
+    run: RunOrigin | None = None
+    """Command line and git commit of its script; null if no member has reported them."""
+    hyperparameters: dict[str, str] = field(default_factory=dict)
+    """The agreed fields that decide what is trained, with the settings of the optimizer one by
+    one."""

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 from support.clusters import status_world
@@ -146,8 +145,8 @@ def test_status_counts_ended_jobs_and_shows_them_with_all(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Most operators look for the jobs that run."""
-    over = status_world.job("old", phase="finished", state="finished", members=())
-    world.put(replace(over, life=replace(over.life, begun_unix_s=1.0, ended_unix_s=2.0)))
+    times = {"begun_unix_s": 1.0, "ended_unix_s": 2.0}
+    world.put(status_world.job("old", phase="finished", state="finished", members=(), **times))
     assert parse(["status", "--http", url])() == 0
     shown = capsys.readouterr().out
     assert "digits" in shown and "old" not in shown

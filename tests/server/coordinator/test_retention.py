@@ -23,8 +23,8 @@ from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put, value_is
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.status.reading import JobSummary, StatusQueries
-from shoal_server.status.views import HealthView
+from shoal_server.status.reading import StatusQueries
+from shoal_server.status.views import HealthView, JobSummary
 
 ASSIGNMENT = "assignments/j/r/00000000"
 

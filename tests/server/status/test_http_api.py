@@ -75,7 +75,8 @@ async def test_a_job_has_members_generations_and_samples(
 ) -> None:
     """Members are in the order of ranks, those without one last; generations are newest first."""
     standby = status_world.member("a-standby")
-    world.change("digits", members=(standby, *reversed(world.by_name["digits"].members)))
+    trained = [status_world.member(f"w{rank}", rank) for rank in (2, 1, 0)]
+    world.change("digits", members=(standby, *trained))
     world.samples_of["digits"] = status_world.samples()
     job = (await http.get("/api/v1/jobs/digits")).json()
     ids = [entry["member"]["member_id"] for entry in job["members"]]

@@ -3,11 +3,12 @@
 from support.members.job_world import World
 
 from shoal_server.core.generations.roster import JobSpec
-from shoal_server.status.from_core import job_view
+from shoal_server.status.from_core import JobReader
 
 
 def states(w: World) -> dict[str, str]:
-    return {each.member_id: each.state for each in job_view(w.job, last_seen={}).members}
+    entries = JobReader(job=w.job).detail().members
+    return {entry.member.member_id: entry.member.state for entry in entries}
 
 
 def test_members_on_standby_are_shown_as_such_whatever_they_wait_for() -> None:

@@ -4,7 +4,7 @@ from support.members.job_world import World
 
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.membership import events
-from shoal_server.status.from_core import job_view, member_view
+from shoal_server.status.from_core import JobReader
 
 
 def test_a_member_that_waits_for_another_in_its_own_code_names_it() -> None:
@@ -15,16 +15,14 @@ def test_a_member_that_waits_for_another_in_its_own_code_names_it() -> None:
     w.run(1.0)
     who = {"member_id": "a", "incarnation": w.members["a"].incarnation}
     w.job.heartbeat(events.HeartbeatReceived(**who, own_code_s=54.0), 100.0)
-    listed = {
-        each.member_id: each.waiting_for
-        for each in job_view(w.job, last_seen={}, now_s=100.0).members
-    }
+    reader = JobReader(job=w.job, now_s=100.0)
+    views = [entry.member for entry in reader.detail().members]
+    listed = {each.member_id: each.waiting_for for each in views}
     assert listed == {
         "a": "nothing: it has been in your code for 54 s",
         "b": "a, which has been in your code for 54 s",
     }
-    one = member_view(w.job, w.job.members["b"], None, now_s=100.0)
-    assert one.waiting_for == listed["b"]
+    assert reader.member(w.job.members["b"]).waiting_for == listed["b"]
     w.job.heartbeat(events.HeartbeatReceived(**who, own_code_s=1.0), 101.0)
-    views = job_view(w.job, last_seen={}, now_s=101.0).members
+    views = [entry.member for entry in JobReader(job=w.job, now_s=101.0).detail().members]
     assert {each.waiting_for for each in views} == {"nothing: it trains"}

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from support.processes.loop_thread import LoopThread
 
@@ -12,6 +13,7 @@ from shoal_proto.incarnation import public_id
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
+from shoal_server.status.from_core import shown_state
 from shoal_server.status.history.records import ChangeView
 from shoal_server.status.history.series import Reading, Series
 from shoal_server.status.serve import StatusServer
@@ -22,8 +24,10 @@ from shoal_server.status.views import (
     FullPeerView,
     GenerationView,
     HealthView,
-    JobView,
+    JobDetail,
+    JobSummary,
     LoopLagView,
+    MemberDetail,
     MemberView,
     OutputView,
     ProcessView,
@@ -43,6 +47,7 @@ from shoal_server.status.views import (
 FULL = "the server has no memory left for a copy of shard [2]"
 PUSHES = PushesView(applied=811, duplicates=2, staleness_counts=(300, 400, 111))
 PAGE_LINES = 50
+SUMMARY = {each.name for each in fields(JobSummary)}
 READY = Readiness(ready=True, reason="leads and reaches etcd", leader="10.0.0.2:7700")
 
 
@@ -51,7 +56,7 @@ class World:
     """A StatusSource whose answers are fields."""
 
     ready: Readiness = READY
-    by_name: dict[str, JobView] = field(default_factory=dict)
+    by_name: dict[str, JobDetail] = field(default_factory=dict)
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
@@ -72,22 +77,24 @@ class World:
     def readiness(self) -> Readiness:
         return self.ready
 
-    def jobs(self) -> Sequence[JobView]:
-        return [replace(job, generations=()) for job in self.by_name.values()]
+    def jobs(self) -> Sequence[JobDetail]:
+        return [
+            replace(job, generations=(), samples=self.samples_of.get(name))
+            for name, job in self.by_name.items()
+        ]
 
-    def job(self, name: str) -> JobView | None:
-        return self.by_name.get(name)
+    def job(self, name: str) -> JobDetail | None:
+        job = self.by_name.get(name)
+        return None if job is None else replace(job, samples=self.samples_of.get(name))
 
     def member(self, name: str, member_id: str) -> MemberView | None:
-        members = self.by_name[name].members if name in self.by_name else ()
+        entries = self.by_name[name].members if name in self.by_name else ()
+        members = (entry.member for entry in entries)
         return next((each for each in members if each.member_id == member_id), None)
 
     def process(self, name: str, member_id: str) -> str | None:
         member = self.member(name, member_id)
         return None if member is None else member.public_id
-
-    def samples(self, job: str) -> SamplesView | None:
-        return self.samples_of.get(job)
 
     async def shards(self, job: str) -> ShardsView | None:
         if self.shards_error is not None:
@@ -122,11 +129,11 @@ class World:
             after=f"ab-{stop}",
         )
 
-    def put(self, job: JobView) -> None:
-        self.by_name[job.job] = job
+    def put(self, job: JobDetail) -> None:
+        self.by_name[job.summary.job] = job
 
     def change(self, job: str, **changes: object) -> None:
-        self.by_name[job] = replace(self.by_name[job], **changes)  # type: ignore[arg-type]
+        self.by_name[job] = changed(self.by_name[job], **changes)
 
 
 @contextmanager
@@ -190,23 +197,53 @@ def generation(number: int, member_ids: Sequence[str], **fields: object) -> Gene
     return GenerationView(**{**known, **fields})  # type: ignore[arg-type]
 
 
-def job(name: str = "digits", **fields: object) -> JobView:
-    """Make the view of a job that runs generation 3 with members w0, w1 and w2."""
-    known: dict[str, object] = {
-        "job": name,
-        "phase": "running",
-        "reason": "generation 3 runs with 3 members",
-        "since_unix_s": time.time() - 42,
-        "min_members": 2,
-        "max_members": 8,
-        "desired_members": 3,
-        "generation": 3,
-        "synchronous": True,
-        "fields": {"strategy": "ddp", "global_batch": "256", "seed": "0"},
-        "members": tuple(member(f"w{rank}", rank) for rank in range(3)),
-        "generations": (generation(3, ["w0", "w1", "w2"]), generation(1, ["w0", "w1"])),
-    }
-    return JobView(**{**known, **fields})  # type: ignore[arg-type]
+def job(name: str = "digits", **changes: object) -> JobDetail:
+    """Make a job that runs generation 3 with members w0, w1 and w2, with these changes."""
+    now_s = time.time()
+    summary = JobSummary(
+        job=name,
+        phase="running",
+        state="running",
+        shown_state="running",
+        reason="generation 3 runs with 3 members",
+        since_unix_s=now_s - 42,
+        generation=3,
+        num_members=3,
+        num_training=3,
+        step=0,
+        begun_unix_s=0.0,
+        ended_unix_s=0.0,
+        num_restarts=0,
+        loss=None,
+        num_samples=None,
+        goodput=None,
+    )
+    known = JobDetail(
+        summary=summary,
+        min_members=2,
+        max_members=8,
+        desired_members=3,
+        synchronous=True,
+        fields={"strategy": "ddp", "global_batch": "256", "seed": "0"},
+        members=(),
+        generations=(generation(3, ["w0", "w1", "w2"]), generation(1, ["w0", "w1"])),
+        samples=None,
+    )
+    return changed(known, **{"members": [member(f"w{rank}", rank) for rank in range(3)], **changes})
+
+
+def changed(job: JobDetail, **changes: Any) -> JobDetail:
+    """Change fields of the job and of its summary, and what follows from them. `members`: views."""
+    of_summary = {name: changes.pop(name) for name in SUMMARY & set(changes)}
+    if "members" in changes:
+        members = changes["members"]
+        of_summary["num_members"] = len(members)
+        of_summary["num_training"] = sum(each.state == "training" for each in members)
+        entries = (MemberDetail(member=each, health=None, losses=()) for each in members)
+        changes["members"] = tuple(entries)
+    summary = replace(job.summary, **of_summary)
+    shown = shown_state(summary.state, summary.phase)
+    return replace(job, summary=replace(summary, shown_state=shown), **changes)
 
 
 def shards(*, silent: str = "") -> ShardsView:

@@ -42,6 +42,7 @@ from shoal_server.core.driver.actions import (
 )
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
+from shoal_server.core.driver.liveness import HeartbeatHistory
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.core.job.job import Job
@@ -55,7 +56,6 @@ from shoal_server.core.membership.phases import OVER, Phase
 from shoal_server.core.processes import MemberProcess
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
-from shoal_server.status.from_core import LastSeen
 from shoal_server.status.history.change_reports import REPORTED_WITHIN_S
 
 log = structlog.get_logger(__name__)
@@ -214,17 +214,9 @@ class JobActor:
         return self._driver.is_writing
 
     @property
-    def last_seen(self) -> Mapping[str, LastSeen]:
-        """Newest sign of life of each member."""
-        return {
-            name: LastSeen(at_s=pulse.at_s, step=pulse.step)
-            for name, pulse in self._driver.liveness.pulses()
-        }
-
-    def last_seen_of(self, member_id: str) -> LastSeen | None:
-        """Newest sign of life of one member; None if there was none."""
-        pulse = self._driver.liveness.pulse(member_id)
-        return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
+    def heartbeats(self) -> Mapping[str, HeartbeatHistory]:
+        """Signs of life by member id."""
+        return self._driver.liveness.heartbeats
 
     def trainers(self) -> list[MemberProcess]:
         """Processes that may train at their own pace now: members of the newest committed and the

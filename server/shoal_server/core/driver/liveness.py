@@ -8,7 +8,7 @@ one look usual. Pure: time is an argument.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -91,11 +91,10 @@ class Liveness:
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
-    def pulses(self) -> Iterator[tuple[str, HeartbeatHistory]]:
-        return iter(self._pulses.items())
-
-    def pulse(self, member_id: str) -> HeartbeatHistory | None:
-        return self._pulses.get(member_id)
+    @property
+    def heartbeats(self) -> Mapping[str, HeartbeatHistory]:
+        """Signs of life by member id."""
+        return self._pulses
 
     def late(self, now_s: float) -> list[str]:
         """Members without a sign of life for a lease; only they can be lost by silence."""

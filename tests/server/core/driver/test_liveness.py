@@ -101,4 +101,4 @@ def test_the_step_never_falls() -> None:
     liveness.record_heartbeat("a", 7, now_s)
     liveness.record_heartbeat("a", 5, now_s)
     liveness.joined("a", now_s)
-    assert [(name, pulse.step) for name, pulse in liveness.pulses()] == [("a", 7)]
+    assert {name: history.step for name, history in liveness.heartbeats.items()} == {"a": 7}
