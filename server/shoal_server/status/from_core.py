@@ -68,7 +68,7 @@ def job_view(
         state=_job_state(job),
         life=LifeView(
             begun_unix_s=job.tally.begun_s,
-            ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
+            ended_unix_s=job.phase_since_s if job.phase in PHASES_OVER else 0.0,
             step=max(job.progress.reached, result.step) if result else job.progress.reached,
             num_restarts=job.tally.num_breaks,
             loss=result.loss if result else None,
@@ -76,7 +76,7 @@ def job_view(
             idle_s=_idle_s(job, now_s),
         ),
         reason=job.reason,
-        since_unix_s=job.state.stage.since_s,
+        since_unix_s=job.phase_since_s,
         min_members=job.spec.min_members,
         max_members=job.spec.max_members,
         desired_members=job.spec.desired_members,
@@ -100,7 +100,7 @@ def _idle_s(job: Job, now_s: float | None) -> float:
     """Idle time of the job, up to now if no generation runs now."""
     if now_s is None or job.phase in PHASES_OVER:
         return job.tally.idle_s
-    changes = job.state.tries.changes
+    changes = job.tries.changes
     since_s = job.tally.begun_s if changes.before is None else changes.broke_s
     return job.tally.idle_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
 
