@@ -71,7 +71,7 @@ def _presence(registry: Registry, before: Presence) -> Presence:
     if not registry.leads:
         return before
     actors = registry.actors()
-    tables = [actor.job.state.table for actor in actors]
+    tables = [actor.job.table for actor in actors]
     return Presence(
         num_members=sum(len(table.members) for table in tables),
         num_draining=sum(len(table.draining) for table in tables),

@@ -128,7 +128,7 @@ class Retention:
         if not self._is_known(actor):
             return DueAction.NOTHING  # it was removed or reset meanwhile
         age = RetentionState(
-            ended_s=job.state.stage.since_s if job.phase in OVER else None,
+            ended_s=job.phase_since_s if job.phase in OVER else None,
             empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
             has_result=job.tally.result is not None,
             is_cleared=job.tally.is_cleared,

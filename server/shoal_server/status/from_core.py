@@ -87,13 +87,13 @@ class JobReader:
                 state=state,
                 shown_state=shown_state(state, job.phase.value),
                 reason=job.reason,
-                since_unix_s=job.state.stage.since_s,
+                since_unix_s=job.phase_since_s,
                 generation=job.last_generation,
                 num_members=len(members),
                 num_training=sum(member.state == "training" for member in members),
                 step=max(job.progress.reached, result.step) if result else job.progress.reached,
                 begun_unix_s=tally.begun_s,
-                ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
+                ended_unix_s=job.phase_since_s if job.phase in PHASES_OVER else 0.0,
                 num_restarts=tally.num_breaks,
                 loss=result.loss if result else None,
                 num_samples=result.num_samples if result else None,
@@ -195,7 +195,7 @@ def _idle_s(job: Job, now_s: float | None) -> float:
     """Idle time of the job, up to now if no generation runs now."""
     if now_s is None or job.phase in PHASES_OVER:
         return job.tally.idle_s
-    changes = job.state.tries.changes
+    changes = job.tries.changes
     since_s = job.tally.begun_s if changes.before is None else changes.broke_s
     return job.tally.idle_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
 

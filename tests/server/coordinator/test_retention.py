@@ -159,7 +159,7 @@ async def test_a_job_that_ended_in_the_future_is_removed_in_time() -> None:
     async with served(MemoryStore()) as world:
         coordinator = world.coordinator
         await leave(await world.training("a", "b"), completed=True)
-        with patch.object(coordinator.registry.find("j").job.state.stage, "since_s", 1e12):
+        with patch.object(coordinator.registry.find("j").job, "phase_since_s", 1e12):
             await coordinator.registry.find("j").keep_result(coordinator._result_of("j"))
         await coordinator.step_down()
         await coordinator.lead(())

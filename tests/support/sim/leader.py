@@ -26,6 +26,7 @@ from shoal_server.core.driver.actions import (
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.job import pausing
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
@@ -324,7 +325,7 @@ class Leader:
             looks = stranger or (isinstance(event, MAY_BE_REFUSED) and not self._num_looked % 4)
             if looks:
                 # Apply first what time alone changes.
-                self.job._pause_keeper.keep_limits(now_s)
+                pausing.keep_limits(self.job, now_s)
             before = repr(self.job) if looks else ""
             try:
                 effects = handle(event, now_s)

@@ -48,7 +48,7 @@ class EarlierRuns:
 
     def prepare_run(self, job: Job) -> None:
         """Make the new run continue these generation numbers and refuse processes of these runs."""
-        job.state.last_generation = max(job.last_generation, self.last_generation)
+        job.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)
             job.table.expelled.setdefault(incarnation, over)

@@ -57,7 +57,7 @@ class StateRecord:
             stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stopping,
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
-            ended_s=job.state.stage.since_s if job.phase in OVER else 0.0,
+            ended_s=job.phase_since_s if job.phase in OVER else 0.0,
             done=tuple(sorted(job.table.finished)),
         )
 

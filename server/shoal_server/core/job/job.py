@@ -25,25 +25,33 @@ A planned change also leaves out a member that drains. That member leaves once t
 without it.
 
 Members of an asynchronous job never stop: they need neither boundary nor settling.
+
+`Job._apply` is the table of what each event does in each phase, and `Job._advance` says what
+follows in each phase without an event. Each phase has a module: `collect`, `prepare`, `committed`,
+`running`. What does not depend on the phase stands in `arrivals`, `pausing` and `draining`; the
+ends of attempts, generations, memberships and the job stand in `endings`.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
-from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
-from shoal_server.core.generations.roster import Generation, GenerationRoster, JobSpec, Step
-from shoal_server.core.job.arrivals import Arrivals
-from shoal_server.core.job.attempts import Attempts, RosterChecks
-from shoal_server.core.job.collecting import Collecting
-from shoal_server.core.job.endings import Drains, Endings, Lifetime, Removal
-from shoal_server.core.job.job_state import JobState, PhaseState, limit_passed
-from shoal_server.core.job.running import Breaks, BringUps, PauseKeeper
-from shoal_server.core.job.timeouts import Timeouts
-from shoal_server.core.limits import Limits
+from shoal_server.core.generations.progress import JobProgress, JobResult
+from shoal_server.core.job import (
+    arrivals,
+    collect,
+    committed,
+    draining,
+    endings,
+    pausing,
+    prepare,
+    running,
+)
+from shoal_server.core.job.job_state import JobEnd, JobState, limit_passed
+from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     BreakReported,
     DrainRequested,
     Effect,
+    EventRefused,
     HeartbeatReceived,
     MemberEvent,
     MemberJoined,
@@ -56,131 +64,111 @@ from shoal_server.core.membership.events import (
     ProcessContinued,
     ProcessHalted,
     ReadinessReported,
-    Refusal,
     RosterAnswered,
+    SaveJobRecord,
     StepReported,
     StreamDisconnected,
     TrainingProposed,
 )
 from shoal_server.core.membership.member import MemberState
-from shoal_server.core.membership.membership_table import MembershipTable
-from shoal_server.core.membership.pauses import Pause
-from shoal_server.core.membership.phases import Phase, Trigger
-from shoal_server.core.membership.setbacks import Setbacks
+from shoal_server.core.membership.phases import OVER, Phase, Trigger
 
 
-class Job:
-    """State machine of one job. `handle` and `tick` change it; the edge only reads it."""
-
-    def __init__(
-        self,
-        *,
-        spec: JobSpec,
-        limits: Limits,
-        digest_of: Callable[[GenerationRoster], str],
-        size_problem: Callable[[GenerationRoster], str] = lambda roster: "",
-        phase_since_s: float = 0.0,
-    ) -> None:
-        """`size_problem` returns why etcd would not accept a roster's record; empty if it would."""
-        table = MembershipTable(limits=limits)
-        stage = PhaseState(since_s=phase_since_s)
-        self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
-        self.state.tally.begun_s = phase_since_s
-        self._pause_keeper = PauseKeeper(self.state)
-        self._endings = Endings(self.state)
-        self._removal = Removal(self.state, self._endings)
-        self._drains = Drains(self.state, self._removal)
-        self._arrivals = Arrivals(self.state, self._pause_keeper, self._removal, self._drains)
-        self._lifetime = Lifetime(self.state, self._removal, self._drains)
-        self._bring_ups = BringUps(self.state, self._endings, self._removal)
-        self._breaks = Breaks(self.state, self._endings, self._removal, self._bring_ups)
-        self._collecting = Collecting(self.state, self._drains)
-        self._attempts = Attempts(
-            self.state,
-            self._endings,
-            self._removal,
-            self._drains,
-            RosterChecks(digest_of=digest_of, size_problem=size_problem),
-        )
-        self._timeouts = Timeouts(
-            self.state,
-            pause_keeper=self._pause_keeper,
-            endings=self._endings,
-            removal=self._removal,
-            bring_ups=self._bring_ups,
-            collecting=self._collecting,
-        )
-
-    def __repr__(self) -> str:
-        return f"Job({self.state!r}, announced_paused={self._pause_keeper.announced_paused!r})"
+class Job(JobState):
+    """State machine of one job. Its methods change it; the edge only reads it."""
 
     # --- calls of the edge ---
 
     def handle(self, event: MemberEvent, now_s: float) -> list[Effect]:
         """Apply one event, and return the effects. Raises EventRefused."""
-        self._pause_keeper.keep_limits(now_s)
+        pausing.keep_limits(self, now_s)
         if isinstance(event, MemberJoined):
-            self._arrivals.joined(event, now_s)
+            arrivals.joined(self, event, now_s)
         else:
-            self._handle_event(self._arrivals.known(event), event, now_s)
-        self._advance(now_s)
-        self._pause_keeper.announce_pauses(now_s)
-        self._collecting.notify_waiting()
-        return self.state.pop_effects()
+            self._apply(arrivals.known(self, event), event, now_s)
+        return self._decide(now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Act on the deadlines that have passed."""
+        pausing.keep_limits(self, now_s)
+        deadlines = self.deadlines
+        for member, reason, cause in self.table.overdue(now_s):
+            if self.members.get(member.member_id) is member:
+                endings.remove(self, member, reason, now_s, cause=cause)
+        if limit_passed(deadlines.suspect_since_s, self.limits.reconnect_s, now_s):
+            endings.break_off(self, (), f"{self.reason}; all members still answer", now_s)
+        if limit_passed(deadlines.broken_since_s, self.limits.collective_s, now_s):
+            running.drop_unsettled(self, now_s)
+        if limit_passed(deadlines.overdue_check_s, 0.0, now_s):
+            collect.drop_overdue(self, now_s)
+        pausing.drop_overdue(self, now_s)
+        return self._decide(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """Return the time of the next call of `tick`, if no event arrives before; None: no call is
+        needed."""
+        return min(self._deadlines(), default=None)
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
-        """Make all members leave at a step boundary; the job is over once they have left."""
-        self._lifetime.stop(reason, now_s)
+        """Make all members leave at their next step boundary; the job is over once they have left.
+
+        May be repeated, by a new leader too. Does nothing to a job that is over.
+        """
+        if self.phase not in OVER:
+            if self.stopping != reason:
+                self.end.stopping = reason
+                self.log("job_stopping", reason)
+                self.emit(SaveJobRecord())
+            for member in list(self.members.values()):
+                draining.request_drain(self, member, reason, now_s)
+            if not self.members:
+                endings.end_job(self, Trigger.STOPPED, reason, now_s)
         self._advance(now_s)
-        return self.state.pop_effects()
+        return self.pop_effects()
 
     def abandon(self, reason: str, now_s: float) -> list[Effect]:
-        """End the job as failed: it has had no members for too long."""
-        self._lifetime.abandon(reason, now_s)
-        return self.state.pop_effects()
+        """End the job as failed: it has had no members for too long. Does nothing if the job has
+        members or is over."""
+        endings.abandon(self, reason, now_s)
+        return self.pop_effects()
 
     def keep_result(self, result: JobResult) -> list[Effect]:
-        """Note the result of a job that is over, in the job's own record."""
-        self._lifetime.keep_result(result)
-        return self.state.pop_effects()
+        """Keep the result of a job that is over, in the job's own record; ignored if the job was
+        joined again meanwhile."""
+        if self.phase in OVER:
+            self.tally.result = result
+            self.emit(SaveJobRecord())
+        return self.pop_effects()
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
-        Raises EventRefused if `Lifetime.retry` does, for example if the job runs or is finished.
+        Raises EventRefused if the job has members or is finished, or if its records were removed
+        and `from_scratch` is false. Succeeds if the job is not over but has no members: it can be
+        joined already, and the call may be a repetition, perhaps with another `from_scratch`.
         """
-        self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
-        return self.state.pop_effects()
-
-    def tick(self, now_s: float) -> list[Effect]:
-        """Act on the deadlines that have passed."""
-        self._pause_keeper.keep_limits(now_s)
-        for member, reason, cause in self.state.table.overdue(now_s):
-            if self.state.members.get(member.member_id) is member:
-                self._removal.remove(member, reason, now_s, cause=cause)
-        if limit_passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
-            self._endings.break_off(
-                (), f"{self.state.stage.reason}; all members still answer", now_s
-            )
-        if limit_passed(self.state.deadlines.broken_since_s, self.state.limits.collective_s, now_s):
-            self._breaks.drop_unsettled(now_s)
-        if (
-            self.state.deadlines.overdue_check_s is not None
-            and now_s >= self.state.deadlines.overdue_check_s
-        ):
-            self._timeouts.drop_overdue(now_s)
-        self._timeouts.drop_paused(now_s)
-        self._advance(now_s)
-        self._pause_keeper.announce_pauses(now_s)
-        self._collecting.notify_waiting()
-        return self.state.pop_effects()
+        if self.phase is Phase.FINISHED:
+            raise EventRefused(refusals.finished(self.spec.job, self.reason))
+        if self.phase not in OVER and (self.members or self.is_completing):
+            raise EventRefused(refusals.not_over(self.spec.job, self.reason))
+        tally = self.tally
+        if tally.is_cleared and not from_scratch:
+            raise EventRefused(refusals.cleared(self.spec.job))
+        if from_scratch:
+            self.progress = JobProgress(tally=tally)
+        if self.phase in OVER:
+            tally.result, tally.is_cleared = None, False
+            self.end = JobEnd()
+            self.to(Trigger.RETRIED, reason, now_s)
+        self.emit(SaveJobRecord())
+        return self.pop_effects()
 
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
         """Note the state of the member's trainer in a heartbeat. Has no effects.
 
         Cheap, since it is called for every heartbeat.
         """
-        member = self.state.members.get(event.member_id)
+        member = self.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:
             return
         if event.moved != member.trainer.moved:
@@ -189,228 +177,120 @@ class Job:
         member.trainer.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
         member.trainer.loads = event.loads
 
-    def next_deadline_s(self) -> float | None:
-        """Return the time of the next call of `tick`, if no event arrives before; None: no call is
-        needed."""
-        return min(self._timeouts.deadlines(), default=None)
+    # --- the table: phase and event -> what follows ---
 
-    def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat: the number of steps that the trainer has taken. Cheap."""
-        self.state.note_step(member_id, incarnation, step)
+    def _apply(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
+        """Apply the event of a member by the phase.
 
-    def postpone(self, by_s: float) -> None:
-        """Move limits by the time in which no member could be notified: see `JobState.postpone`."""
-        self.state.postpone(by_s)
+        A job that is over has no members, so these are the phases of a job that goes on.
+        """
+        match self.phase, event:
+            case Phase.PREPARE, RosterAnswered():
+                prepare.answered(self, member, event, now_s)
+            case Phase.COMMITTED, NextStepReached():
+                committed.offered(self, member, event)
+            case Phase.COMMITTED, ReadinessReported():
+                committed.became_ready(self, member, event.generation, now_s, event.step)
+            case _, RosterAnswered() | NextStepReached() | ReadinessReported():
+                pass  # Late: the attempt was decided without it.
+            case _, BreakReported() if self.table.has_finished(member):
+                pass  # Late: the member has no work left that could have failed.
+            case Phase.COMMITTED, BreakReported():
+                if not committed.break_reported(self, member, event, now_s):
+                    running.collective_failed(self, member, event, now_s)
+            case _, BreakReported():
+                if not committed.late_break_reported(self, member, event, now_s):
+                    running.collective_failed(self, member, event, now_s)
+            case Phase.COMMITTED, MemberWorkDone():
+                # The member has entered the generation, even if this leader got no report of that.
+                committed.became_ready(self, member, event.generation, now_s)
+                endings.work_done(self, member, event, now_s)
+            case _:
+                self._apply_in_any_phase(member, event, now_s)
 
-    # --- state that the edge reads ---
-
-    @property
-    def spec(self) -> JobSpec:
-        return self.state.spec
-
-    @property
-    def limits(self) -> Limits:
-        return self.state.limits
-
-    @property
-    def phase(self) -> Phase:
-        return self.state.stage.phase
-
-    @property
-    def reason(self) -> str:
-        return self.state.stage.reason
-
-    @property
-    def last_generation(self) -> Generation:
-        return self.state.last_generation
-
-    @property
-    def running(self) -> GenerationRoster | None:
-        return self.state.running
-
-    @property
-    def previous(self) -> GenerationRoster | None:
-        return self.state.previous
-
-    @property
-    def attempt(self) -> GenerationRoster | None:
-        return self.state.attempt
-
-    @property
-    def members(self) -> dict[str, MemberState]:
-        return self.state.members
-
-    @property
-    def table(self) -> MembershipTable:
-        return self.state.table
-
-    @property
-    def setbacks(self) -> Setbacks:
-        return self.state.setbacks
-
-    @property
-    def progress(self) -> JobProgress:
-        return self.state.progress
-
-    @property
-    def is_completing(self) -> bool:
-        return self.state.end.completing
-
-    @property
-    def lost(self) -> Refusal | None:
-        return self.state.end.lost
-
-    @property
-    def tally(self) -> LifetimeFigures:
-        return self.state.tally
-
-    @property
-    def stopping(self) -> str:
-        """Reason for which the job was or is being stopped; empty for any other job."""
-        return self.state.end.stopping
-
-    @property
-    def agreement(self) -> Agreement | None:
-        return self.state.agreement
-
-    def members_of(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members of the roster that are still in the job, by rank."""
-        return self.state.members_of(roster)
-
-    def pausing(self) -> list[tuple[MemberState, Pause]]:
-        """Paused members that other members wait for."""
-        return self._pause_keeper.pausing()
-
-    def why_paused(self, now_s: float | None = None) -> str:
-        """Text that names up to three paused members that others wait for, with their limits if
-        `now_s` is given; empty if there are none."""
-        return self._pause_keeper.why_paused(now_s)
-
-    def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last; None
-        if the member is in none of them."""
-        return self.state.rank_of(member)
-
-    # --- handling of events ---
-
-    def _handle_event(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
+    def _apply_in_any_phase(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
         match event:
             case TrainingProposed():
-                self._collecting.proposed(member, event.proposal, now_s)
-            case RosterAnswered():
-                self._attempts.answered(member, event, now_s)
+                collect.proposed(self, member, event.proposal, now_s)
             case StepReported():
-                self._breaks.step_reported(member, event, now_s)
-            case NextStepReached():
-                self._attempts.offered(member, event)
-            case ReadinessReported():
-                self._attempts.became_ready(member, event, now_s)
-            case BreakReported():
-                self._breaks.handle_break(member, event, now_s)
+                running.step_reported(self, member, event, now_s)
             case StreamDisconnected():
-                self._arrivals.disconnected(member, now_s)
-            case ProcessHalted() | ProcessContinued():
-                self._arrivals.halted(member, event, now_s)
-            case DrainRequested() | MemberPaused() | MemberResumed():
-                self._asked(member, event, now_s)
+                arrivals.disconnected(self, member, now_s)
+            case ProcessHalted():
+                arrivals.halted(self, member, now_s)
+            case ProcessContinued():
+                arrivals.continued(self, member)
+            case MemberPaused():
+                pausing.begin(self, member, event, now_s)
+            case MemberResumed():
+                pausing.end(self, member, event, now_s)
+            case DrainRequested():
+                draining.request_drain(self, member, event.reason, now_s)
+            case MemberWorkDone():
+                endings.work_done(self, member, event, now_s)
+            case MemberLeft():
+                endings.left(self, member, event, now_s)
             case MemberLost():
-                self._removal.remove(member, event.reason, now_s, cause=event.cause)
-            case MemberWorkDone() | MemberLeft():
-                self._ended(member, event, now_s)
+                endings.remove(self, member, event.reason, now_s, cause=event.cause)
             case _:
                 raise AssertionError(f"no handler for {event}")
 
-    def _ended(self, member: MemberState, event: MemberWorkDone | MemberLeft, now_s: float) -> None:
-        if isinstance(event, MemberWorkDone):
-            self._work_done(member, event, now_s)
-        else:
-            self._left(member, event, now_s)
-
-    def _work_done(self, member: MemberState, event: MemberWorkDone, now_s: float) -> None:
-        if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            # The member has entered the generation, even if this leader got no report of that.
-            ready = ReadinessReported(
-                member_id=member.member_id,
-                incarnation=member.incarnation,
-                generation=event.generation,
-            )
-            self._attempts.became_ready(member, ready, now_s)
-        if event.finished:
-            self._removal.finish(member, event.reason, now_s)
-        if event.closes and not self.state.end.completing:
-            self._removal.complete(member, event.reason, now_s)
-
-    def _left(self, member: MemberState, event: MemberLeft, now_s: float) -> None:
-        # A member that joins with its work done does not end the training of the others.
-        concerns_all = self.state.running is None or member.is_in(self.state.running)
-        if event.completed and member.proposal is not None and member.proposal.stateless:
-            # Torchrun's nodes may end at different times.
-            self._removal.finish(member, event.reason, now_s)
-        elif event.completed and concerns_all and not self.state.end.completing:
-            self._removal.complete(member, event.reason, now_s)
-        self._removal.remove(
-            member,
-            f"left: {event.reason}",
-            now_s,
-            completed=event.completed,
-            cause=event.reason or "of its own",
-            lost=False,
-        )
-        if event.failed:
-            # A new member would find nothing left to train on, and finish the job.
-            self._lifetime.abandon(f"{member.member_id}: left: {event.reason}", now_s)
+    def _decide(self, now_s: float) -> list[Effect]:
+        """Take the transitions that are due after an event or a deadline; return all effects."""
+        self._advance(now_s)
+        pausing.announce(self, now_s)
+        collect.notify_waiting(self)
+        return self.pop_effects()
 
     def _advance(self, now_s: float) -> None:
-        """Take the transitions that the time and the present members allow."""
-        self.state.setbacks.release(now_s)
-        if self.state.table.draining:
-            self._drains.release_overdue(now_s)
-        if self.state.end.completing:
+        """Take the transitions that the time and the present members allow, by the phase."""
+        self.setbacks.release(now_s)
+        if self.table.draining:
+            draining.release_overdue(self, now_s)
+        if self.is_completing:
             return
-        if self.state.deadlines.deadline_s is not None and now_s >= self.state.deadlines.deadline_s:
-            self._timeouts.deadline_passed(now_s)
-        if self.state.running is None:
-            if self.state.stage.phase is not Phase.COLLECT:
-                return
-            if self._collecting.may_form(now_s):
-                self._freeze(self._collecting.chosen(now_s), now_s)
-            else:
-                self._collecting.hold_for_members(now_s)
-        elif self.state.stage.phase in (Phase.RUNNING, Phase.COLLECT):
-            self._advance_change(now_s)
-
-    def _advance_change(self, now_s: float) -> None:
-        """Begin, drop or carry on a planned change of the running generation."""
-        wanted, chosen = self._collecting.change_wanted(now_s)
-        if not wanted:
-            if self.state.stage.phase is Phase.COLLECT:
-                self.state.to(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
-            return
-        if self._pause_keeper.pausing():
-            return  # A paused member cannot take part: the change waits until all can.
-        if self.state.stage.phase is Phase.RUNNING:
-            self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
-        # Wait a little for members that have not proposed yet, and for further drains, since drains
-        # mostly arrive together: one stop then serves all of them.
-        coming = self.state.table.num_not_proposed > 0 or bool(self.state.table.draining)
-        if not coming or limit_passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
-            self._freeze(chosen, now_s)
-
-    def _freeze(self, chosen: list[MemberState], now_s: float) -> None:
-        if not self._attempts.freeze(chosen, now_s):
+        if limit_passed(self.deadlines.deadline_s, 0.0, now_s):
+            self._deadline_passed(now_s)
+        again = False
+        match self.phase:
+            case Phase.COLLECT if self.running is None:
+                again = collect.form(self, now_s)
+            case Phase.COLLECT | Phase.RUNNING if self.running is not None:
+                again = collect.change(self, now_s)
+        if again:
             self._advance(now_s)
 
-    def _asked(
-        self,
-        member: MemberState,
-        event: DrainRequested | MemberPaused | MemberResumed,
-        now_s: float,
-    ) -> None:
-        """Handle a request to drain, pause or resume the member; a drain may be an operator's."""
-        match event:
-            case DrainRequested():
-                self._drains.request_drain(member, event, now_s)
-            case MemberPaused():
-                self._pause_keeper.begin(member, event, now_s)
-            case MemberResumed():
-                self._pause_keeper.end(member, event, now_s)
+    def _deadline_passed(self, now_s: float) -> None:
+        self.deadlines.deadline_s = None
+        match self.phase:
+            case Phase.PREPARE:
+                prepare.overdue(self, now_s)
+            case Phase.COMMITTED:
+                committed.overdue(self, now_s)
+            case Phase.ABORTED:
+                is_intact = self.running is not None
+                trigger = Trigger.INTACT if is_intact else Trigger.BACKED_OFF
+                self.to(trigger, self.reason, now_s)
+
+    def _deadlines(self) -> Iterator[float]:
+        yield from self.table.deadlines()
+        yield from self.setbacks.next_release_s(self.table.candidates)
+        yield from (pause.ends_s for _, pause in self.table.pauses)
+        if self.deadlines.suspect_since_s is not None:
+            yield self.deadlines.suspect_since_s + self.limits.reconnect_s
+        if not self.pausing():
+            yield from self._pausable_deadlines()
+
+    def _pausable_deadlines(self) -> Iterator[float]:
+        """Ends of the limits that do not run during a pause."""
+        if self.deadlines.deadline_s is not None:
+            yield self.deadlines.deadline_s
+        if self.deadlines.broken_since_s is not None:
+            yield self.deadlines.broken_since_s + self.limits.collective_s
+        if self.deadlines.overdue_check_s is not None:
+            yield self.deadlines.overdue_check_s
+        for member in self.table.draining.values():
+            if not member.drain.is_released and member.drain.since_s is not None:
+                yield member.drain.since_s + self.limits.drain_s
+        if self.phase is Phase.COLLECT and not self.is_completing:
+            yield from collect.deadlines(self)

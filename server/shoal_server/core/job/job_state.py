@@ -1,6 +1,6 @@
-"""State of one job that its parts share: phase, deadlines, members, agreement, record."""
+"""State of one job: phase, deadlines, members, agreement, record; and what can be asked of it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from shoal_server.core.generations.agreement import Agreement
@@ -31,6 +31,7 @@ from shoal_server.core.membership.events import (
 )
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
+from shoal_server.core.membership.pauses import Pause, pause_in_words
 from shoal_server.core.membership.phases import Phase, Trigger, next_phase
 from shoal_server.core.membership.setbacks import Setbacks
 
@@ -85,15 +86,6 @@ def _later(at_s: float | None, by_s: float) -> float | None:
 
 
 @dataclass(kw_only=True)
-class PhaseState:
-    """The phase, the reason for it, and the time at which it began."""
-
-    phase: Phase = Phase.COLLECT
-    reason: str = "the job is new"
-    since_s: float = 0.0
-
-
-@dataclass(kw_only=True)
 class AttemptCounts:
     """Failures and changes since a generation last began to run."""
 
@@ -123,12 +115,20 @@ class JobEnd:
 
 @dataclass(kw_only=True)
 class JobState:
-    """State that the parts of one job share. Each part changes the fields that it decides."""
+    """State of one job, without its transitions: the modules of this package change it."""
 
     spec: JobSpec
     limits: Limits
-    stage: PhaseState
-    table: MembershipTable
+    digest_of: Callable[[GenerationRoster], str]
+    """Returns the digest of a roster, which its members have to accept."""
+    size_problem: Callable[[GenerationRoster], str] = lambda roster: ""
+    """Returns why etcd would not accept a roster's record; empty if it would."""
+    phase: Phase = Phase.COLLECT
+    reason: str = "the job is new"
+    """Reason for the phase."""
+    phase_since_s: float = 0.0
+    """Time at which the phase began."""
+    table: MembershipTable = field(init=False)
     last_generation: Generation = NO_GENERATION
     running: GenerationRoster | None = None
     """The generation that trains, if one does."""
@@ -144,12 +144,33 @@ class JobState:
     end: JobEnd = field(default_factory=JobEnd)
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: JobProgress = field(default_factory=JobProgress)
+    announced_paused: tuple[str, ...] = ()
+    """Paused members that all members were last notified of."""
     effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.table = MembershipTable(limits=self.limits)
+        self.tally.begun_s = self.phase_since_s
 
     @property
     def tally(self) -> LifetimeFigures:
         """Figures over the job's whole life, for people to read."""
         return self.progress.tally
+
+    @property
+    def is_completing(self) -> bool:
+        """True once the job takes no more members: see `JobEnd`."""
+        return self.end.completing
+
+    @property
+    def lost(self) -> Refusal | None:
+        """Refusal that every member gets once the job's state is lost; None before."""
+        return self.end.lost
+
+    @property
+    def stopping(self) -> str:
+        """Reason for which the job was or is being stopped; empty for any other job."""
+        return self.end.stopping
 
     @property
     def members(self) -> dict[str, MemberState]:
@@ -164,13 +185,10 @@ class JobState:
         """Members of the roster that are still in the job, by rank."""
         return self.table.of(roster)
 
-    def agreement_of(
-        self, member: MemberState, generation: Generation, phase: Phase
-    ) -> Agreement | None:
-        """The current attempt; None unless it is for this generation, in this phase and with the
-        member."""
+    def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
+        """The current attempt; None unless it is for this generation and with the member."""
         agreement = self.agreement
-        if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
+        if agreement is None or generation != agreement.generation:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
@@ -222,6 +240,28 @@ class JobState:
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None
 
+    def pausing(self) -> list[tuple[MemberState, Pause]]:
+        """Paused members that other members wait for."""
+        return [each for each in self.table.pauses if self._is_waited_for(each[0])]
+
+    def _is_waited_for(self, member: MemberState) -> bool:
+        if not self.attempt_is_synchronous:
+            return False
+        if self.running is None:
+            return self.previous is None or member.is_in(self.attempt or self.previous)
+        return member.is_in(self.running) or member.is_in(self.attempt)
+
+    def why_paused(self, now_s: float | None = None) -> str:
+        """Text that names up to three paused members that others wait for, with their limits if
+        `now_s` is given; empty if there are none."""
+        pausing = self.pausing()
+        texts = [
+            pause_in_words(member, self.rank_of(member), pause, now_s)
+            for member, pause in pausing[:3]
+        ]
+        more = [f"and {len(pausing) - 3} more"] if len(pausing) > 3 else []
+        return "; ".join(texts + more)
+
     @property
     def eligible(self) -> Collection[MemberState]:
         """Candidates that may be in a roster now: all but those whose next try is put off.
@@ -258,20 +298,20 @@ class JobState:
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
         while a generation runs, if the job completes, and before it has trained."""
-        if self.running is not None or self.end.completing or not self.progress.has_trained:
+        if self.running is not None or self.is_completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
 
     def refuse_if_over(self) -> None:
         """Raise EventRefused if the job is over or completes."""
-        if self.end.lost is not None:
-            raise EventRefused(self.end.lost)
-        if self.stage.phase is Phase.STOPPED:
-            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.end.stopping))
-        if self.stage.phase is Phase.FAILED:
-            raise EventRefused(refusals.stopped(self.spec.job, "has failed", self.stage.reason))
-        if self.stage.phase is Phase.FINISHED or self.end.completing:
-            raise EventRefused(refusals.finished(self.spec.job, self.stage.reason))
+        if self.lost is not None:
+            raise EventRefused(self.lost)
+        if self.phase is Phase.STOPPED:
+            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.stopping))
+        if self.phase is Phase.FAILED:
+            raise EventRefused(refusals.stopped(self.spec.job, "has failed", self.reason))
+        if self.phase is Phase.FINISHED or self.is_completing:
+            raise EventRefused(refusals.finished(self.spec.job, self.reason))
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -306,20 +346,17 @@ class JobState:
         )
 
     def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
-        self.stage = PhaseState(
-            phase=next_phase(self.stage.phase, trigger), reason=reason, since_s=now_s
-        )
-        if self.stage.phase is Phase.COLLECT:
+        self.phase = next_phase(self.phase, trigger)
+        self.reason, self.phase_since_s = reason, now_s
+        if self.phase is Phase.COLLECT:
             self.deadlines.overdue_check_s = now_s + self.limits.join_s
-        self.log(f"phase_{self.stage.phase.value}", reason)
+        self.log(f"phase_{self.phase.value}", reason)
 
     def break_notice(self, generation: Generation) -> BreakNotice:
-        return BreakNotice(reason=self.stage.reason, generation=generation, lost_member_ids=())
+        return BreakNotice(reason=self.reason, generation=generation, lost_member_ids=())
 
     def prepare_notice(self, agreement: Agreement) -> PrepareNotice:
-        return PrepareNotice(
-            reason=self.stage.reason, roster=agreement.roster, digest=agreement.digest
-        )
+        return PrepareNotice(reason=self.reason, roster=agreement.roster, digest=agreement.digest)
 
     @staticmethod
     def stop_notice(generation: Generation, step: Step) -> StopAtNotice:

@@ -69,68 +69,67 @@ def restored(
         size_problem=size_problem,
         phase_since_s=now_s,
     )
-    state = job.state
-    state.last_generation, state.stage.reason = saved.last_generation, "a new leader took over"
-    state.progress = saved.progress
-    state.progress.tally = saved.tally
+    job.last_generation, job.reason = saved.last_generation, "a new leader took over"
+    job.progress = saved.progress
+    job.progress.tally = saved.tally
     if saved.finished:
         # Never in the future: a leader with a wrong clock may have written the time.
-        state.stage.since_s = min(saved.ended_s or now_s, now_s)
+        job.phase_since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
-        state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
-        state.end.completing = True
-        state.stage.phase, state.stage.reason = Phase.LOST, state.end.lost.what
+        job.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
+        job.end.completing = True
+        job.phase, job.reason = Phase.LOST, job.end.lost.what
         return job
-    state.end.stopping = saved.stopping
+    job.end.stopping = saved.stopping
     if saved.finished:
-        state.stage.phase, state.stage.reason = Phase.FINISHED, saved.reason
+        job.phase, job.reason = Phase.FINISHED, saved.reason
         if saved.stopping or saved.failed:
-            state.stage.phase = Phase.STOPPED if saved.stopping else Phase.FAILED
-        state.end.completing = state.stage.phase is Phase.FINISHED
+            job.phase = Phase.STOPPED if saved.stopping else Phase.FAILED
+        job.end.completing = job.phase is Phase.FINISHED
         return job
     for member in saved.members:
-        state.table.admit(member)
+        job.table.admit(member)
         if member.member_id not in saved.done:
-            state.table.unproposed.add(member.member_id)
-        state.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
+            job.table.unproposed.add(member.member_id)
+        job.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
         if saved.stopping:
-            state.table.drain(member, saved.stopping, now_s)
-    state.table.finished.update(saved.done)
+            job.table.drain(member, saved.stopping, now_s)
+    job.table.finished.update(saved.done)
     if saved.record is not None:
-        _continue_generation(state, saved.record, saved.before, now_s)
+        _continue_generation(job, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
         # The members' generation has no readable record: they report the step they reached.
-        state.table.settle(saved.members, settled=False)
-        state.deadlines.broken_since_s = now_s
+        job.table.settle(saved.members, settled=False)
+        job.deadlines.broken_since_s = now_s
     return job
 
 
 def _continue_generation(
-    state: JobState, record: GenerationRecord, before: GenerationRecord | None, now_s: float
+    job: JobState, record: GenerationRecord, before: GenerationRecord | None, now_s: float
 ) -> None:
     roster = record.roster
-    state.record, state.previous = record, roster
-    state.tries.changes.before = roster
-    if state.progress.has_trained and roster.synchronous:
+    job.record, job.previous = record, roster
+    job.tries.changes.before = roster
+    if job.progress.has_trained and roster.synchronous:
         # This generation most likely ran: the store records that only for the first one.
-        state.progress.trained_in = max(state.progress.trained_in, roster.generation)
-    present = state.members_of(roster)
-    state.table.settle(present, settled=not roster.synchronous)
-    done = state.table.finished
+        job.progress.trained_in = max(job.progress.trained_in, roster.generation)
+    present = job.members_of(roster)
+    job.table.settle(present, settled=not roster.synchronous)
+    done = job.table.finished
     if {m.member_id for m in present} | done >= set(roster.member_ids):
         old = before.roster if before is not None and roster.planned else None
-        if old is not None and len(state.members_of(old)) == len(old.entries):
+        if old is not None and len(job.members_of(old)) == len(old.entries):
             # Members may still train in the old generation, on their way to the boundary.
-            state.running = old
-            state.table.settle(state.members_of(old), settled=not old.synchronous)
-        stopping = set(state.running.member_ids if state.running is not None else ()) - done
-        state.stage.phase = Phase.COMMITTED
-        state.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
+            job.running = old
+            job.table.settle(job.members_of(old), settled=not old.synchronous)
+        stopping = set(job.running.member_ids if job.running is not None else ()) - done
+        job.phase = Phase.COMMITTED
+        job.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
         for name in done:
-            state.agreement.forget(name)
-        state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
-        state.deadlines.bring_up_over_s = now_s + state.limits.longest_bring_up_s
+            job.agreement.forget(name)
+        job.deadlines.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
+        job.deadlines.bring_up_over_s = now_s + job.limits.longest_bring_up_s
     elif roster.synchronous and present:
         # A member was lost while no coordinator led: survivors are notified when they attend.
-        state.deadlines.broken_since_s = now_s
-        state.tries.changes.record_break("", now_s)
+        job.deadlines.broken_since_s = now_s
+        job.tries.changes.record_break("", now_s)

@@ -20,7 +20,8 @@ from shoal_server.core.driver.effect_queue import Carried, EffectQueue
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import PendingWrite
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.job.arrivals import Arrivals
+from shoal_server.core.job import arrivals
+from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership.events import (
     Effect,
     EventRefused,
@@ -81,27 +82,27 @@ def fields_of_a_later_release_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     """A call of a replaced process is refused, but marks its successor as failed."""
-    real = Arrivals.known
+    real = arrivals.known
 
-    def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
+    def known(job: JobState, event: MemberEvent) -> MemberState:
         try:
-            return real(arrivals, event)
+            return real(job, event)
         except EventRefused:
-            if member := arrivals._state.members.get(event.member_id):
-                member.failed_in = arrivals._state.last_generation
+            if member := job.members.get(event.member_id):
+                member.failed_in = job.last_generation
             raise
 
-    patch.setattr(Arrivals, "known", known)
+    patch.setattr(arrivals, "known", known)
 
 
 def calls_of_a_lost_member_are_accepted(patch: pytest.MonkeyPatch) -> None:
     """Events are accepted by a member's name, whatever the incarnation."""
-    real = Arrivals.known
+    real = arrivals.known
 
-    def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
-        return arrivals._state.members.get(event.member_id) or real(arrivals, event)
+    def known(job: JobState, event: MemberEvent) -> MemberState:
+        return job.members.get(event.member_id) or real(job, event)
 
-    patch.setattr(Arrivals, "known", known)
+    patch.setattr(arrivals, "known", known)
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:

@@ -131,5 +131,5 @@ def test_a_new_leader_restores_an_ended_job(stopping: str, failed: bool, phase: 
         ended_s=17.0,
     )
     job = restored(spec, saved, limits=Limits(), digest_of=digest_of, now_s=99.0)
-    assert (job.phase, job.state.stage.since_s) == (phase, 17.0)
+    assert (job.phase, job.phase_since_s) == (phase, 17.0)
     assert not job.is_completing

@@ -63,11 +63,11 @@ class JobMachine(RuleBasedStateMachine):
     # --- events ---
 
     def submit(self, event: events.MemberEvent) -> None:
-        before, fenced = copy.deepcopy(self.job.state), set(self.expelled)
+        before, fenced = copy.deepcopy(self.job), set(self.expelled)
         try:
             self.take(self.job.handle(event, self.now_s))
         except events.EventRefused:
-            assert self.job.state == before, f"refused, but the job changed: {event}"
+            assert self.job == before, f"refused, but the job changed: {event}"
         else:
             assert event.incarnation not in fenced, (
                 f"accepted from an expelled incarnation: {event}"

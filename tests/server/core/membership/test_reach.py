@@ -5,7 +5,7 @@ from support.members.job_world import World
 
 from shoal_server.core.generations.ranges import device_problem
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
-from shoal_server.core.job.attempts import members_to_exclude
+from shoal_server.core.job.prepare import members_to_exclude
 from shoal_server.core.membership.events import RefusalKind
 
 ORDER = ("a", "b", "c", "d")

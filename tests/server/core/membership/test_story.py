@@ -13,14 +13,14 @@ def world(*names: str, low: int = 1) -> tuple[World, list[ChangeSummary]]:
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
     w = World(spec)
     stories: list[ChangeSummary] = []
-    note = w.job.state.emit
+    note = w.job.emit
 
     def do(effect: events.Effect) -> None:
         if isinstance(effect, events.LogJobEvent) and effect.summary is not None:
             stories.append(effect.summary)
         note(effect)
 
-    w.job.state.emit = do  # type: ignore[method-assign]
+    w.job.emit = do  # type: ignore[method-assign]
     for name in names:
         w.join(name)
     w.run(1.0)

@@ -137,7 +137,7 @@ def test_a_broken_stream_has_its_own_limit_under_a_new_leader() -> None:
     job = new_leader("abc", roster(1, "abc"))
     attend(job, "b", 1.0)
     job.handle(events.StreamDisconnected(**who("b")), 2.0)
-    assert min(job.state.table.deadlines()) == 2.0 + Limits().reconnect_s
+    assert min(job.table.deadlines()) == 2.0 + Limits().reconnect_s
 
 
 def test_a_planned_change_of_the_last_leader_that_fails_ends_both_generations() -> None:
@@ -265,7 +265,7 @@ def test_a_failed_collective_does_not_remove_members_that_have_yet_to_rejoin() -
 def test_members_that_left_an_aborted_generation_have_left_those_before_it() -> None:
     """A new leader attempts the next one at once, and does not wait for further reports."""
     job = new_leader("ab", roster(2, "ab"))
-    job.state.last_generation = Generation(3)  # aborted, and no member was notified
+    job.last_generation = Generation(3)  # aborted, and no member was notified
     for name in "ab":
         attend(job, name, 0.1)
         stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))

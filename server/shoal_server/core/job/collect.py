@@ -1,0 +1,427 @@
+"""COLLECT: the choice of the next roster's members, and of the time to draw it up.
+
+No generation runs (`form`), or a planned change of the running one is wanted (`change`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.conflicts import find_conflicts
+from shoal_server.core.generations.ranges import unreachable_members
+from shoal_server.core.generations.roster import (
+    Candidate,
+    Conflict,
+    Generation,
+    Proposal,
+    build_roster,
+)
+from shoal_server.core.job import draining, endings
+from shoal_server.core.job.job_state import JobState, limit_passed
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import EventRefused, StandbyNotice, WaitingNotice
+from shoal_server.core.membership.member import MemberState, names_of
+from shoal_server.core.membership.phases import Phase, Trigger
+
+
+def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: float) -> None:
+    job.refuse_if_over()
+    if not proposal.fields:
+        raise EventRefused(refusals.empty_proposal(member.member_id))
+    if conflicts := _conflicts_with_trainers(job, member, proposal):
+        raise EventRefused(refusals.conflict(job.spec.job, conflicts))
+    known = member.proposal
+    if known is not None and known.fields == proposal.fields:
+        # The call is late, or a repetition after a reconnection: keep the later step, and the
+        # state if the member ever had it.
+        step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
+        proposal = replace(proposal, step=step, has_state=has_state)
+    job.table.propose(member, _sharing_listings(job, proposal))
+    if job.deadlines.first_proposal_s is None:
+        job.deadlines.first_proposal_s = now_s
+    if job.deadlines.overdue_check_s is None:
+        job.deadlines.overdue_check_s = now_s + job.limits.join_s
+    if known is None:
+        member.waits("other members", now_s)
+        job.log("member_proposed", f"{member.member_id} is ready to train", member)
+
+
+def _conflicts_with_trainers(
+    job: JobState, member: MemberState, proposal: Proposal
+) -> tuple[Conflict, ...]:
+    """Conflicts of a newcomer with the members that train, or trained before a break.
+
+    Such a newcomer is refused at once, so that it does not disturb them.
+    """
+    roster = job.running or job.previous
+    if roster is None or member.is_in(roster):
+        return ()
+    trainers = [m for m in job.members_of(roster) if m.proposal]
+    if proposal.fields == roster.fields and all(
+        m.proposal.optional_fields == proposal.optional_fields for m in trainers if m.proposal
+    ):
+        return ()
+    newcomer = replace(member, proposal=proposal).as_candidate()
+    return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
+
+
+def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
+    """The proposal with another member's listings if those are equal, to save memory."""
+    others = (m.proposal.listings for m in job.members.values() if m.proposal)
+    same = next((each for each in others if each == proposal.listings), proposal.listings)
+    return replace(proposal, listings=same)
+
+
+def form(job: JobState, now_s: float) -> bool:
+    """Draw up a roster once enough members are ready. Called only while no generation runs.
+
+    True if members were refused instead: the others are to be asked for again.
+    """
+    if _may_form(job, now_s):
+        return not freeze(job, chosen(job, now_s), now_s)
+    _hold_for_members(job, now_s)
+    return False
+
+
+def change(job: JobState, now_s: float) -> bool:
+    """Begin, drop or carry on a planned change of the running generation.
+
+    True if members were refused instead: the others are to be asked for again.
+    """
+    wanted, members = _change_wanted(job, now_s)
+    if not wanted:
+        if job.phase is Phase.COLLECT:
+            job.to(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
+        return False
+    if job.pausing():
+        return False  # A paused member cannot take part: the change waits until all can.
+    if job.phase is Phase.RUNNING:
+        job.to(Trigger.CHANGE_WANTED, wanted, now_s)
+    # Wait a little for members that have not proposed yet, and for further drains, since drains
+    # mostly arrive together: one stop then serves all of them.
+    coming = job.table.num_not_proposed > 0 or bool(job.table.draining)
+    if coming and not limit_passed(job.phase_since_s, job.limits.gather_s, now_s):
+        return False
+    return not freeze(job, members, now_s)
+
+
+def _change_wanted(job: JobState, now_s: float) -> tuple[str, list[MemberState]]:
+    """The reason for a planned change of the running generation ("" for none), and the members
+    of the next roster."""
+    assert job.running is not None
+    if job.table.has_finished_in(job.running):
+        # The other members are near their end; a change could interrupt their last work.
+        _hold_newcomers(job, now_s)
+        if not job.table.draining:
+            return "", []
+    newcomer = any(m.settled and not m.is_in(job.running) for m in job.eligible)
+    if not newcomer and not job.table.draining:
+        return "", []
+    if any(m.proposal is None for m in job.members_of(job.running)):
+        # After a leader failover: a roster drawn up now would leave out members that train.
+        return "", []
+    members = chosen(job, now_s)
+    joiners = [m for m in members if not m.is_in(job.running)]
+    leavers = draining.leavers(job, members)
+    if len(members) < job.min_roster_size or not (joiners or leavers):
+        return "", []
+    texts = [f"{names_of(joiners)} joins"] if joiners else []
+    texts += [f"{names_of(leavers)} leaves"] if leavers else []
+    return ", ".join(texts), members
+
+
+def _hold_newcomers(job: JobState, now_s: float) -> None:
+    running = job.running
+    newcomers = [m for m in job.eligible if not m.is_in(running)]
+    reason = "standing by: members of the generation that trains have done their work"
+    for position, member in enumerate(newcomers, start=1):
+        _stand_by(job, member, reason, position, now_s)
+
+
+def _stand_by(job: JobState, member: MemberState, reason: str, position: int, now_s: float) -> None:
+    if member.waiting_for != reason or not member.is_standby:
+        member.waits(reason, now_s, is_standby=True)
+        job.notify_member(member, StandbyNotice(reason=reason, position=position))
+
+
+def chosen(job: JobState, now_s: float) -> list[MemberState]:
+    """Members of a roster drawn up now, at most `max_members`: members that hold the state
+    first (unless a generation runs), then former trainers by rank, then by arrival. Puts the
+    others on standby."""
+    # A member that has not settled may have missed its notice and still be training.
+    candidates = [m for m in job.eligible if m.settled or m.is_in(job.running)]
+    if amid := _amid_call(job):
+        names = {m.member_id for m in amid}
+        _keep_out(job, [m for m in candidates if m.member_id not in names], now_s)
+        candidates = amid
+    if job.running is not None and not any(m.is_in(job.running) for m in candidates):
+        # All trainers are to leave: they hand their state over to the newcomers first.
+        candidates += [m for m in job.members_of(job.running) if m.proposal is not None]
+    if job.lacks_state(candidates):
+        # Draining members that hold the state hand it over first.
+        candidates += [m for m in job.table.draining.values() if m.holds_state]
+    ranks = {e.member_id: e.rank for e in job.previous.entries} if job.previous else {}
+    candidates.sort(
+        key=lambda m: (
+            job.running is None and not m.holds_state,
+            ranks.get(m.member_id, len(ranks)),
+            m.joined_s,
+        )
+    )
+    for position, member in enumerate(candidates[job.spec.max_members :], start=1):
+        reason = f"standing by: the job has its maximum of {job.spec.max_members} members"
+        _stand_by(job, member, reason, position, now_s)
+    return candidates[: job.spec.max_members]
+
+
+def _hold_for_members(job: JobState, now_s: float) -> None:
+    """Put the ready members on standby if the job lacks only further members
+    (`_waits_for_members`); otherwise end their standby. Do nothing before the first generation,
+    while members have not settled yet, and if there are enough members.
+
+    Called only while no generation runs.
+    """
+    if job.previous is None or not job.table.all_settled or _are_enough(job):
+        return
+    waiting = [m for m in job.eligible if m.settled]
+    if not _waits_for_members(job):
+        for member in [m for m in waiting if m.is_standby]:
+            member.waits("other members", now_s)
+        return
+    missing = job.min_roster_size - len(waiting)
+    limit_s = job.limits.wait_for_members_s
+    until = "no limit" if limit_s is None else f"until it has waited for {limit_s:g} s"
+    reason = f"{missing} more member{'' if missing == 1 else 's'}, {until}"
+    for member in waiting:
+        _stand_by(job, member, reason, 0, now_s)
+
+
+def _waits_for_members(job: JobState) -> bool:
+    """True if a member that is ready has `keeps_job`, so that the job lacks only further
+    members. False if a call between two steps has to be repeated."""
+    # A member that joins cannot take part in a call between two steps.
+    return not _amid_call(job) and any(m.keeps_job for m in job.table.candidates.values())
+
+
+def _may_form(job: JobState, now_s: float) -> bool:
+    """True if a roster can be drawn up now. Called only while no generation runs."""
+    num_ready = len(job.eligible) + len(job.table.finished)
+    # Wait for survivors that have not settled yet.
+    if not job.table.all_settled or not _are_enough(job):
+        return False
+    if _awaits_state(job):
+        return False
+    if num_ready + job.tries.num_excluded >= job.spec.desired_members or _has_survivors(job):
+        return True
+    return limit_passed(job.deadlines.first_proposal_s, _last_call_s(job), now_s)
+
+
+def _are_enough(job: JobState) -> bool:
+    """True if enough members are present for a roster, while no generation runs."""
+    amid = _amid_call(job)
+    return len(amid or job.eligible) >= _num_needed(job, amid)
+
+
+def _num_needed(job: JobState, amid: list[MemberState]) -> int:
+    """The number of members that a roster needs. `amid`: members in a call; empty: all
+    count."""
+    # A call between two steps takes no step, so the job's minimum does not apply.
+    enough = max((job.table.in_call[m.member_id] for m in amid), default=None)
+    least = job.min_roster_size
+    return least if enough is None else min(least, enough)
+
+
+def _amid_call(job: JobState) -> list[MemberState]:
+    """Members that have to repeat a call between two steps before others join.
+
+    Other members, which join or have the call's result already, are elsewhere in their script
+    and cannot take part.
+    """
+    table = job.table
+    if job.running is not None or not table.in_call:
+        return []
+    newest = max((m.state_and_step for m in job.eligible), default=None)
+    return [m for m in job.eligible if m.member_id in table.in_call and m.state_and_step == newest]
+
+
+def _keep_out(job: JobState, members: list[MemberState], now_s: float) -> None:
+    for member in members:
+        member.waits("the end of a call between two steps that the others are in", now_s)
+
+
+def _awaits_state(job: JobState) -> bool:
+    """True if the missing state may be held by a member that has not proposed yet under this
+    leader, or whose next try is put off."""
+    if not job.lacks_state(job.eligible):
+        return False
+    candidates = job.table.candidates.values()
+    return bool(job.table.unproposed) or not job.lacks_state(candidates)
+
+
+def _last_call_s(job: JobState) -> float:
+    return job.spec.last_call_s or job.limits.last_call_s
+
+
+def _has_survivors(job: JobState) -> bool:
+    """True if a member that trained before is present: then a roster waits for no others."""
+    if job.previous is None:
+        return False
+    staying = job.eligible
+    leaving = job.table.draining.values()
+    return any(m.is_in(job.previous) for m in staying) or any(m.holds_state for m in leaving)
+
+
+def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
+    """Draw the roster up and send it to its members, or abort it at once if they are in
+    conflict. False if there is no attempt, because members were refused instead."""
+    candidates = [m.as_candidate() for m in chosen]
+    if blamed := _confined(job, chosen, candidates):
+        _refuse_confined(job, blamed, candidates, now_s)
+        return False
+    generation = Generation(job.last_generation + 1)
+    roster = build_roster(
+        generation,
+        candidates,
+        previous=job.previous,
+        running=job.running,
+        trained=job.progress.has_trained and not any(c.proposal.stateless for c in candidates),
+    )
+    if problem := job.size_problem(roster):
+        _refuse_too_large(job, chosen, problem, now_s)
+        return False
+    running = job.running
+    # A member without steps left offers no step to stop at.
+    old = [m.member_id for m in job.table.trainers(running)] if running else ()
+    job.last_generation = generation
+    job.agreement = Agreement.on(roster, job.digest_of(roster), stopping=old)
+    job.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
+    if conflicts := find_conflicts(candidates):
+        endings.abort_conflicting(job, conflicts, now_s)
+        return True
+    job.deadlines.deadline_s = now_s + job.limits.prepare_s
+    notice = job.prepare_notice(job.agreement)
+    for member in chosen:
+        member.waits(f"all members to accept generation {generation}", now_s)
+        job.notify_member(member, notice)
+    return True
+
+
+def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, now_s: float) -> None:
+    """Refuse the members that may be at fault for the size (`JobState.suspects_of`). The others
+    go on."""
+    refusal = refusals.roster_too_large(job.spec.job, len(chosen), problem)
+    for member in job.suspects_of(chosen):
+        endings.refuse(job, member, refusal, now_s)
+
+
+def _confined(
+    job: JobState, chosen: list[MemberState], candidates: list[Candidate]
+) -> list[Candidate]:
+    """Members to refuse because an address works on one host only: the member's own address, or
+    the address of a member that stays."""
+    confined = unreachable_members(candidates)
+    staying = [m for m in chosen if job.stays(m)]
+    hosts = {m.info.host for m in staying}
+    if job.running is None and (len(staying) == len(chosen) or len(hosts) > 1):
+        return confined
+    names = {m.member_id for m in staying}
+    if any(c.member_id in names for c in confined):
+        # Members that stay can be reached on their own host only: no member joins from another
+        # host.
+        confined += [c for c in candidates if c.info.host not in hosts]
+    return [c for c in confined if c.member_id not in names]
+
+
+def _refuse_confined(
+    job: JobState, blamed: list[Candidate], candidates: list[Candidate], now_s: float
+) -> None:
+    addresses: dict[str, list[str]] = {}
+    for c in candidates:
+        addresses.setdefault(c.info.address or "(none)", []).append(c.member_id)
+    values = tuple((address, tuple(sorted(who))) for address, who in sorted(addresses.items()))
+    refusal = refusals.confined(job.spec.job, Conflict(field="address", values=values))
+    names = dict.fromkeys(c.member_id for c in blamed)
+    job.tries.num_excluded += len(names)
+    for name in names:
+        endings.refuse(job, job.members[name], refusal, now_s)
+
+
+def drop_overdue(job: JobState, now_s: float) -> None:
+    """Refuse members that are ready and have waited for longer than the join limit, if no
+    generation runs. If the job lacks only members (`_waits_for_members`), the limit is
+    `wait_for_members_s`."""
+    job.deadlines.overdue_check_s = None
+    if job.running is not None or job.phase is not Phase.COLLECT:
+        return
+    limit_s = job.limits.join_s
+    if _waits_for_members(job):
+        limit_s = job.limits.wait_for_members_s or math.inf
+    ready = list(job.table.candidates.values())
+    left_out = job.setbacks.left_out_errors(now_s)
+    without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
+    seen = f"{_ready_in_words(job, ready)}{without}"
+    reason = f"no generation formed within {limit_s:g} s: {seen}"
+    for member in [m for m in ready if now_s >= _waits_since_s(job, m) + limit_s]:
+        endings.refuse(job, member, refusals.timeout(reason), now_s)
+    # Once no member that keeps the job is left, the join limit applies again.
+    again_s = now_s + job.limits.join_s
+    job.deadlines.overdue_check_s = min(
+        (min(_waits_since_s(job, m) + limit_s, again_s) for m in job.table.candidates.values()),
+        default=None,
+    )
+
+
+def _ready_in_words(job: JobState, ready: list[MemberState]) -> str:
+    amid = _amid_call(job)
+    num_needed = _num_needed(job, amid)
+    if not amid:
+        return f"{len(ready)} of at least {num_needed} members were ready"
+    return (
+        f"{names_of(amid)} were in a call between two steps, such as session.evaluate, which"
+        f" takes at least {num_needed} of the members that began it;"
+        " members that join cannot help"
+    )
+
+
+def _waits_since_s(job: JobState, member: MemberState) -> float:
+    return max(
+        member.waiting_since_s,
+        job.phase_since_s,
+        job.table.pauses.released_s,
+    )
+
+
+def deadlines(job: JobState) -> Iterator[float]:
+    """Times at which `form` or `change` may have something to do."""
+    if job.running is not None:
+        yield job.phase_since_s + job.limits.gather_s
+        return
+    formable = job.table.all_settled and _are_enough(job) and not _awaits_state(job)
+    if formable and job.deadlines.first_proposal_s is not None:
+        yield job.deadlines.first_proposal_s + _last_call_s(job)
+
+
+def notify_waiting(job: JobState) -> None:
+    """Send members that torchrun started the number of members that wait to join, if that
+    number changed. Call after each event."""
+    running = job.running
+    first = next(iter(job.table.candidates.values()), None)
+    if running is None or first is None or first.proposal is None:
+        return
+    if not first.proposal.stateless or job.is_completing:
+        return
+    trainers = job.table.trainers(running)
+    num = sum(not m.is_in(running) for m in job.eligible)
+    num = min(num, job.spec.max_members - len(trainers))
+    if job.table.has_finished_in(running):
+        num = 0
+    if num != job.table.num_announced_waiting:
+        job.table.num_announced_waiting = num
+        for member in trainers:
+            job.notify_member(member, waiting_notice(job))
+
+
+def waiting_notice(job: JobState) -> WaitingNotice:
+    num = job.table.num_announced_waiting
+    return WaitingNotice(reason=f"{num} more members wait", num_members=num)

@@ -1,0 +1,68 @@
+"""Pauses that other members wait for: the limits do not run meanwhile; the same in every phase."""
+
+from shoal_server.core.job import endings
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import MemberPaused, MemberResumed, PausesNotice
+from shoal_server.core.membership.member import MemberState
+from shoal_server.core.membership.pauses import pause_in_words
+
+
+def begin(job: JobState, member: MemberState, event: MemberPaused, now_s: float) -> None:
+    known = job.table.pauses.of(member)
+    pause = job.table.pauses.begin(member, event, now_s)
+    if known is None and pause is not None:
+        text = pause_in_words(member, job.rank_of(member), pause)
+        text += f", {pause.limit_s:g} s at the most"
+        job.log("member_paused", text, member)
+
+
+def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) -> None:
+    pause = job.table.pauses.end(member, event.number)
+    # The time in the script's own code until now belonged to the pause.
+    member.trainer.own_code_since_s = None
+    if pause is not None:
+        text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"
+        job.log("member_resumed", text, member)
+
+
+def keep_limits(job: JobState, now_s: float) -> None:
+    """Move the limits by the time for which a member was paused. Call before any other check.
+
+    Limits that detect a loss are not moved: broken streams, halts, a failed collective.
+    """
+    by_s = job.table.pauses.hold(now_s, held=bool(job.pausing()))
+    if not by_s:
+        return
+    job.deadlines.extend(by_s)
+    job.table.postpone_drains(by_s)
+
+
+def announce(job: JobState, now_s: float) -> None:
+    """Notify all members if the set of paused members has changed. Call after each event."""
+    paused = tuple(sorted(member.member_id for member, _ in job.pausing()))
+    job.table.pauses.hold(now_s, held=bool(paused))
+    if paused == job.announced_paused:
+        return
+    job.announced_paused = paused
+    send_notice(job)
+
+
+def send_notice(job: JobState) -> None:
+    """Send all members the pauses. On this notice members restart or stop their own limits."""
+    pauses = notice(job)
+    for member in job.members.values():
+        job.notify_member(member, pauses)
+
+
+def notice(job: JobState) -> PausesNotice:
+    reason = job.why_paused() or job.reason
+    return PausesNotice(reason=reason, member_ids=job.announced_paused)
+
+
+def drop_overdue(job: JobState, now_s: float) -> None:
+    """Remove members whose pause is longer than announced: such a member counts as hung."""
+    for member, pause in job.table.pauses:
+        if now_s >= pause.ends_s and job.members.get(member.member_id) is member:
+            text = pause_in_words(member, job.rank_of(member), pause, now_s)
+            endings.refuse(job, member, refusals.pause_over(text, pause.limit_s), now_s)
