@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal_client.bulk.sending import Sending
 from shoal_client.parameters import calls
-from shoal_client.parameters.dense import Receiver
+from shoal_client.parameters.job_shards import Receiver
 from shoal_proto.bulk import FrameReader
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
 from shoal_server.parameters.shard.dense import DenseBody

@@ -6,16 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shoal_client.bulk.arena import Arena
-from shoal_client.shards.parts import GradientPart
+from shoal_client.shards.parts import PIECE_BYTES, GradientPart
 from shoal_proto import bulk
 from shoal_proto.bulk import FrameKind
 from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
-PIECE_BYTES = 2 * 1024 * 1024
-"""Maximum size of a piece. Most shards fit into one piece; a server has to join the pieces of a
-larger shard.
-"""
 LOW_WATER_BYTES = 256 * 1024
 """Amount of prepared data below which more is prepared. Data copied into shared memory counts too,
 so that the server begins with the first large part while the next one is copied."""

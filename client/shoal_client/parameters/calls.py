@@ -6,8 +6,7 @@ import grpc
 
 from shoal_client.bulk.bulk_transport import BulkTransport
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.shards.blocks import SEND_PIECE_BYTES
-from shoal_client.shards.parts import GradientPart
+from shoal_client.shards.parts import PIECE_BYTES, GradientPart
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.pieces import OnlyPiece
@@ -147,7 +146,7 @@ class ParameterCalls:
 def _pieces(parts: Iterable[GradientPart]) -> Iterator[Piece]:
     """The parts' data as messages of a gRPC call."""
     for part in parts:
-        for offset_bytes, buffers in part.pieces(SEND_PIECE_BYTES):
+        for offset_bytes, buffers in part.pieces(PIECE_BYTES):
             yield _piece(part.shard_id, offset_bytes, buffers)
 
 

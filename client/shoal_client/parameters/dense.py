@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_client.parameters.calls import ParameterCalls
-from shoal_client.parameters.job_shards import JobShards, JointStep, ShardPush
-from shoal_client.parameters.receiver import Receiver
+from shoal_client.parameters.job_shards import JobShards, JointStep, Receiver, ShardPush
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
 from shoal_client.shards.parts import EncodedPush, GradientPart, Pieces

@@ -11,17 +11,31 @@ from shoal_client.connection.coordinators import OUTLASTED, Coordinators
 from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.calls import ParameterCalls
-from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.servers import Attempt, ShardServers, most_severe
+from shoal_client.shards.blocks import Buffers, ShardBlocks
 from shoal_client.shards.layouts import keep_addresses
 from shoal_client.shards.parts import GradientPart
-from shoal_proto.errors import Fenced, InternalError, ShoalError, StalePush, StateLost
+from shoal_proto.errors import (
+    Fenced,
+    InternalError,
+    MalformedMessage,
+    ShoalError,
+    StalePush,
+    StateLost,
+)
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.parameters_pb2 import PushHeader, PushItem, PushOutcome
+from shoal_proto.v1.parameters_pb2 import (
+    PushHeader,
+    PushItem,
+    PushOutcome,
+    PushReply,
+    ShardData,
+    ShardVersion,
+)
 from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest, Shard, ShardMap
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 
@@ -40,6 +54,46 @@ class JointStep:
     """Number of both pushes."""
     shard_ids: Sequence[int]
     """Ids of all shards of both pushes, on all servers."""
+
+
+class Receiver:
+    """Writes the values of shards into the caller's buffers as they arrive, in pieces that follow
+    one another. A shard is done when its last byte is written."""
+
+    def __init__(
+        self,
+        blocks: Mapping[int, ShardBlocks],
+        into: Buffers,
+        versions: dict[int, int],
+        todo: set[int],
+    ) -> None:
+        self._blocks = blocks
+        self._into = into
+        self._versions = versions
+        self._todo = todo
+        self._version = ShardVersion()
+        self._received_bytes = 0
+
+    def take(self, reply: ShardData | PushReply | OnlyPiece) -> None:
+        """Handle the announcement of a shard's values, or a piece of them. Raises MalformedMessage
+        or ChecksumMismatch."""
+        if not isinstance(reply, OnlyPiece) and reply.HasField("version"):
+            self._version.CopyFrom(reply.version)
+            self._received_bytes = 0
+            return
+        piece, version = reply.piece, self._version
+        shard_id, position = piece.shard_id, self._received_bytes
+        is_next = (shard_id, piece.offset_bytes) == (version.shard_id, position)
+        if not is_next or shard_id not in self._blocks:
+            raise MalformedMessage(
+                "a piece that does not continue the values that were announced",
+                seen=f"shard {shard_id} from byte {piece.offset_bytes} on",
+                expected=f"shard {version.shard_id} from byte {position} on",
+            )
+        self._received_bytes += self._blocks[shard_id].scatter(piece, self._into)
+        if self._received_bytes == version.num_bytes:
+            self._versions[shard_id] = version.version
+            self._todo.discard(shard_id)
 
 
 @dataclass(frozen=True, kw_only=True)

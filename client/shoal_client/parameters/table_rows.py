@@ -217,12 +217,14 @@ class _IncomingRows:
         self._data = bytearray()
 
     def take(self, piece: AnyPiece) -> None:
+        # Each access to the data of a message copies them.
+        data = piece.data
         if piece.offset_bytes != len(self._data):
             raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
-        if len(self._data) + len(piece.data) > self._found.num_bytes:
+        if len(self._data) + len(data) > self._found.num_bytes:
             raise _unexpected(f"more than the {self._found.num_bytes} bytes that were announced")
-        verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
-        self._data += piece.data
+        verify(f"rows of shard {self._found.shard_id}", piece.checksum, data)
+        self._data += data
 
     def whole(self) -> Rows | None:
         """The rows; None until all bytes have arrived."""

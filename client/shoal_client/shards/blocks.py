@@ -11,8 +11,6 @@ from shoal_proto.errors import MalformedMessage, ShapeMismatch
 from shoal_proto.pieces import AnyPiece
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
-SEND_PIECE_BYTES = 1024 * 1024
-
 Buffers = Mapping[str, memoryview]
 """Elements of each parameter as flat bytes (`memoryview.cast("B")`), by name."""
 
@@ -48,7 +46,7 @@ class ShardBlocks:
         return [i for i, run in enumerate(self._runs) if run.parameter not in buffers]
 
     def gather(
-        self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
+        self, buffers: Buffers, piece_bytes: int
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """Yield (offset, parts) of pieces that together contain every block with a buffer, in
         order. The parts of a piece are consecutive in the shard; they are the caller's memory."""
@@ -75,9 +73,9 @@ class ShardBlocks:
         if parts:
             yield start, parts
 
-    def scatter(self, piece: AnyPiece, buffers: Buffers) -> None:
-        """Write a piece's bytes into the buffers, one for each of the shard's parameters. Raises
-        ChecksumMismatch or MalformedMessage."""
+    def scatter(self, piece: AnyPiece, buffers: Buffers) -> int:
+        """Write a piece's bytes into the buffers, one for each of the shard's parameters; return
+        their number. Raises ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
@@ -97,6 +95,7 @@ class ShardBlocks:
             buffers[run.parameter][at : at + size] = data[taken : taken + size]
             taken += size
             index += 1
+        return taken
 
 
 def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writable: bool) -> None:

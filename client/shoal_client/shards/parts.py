@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from shoal_proto.v1.codec_pb2 import GradientCodec
 
+PIECE_BYTES = 2 * 1024 * 1024
+"""Maximum size of a piece. Most shards fit into one; a server has to join several, which copies
+them."""
+
 Pieces = Iterable[tuple[int, Sequence[memoryview]]]
 """Offset in the shard, and the caller's memory with the bytes from that offset on."""
 

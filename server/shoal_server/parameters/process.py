@@ -380,7 +380,7 @@ async def _journal(
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep freed memory. Gradients arrive in pieces of a MiB: if their pages were
+    """Have glibc keep freed memory. Gradients arrive in pieces of MiBs: if their pages were
     returned to the kernel each time, faulting them in again would cost more than filling them. With
     another C library this does nothing."""
     try:

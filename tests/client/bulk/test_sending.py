@@ -10,8 +10,8 @@ import pytest
 
 from shoal_client.bulk.arena import Arena
 from shoal_client.bulk.connection import BulkConnection
-from shoal_client.bulk.sending import PIECE_BYTES, Sending
-from shoal_client.shards.parts import GradientPart, in_pieces
+from shoal_client.bulk.sending import Sending
+from shoal_client.shards.parts import PIECE_BYTES, GradientPart, in_pieces
 from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.checksum import verify

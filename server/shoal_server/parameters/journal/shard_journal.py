@@ -18,7 +18,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.errors import Overloaded, ShoalError, Unavailable
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -34,6 +34,9 @@ log = structlog.get_logger(__name__)
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between two attempts to resume the journaling of a shard."""
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+"""Bound on one shard's records that wait until its image is on disk; beyond it, pushes are refused
+as Overloaded."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardImage]]
 OnDisk = Callable[[ShardReplica, int], None]
@@ -105,8 +108,19 @@ class ShardJournal:
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
-        replica.check_disk = self._journal.check_capacity
+        replica.check_disk = partial(self._check_capacity, led)
         self._tasks.start(self._begin(led))
+
+    def _check_capacity(self, led: _JournaledShard) -> None:
+        """Raise Overloaded if the journal cannot keep one more push to the shard."""
+        self._journal.check_capacity()
+        if led.waiting is not None and led.waiting.num_bytes > MAX_WAITING_BYTES:
+            raise Overloaded(
+                f"the journal has no image of shard {led.replica.shard_id} yet",
+                seen=f"{led.waiting.num_bytes} bytes waiting for it",
+                expected=f"at most {MAX_WAITING_BYTES}",
+                fix="Retry a little later; give the journal a faster disk.",
+            )
 
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call this for each push, in order."""

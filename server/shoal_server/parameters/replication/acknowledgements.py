@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -51,12 +52,7 @@ class Acknowledgements:
     ) -> None:
         """Return once a version of a shard is safe to that level. If it can no longer become safe,
         raise the reason, as `ShardLeadership.wait_acknowledged` does."""
-        waiter = self._ask(replica, version, level, None)
-        try:
-            outcome = await waiter.answered
-        except asyncio.CancelledError:
-            self._driver.submit_event(AckAbandoned(waiter, (replica.job, replica.shard_id)))
-            raise
+        outcome = await self.when_acknowledged(replica, version, level, None)
         if isinstance(outcome, ShoalError):
             raise outcome
 
@@ -68,20 +64,24 @@ class Acknowledgements:
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, or of the error that `wait` would raise. It is done when
-        `wait` would end."""
-        return self._ask(replica, version, level, answer).answered
-
-    def _ask(
-        self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType, answer: object
-    ) -> _Waiter:
+        `wait` would end. If it is cancelled, nothing keeps the answer any longer."""
         waiter = _Waiter(replica, self._loop.create_future(), answer)
         if not replica.is_led:
             waiter.answered.set_result(replica.deposed_error())
-            return waiter
+            return waiter.answered
         wanted = _LEVELS.get(level, AckLevel.REPLICATED)
         key = replica.job, replica.shard_id
         self._driver.submit_event(AckRequested(waiter, key, replica.epoch, version, wanted))
-        return waiter
+        if not waiter.answered.done():
+            waiter.answered.add_done_callback(partial(self._abandon_if_cancelled, waiter))
+        return waiter.answered
+
+    def _abandon_if_cancelled(self, waiter: _Waiter, answered: "asyncio.Future[Any]") -> None:
+        if answered.cancelled():
+            # The core forgets the token only once its version is safe, which may take minutes.
+            waiter.answer = None
+            key = waiter.replica.job, waiter.replica.shard_id
+            self._driver.submit_event(AckAbandoned(waiter, key))
 
     def check_lease(self) -> None:
         """Raise Unavailable while this server may have been declared dead."""

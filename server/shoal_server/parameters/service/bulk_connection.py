@@ -118,7 +118,20 @@ class BulkServerConnection:
     async def serve(self) -> None:
         """Answer calls until the client hangs up or breaks the rules of the transport, or a call
         fails."""
-        beats = asyncio.create_task(self._beat(), name="bulk-beats")
+        answering = asyncio.create_task(self._answer_calls(), name="bulk-answers")
+        beating = asyncio.create_task(self._beat(), name="bulk-beats")
+        waits = {answering, beating}
+        if self._use.purpose is Purpose.REPLICATION:
+            # Records that were sent count as received: they are read after their sender is gone.
+            waits.remove(beating)
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            await cancel(answering, beating)
+
+    async def _answer_calls(self) -> None:
         try:
             while True:
                 await self._answer(await self._wire.next_frame())
@@ -127,8 +140,6 @@ class BulkServerConnection:
         except ShoalError as error:
             log.warning("bulk_connection_ended", kind=type(error).__name__, reason=str(error))
             await self._fail(error)
-        finally:
-            await cancel(beats)
 
     async def _answer(self, opening: Frame) -> None:
         call = _BulkCall(self._wire, self._arena)
@@ -207,11 +218,17 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send beats while a call is in progress, to show the client that this server is alive."""
+        """Send beats while a call is in progress, to show the client that this server is alive.
+        Return once the client has hung up: after the end of a call nothing is read until all its
+        parts are answered, which may take minutes."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
-                await self._wire.send(bulk.header(FrameKind.BEAT))
+                try:
+                    await self._wire.send(bulk.header(FrameKind.BEAT))
+                except PeerHungUp as hung_up:
+                    log.debug("bulk_connection_ended", reason=str(hung_up))
+                    return
 
 
 class _BulkCall:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -23,7 +23,6 @@ T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
 PartT_contra = TypeVar("PartT_contra", bound="IncomingPart", contravariant=True)
 AnswerT = TypeVar("AnswerT")
-AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 
 class IncomingPart(Protocol):
@@ -38,14 +37,15 @@ class IncomingPart(Protocol):
     def assembler(self) -> PieceAssembler: ...
 
 
-class PartKind(Protocol[PartT_contra, AnswerT_co]):
+class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
-    def apply(self, part: PartT_contra) -> Awaitable[AnswerT_co | ShoalError]:
-        """Start to apply a complete part."""
+    def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
+        """Start to apply a complete part; return its answer. If the future is cancelled, the part
+        is not applied, or nobody gets its answer."""
         ...
 
-    def refusal(self, shard_id: int, error: ShoalError) -> AnswerT_co:
+    def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
         """Return the answer for a shard that was not changed, or whose change did not become as
         safe as the push demands."""
         ...
@@ -63,7 +63,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._parts: dict[int, PartT] = {}
         self._whole: PartT | None = None
         self._refused: set[int] = set()
-        self._pending: deque[tuple[int, Awaitable[AnswerT | ShoalError]]] = deque()
+        self._pending: deque[tuple[int, asyncio.Future[AnswerT | ShoalError]]] = deque()
         self._changed = asyncio.Event()
         self._is_over = False
         self._is_whole = False
@@ -88,7 +88,9 @@ class IncomingCall(Generic[PartT, AnswerT]):
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
         """Yield the parts' answers while later pieces are still received, in the order in which
         the parts began to be applied or were refused. Answers that are ready are yielded together.
-        Raises an error that concerns the whole call."""
+        Raises an error that concerns the whole call. If the caller stops before the last answer,
+        it gets none of the others: they are dropped, and parts that wait for their turn are not
+        applied."""
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
@@ -97,7 +99,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
                     await self._changed.wait()
                     continue
                 answers = [await self._settled(0)]
-                while len(answers) < len(self._pending) and self._is_done(len(answers)):
+                while len(answers) < len(self._pending) and self._pending[len(answers)][1].done():
                     answers.append(await self._settled(len(answers)))
                 self.is_last = self._is_whole and len(answers) == len(self._pending)
                 yield answers
@@ -106,17 +108,15 @@ class IncomingCall(Generic[PartT, AnswerT]):
                 self._changed.set()
             await taking
         finally:
-            await cancel(taking)
+            # An answer may have the values of a whole shard, and wait for minutes for a backup.
+            begun = [pending for _, pending in self._pending]
+            await cancel(taking, *begun)
 
     async def _settled(self, index: int) -> AnswerT:
         shard_id, pending = self._pending[index]
         answer = await pending
         self._reservation.release(shard_id)
         return self._kind.refusal(shard_id, answer) if isinstance(answer, ShoalError) else answer
-
-    def _is_done(self, index: int) -> bool:
-        pending = self._pending[index][1]
-        return isinstance(pending, asyncio.Future) and pending.done()
 
     async def _take_all(self, pieces: AsyncIterator[AnyPiece]) -> None:
         try:
@@ -169,7 +169,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
         answer.set_result(error)
         self._add(shard_id, answer)
 
-    def _add(self, shard_id: int, answer: Awaitable[AnswerT | ShoalError]) -> None:
+    def _add(self, shard_id: int, answer: "asyncio.Future[AnswerT | ShoalError]") -> None:
         self._pending.append((shard_id, answer))
         self._changed.set()
 

@@ -1,7 +1,7 @@
 """Lookups of rows: each item's ids arrive in pieces, and are answered with births and values."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,7 +99,7 @@ class LookupKind:
             assembler=PieceAssembler(item.shard_id, [(0, item.num_rows * ID_BYTES)]),
         )
 
-    def apply(self, part: LookupPart) -> Awaitable[LookupAnswer | ShoalError]:
+    def apply(self, part: LookupPart) -> "asyncio.Future[LookupAnswer | ShoalError]":
         return asyncio.ensure_future(self._answer(part))
 
     async def _answer(self, part: LookupPart) -> LookupAnswer | ShoalError:

@@ -33,6 +33,7 @@ from shoal_proto.v1.parameters_pb2 import (
     OpenBulkRequest,
     PullRequest,
     PushHeader,
+    PushOutcome,
     PushReply,
     PushRequest,
     ShardData,
@@ -51,7 +52,6 @@ from shoal_server.parameters.service.lookup import messages as found_messages
 from shoal_server.parameters.service.push import (
     IncomingPush,
     PushKind,
-    ShardAnswer,
     dense_shard,
     messages,
 )
@@ -276,7 +276,8 @@ class ParametersServicer(Base):
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Apply a push while it is being received. Yield the messages with each shard's outcome and
         with its values, if requested, as `reply_writer` has written them. Messages yielded together
-        are sent together. Raises an error that concerns the whole push."""
+        are sent together. Raises an error that concerns the whole push. The push passes the job's
+        snapshot barrier."""
         if not request.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = request.header, time.perf_counter()
@@ -293,53 +294,31 @@ class ParametersServicer(Base):
                 memory=self._memory,
                 reply_writer=reply_writer,
             )
-            pushed = self._pushed(kind, pieces, reply_writer)
-            async with aclosing(self._counted(header, session, pushed, began_s)) as batches:
-                async for batch in batches:
-                    yield batch
+            async with self._barriers.admit_part(
+                header.token.job,
+                TABLES + session if header.counts_rows else session,
+                header.sequence,
+                frozenset(header.all_shard_ids) or None,
+            ) as passage:
+                outcomes: list[PushOutcome] = []
+                with Reservation(self._budget) as reservation:
+                    push = IncomingPush(kind, reservation)
+                    await kind.open(push)
+                    async with aclosing(push.answers(pieces)) as batches:
+                        async for answers in batches:
+                            if push.is_last:
+                                reply_writer.end_follows()
+                            outcomes += passage.record_answers(a.outcome for a in answers)
+                            yield messages(answers)
+                self._count(header, outcomes, time.perf_counter() - began_s)
 
-    async def _counted(
-        self,
-        header: PushHeader,
-        session: str,
-        pushed: AsyncGenerator[Sequence[ShardAnswer], None],
-        began_s: float,
-    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Apply a push within the job's snapshot barrier. Of a push to parameters, count the
-        outcomes and the duration."""
-        touched = frozenset(header.all_shard_ids) or None
-        counted = TABLES + session if header.counts_rows else session
-        async with (
-            self._barriers.admit_part(
-                header.token.job, counted, header.sequence, touched
-            ) as passage,
-            aclosing(pushed) as batches,
-        ):
-            outcomes = []
-            async for answers in batches:
-                for outcome in (answer.outcome for answer in answers):
-                    outcomes.append(outcome)
-                    if outcome.HasField("error"):
-                        passage.record_answer(outcome.shard_id, outcome.error)
-                yield messages(answers)
-            if any(item.HasField("rows") for item in header.shards):
-                return
-            self._tally.count(header.token.job, outcomes)
-            refused = any(each.HasField("error") for each in outcomes)
-            took_s = time.perf_counter() - began_s
-            self.push_durations.observe(took_s, "refused" if refused else "applied")
-
-    async def _pushed(
-        self, kind: PushKind, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
-    ) -> AsyncGenerator[Sequence[ShardAnswer], None]:
-        with Reservation(self._budget) as reservation:
-            push = IncomingPush(kind, reservation)
-            await kind.open(push)
-            async with aclosing(push.answers(pieces)) as batches:
-                async for answers in batches:
-                    if push.is_last:
-                        reply_writer.end_follows()
-                    yield answers
+    def _count(self, header: PushHeader, outcomes: Sequence[PushOutcome], took_s: float) -> None:
+        """Count the outcomes and the duration of a push to parameters."""
+        if any(item.HasField("rows") for item in header.shards):
+            return
+        self._tally.count(header.token.job, outcomes)
+        refused = any(each.HasField("error") for each in outcomes)
+        self.push_durations.observe(took_s, "refused" if refused else "applied")
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()

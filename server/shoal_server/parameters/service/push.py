@@ -192,7 +192,7 @@ class PushKind:
             next_address=next_address,
         )
 
-    def apply(self, part: PushPart) -> Awaitable[ShardAnswer | ShoalError]:
+    def apply(self, part: PushPart) -> "asyncio.Future[ShardAnswer | ShoalError]":
         target, cost_bytes = part.target, part.cost_bytes
         if not isinstance(target, DenseTarget):
             self._memory.refresh()

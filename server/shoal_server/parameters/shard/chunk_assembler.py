@@ -168,6 +168,8 @@ class ChunkAssembler(PieceAssembler):
 
 def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:
     """Return the byte ranges of the present blocks; adjacent ranges are merged."""
+    if not absent:
+        return [(0, shard_bytes(shard))]
     spans: list[tuple[int, int]] = []
     start = 0
     for index, block in enumerate(shard.blocks):

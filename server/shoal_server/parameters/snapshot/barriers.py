@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
-from shoal_proto.v1.identity_pb2 import ErrorDetail
+from shoal_proto.v1.parameters_pb2 import PushOutcome
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.image import Stamp
@@ -287,10 +287,16 @@ class AdmittedPart:
         self._barrier = barrier
         self._step = step
 
-    def record_answer(self, shard_id: int, error: ErrorDetail) -> None:
-        """Note a shard's refusal of its part. If it is final, no cut waits for that part."""
-        if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
-            self._barrier.refuse(self._step, shard_id)
+    def record_answers(self, outcomes: Iterable[PushOutcome]) -> Sequence[PushOutcome]:
+        """Note the answers of shards, and return them. If a shard refuses its part finally, no cut
+        waits for that part."""
+        answers = list(outcomes)
+        for outcome in answers:
+            if outcome.HasField("error"):
+                kind = ShoalError.kinds.get(outcome.error.kind, InternalError)
+                if issubclass(kind, RefusedError):
+                    self._barrier.refuse(self._step, outcome.shard_id)
+        return answers
 
 
 class _Lacking:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.processes.served_process import awaited
 
-from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.errors import Overloaded, RetryError, ShoalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_proto.v1.shards_pb2 import Block, Shard
@@ -181,6 +181,31 @@ async def test_any_failure_of_an_image_interrupts_journaling(
         why = await reports.next()
         assert isinstance(why, RetryError) and repr(error) in str(why)
         assert await reports.next() == 2
+
+
+async def test_records_that_wait_for_an_image_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pushes are refused while too many wait, and accepted once the image is on disk."""
+    monkeypatch.setattr(shard_journal, "MAX_WAITING_BYTES", 15)
+    replica, is_taken = new_led(epoch=1), asyncio.Event()
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        image = replica.image()
+        await is_taken.wait()
+        return image
+
+    async with journaling(Journal(JournalConfig(directory=tmp_path)), take) as (kept, reports):
+        kept.start_journaling(replica)
+        await asyncio.sleep(0)
+        kept.append_update(replica, push(replica))
+        replica.check_capacity()
+        kept.append_update(replica, push(replica))
+        with pytest.raises(Overloaded, match="no image of shard 0"):
+            replica.check_capacity()
+        is_taken.set()
+        assert [await reports.next() for _ in range(3)] == [1, 2, 3]
+        replica.check_capacity()
 
 
 class HeldDisk:

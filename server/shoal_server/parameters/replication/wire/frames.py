@@ -163,8 +163,10 @@ def as_message(frame: Frame) -> pb.FollowRequest:
 
 def checked(message: pieces.AnyPiece) -> pieces.Buffer:
     """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
-    verify("a piece of a shard for its backup", message.checksum, message.data)
-    return message.data
+    # Each access to the data of a message copies them.
+    data = message.data
+    verify("a piece of a shard for its backup", message.checksum, data)
+    return data
 
 
 @dataclass(frozen=True, slots=True)
