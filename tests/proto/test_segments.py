@@ -16,7 +16,13 @@ from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage, Unavailable
 from shoal_proto.segments import sealed
-from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
+from shoal_proto.segments.digests import (
+    DIGEST_BYTES,
+    DigestsInOrder,
+    check_chunk,
+    chunk_digests,
+    root_digest,
+)
 from shoal_proto.segments.mapped import HUGE_BYTES, HUGE_FROM_BYTES, make_huge, map_file
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -93,6 +99,11 @@ class SegmentMemory:
         os.close(self._descriptor)
 
 
+def mappings_of_segments() -> str:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return "\n".join(line for line in lines if "memfd:shoal-segment" in line)
+
+
 def huge_kb_of_mapped_segments() -> int:
     mappings = Path("/proc/self/smaps").read_text().split("memfd:shoal-segment")[1:]
     return sum(int(each.split("ShmemPmdMapped:")[1].split()[0]) for each in mappings)
@@ -166,6 +177,23 @@ def test_a_forked_process_does_not_unmap_what_it_has_not_inherited() -> None:
         os._exit(0 if other == address else 1)
     _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 17])
+def test_digests_in_order_are_those_of_the_whole(num_bytes: int) -> None:
+    data = drawn(num_bytes)
+    writer = SegmentWriter(num_bytes)
+    digests = DigestsInOrder(writer.buffer, writer.protect)
+    written = 0
+    for end in (5, CHUNK_BYTES - 1, CHUNK_BYTES + 3, num_bytes):
+        if written < end <= num_bytes:
+            writer.buffer[written:end] = data[written:end]
+            written = end
+            digests.advance(end)
+    found = digests.result()
+    assert found == chunk_digests(data)
+    assert " rw-s " not in mappings_of_segments(), "digested memory is write-protected"
+    assert writer.seal(found).digest == root_digest(found)
 
 
 def test_a_sealed_segment_cannot_be_changed() -> None:

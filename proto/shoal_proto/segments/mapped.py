@@ -66,6 +66,13 @@ def make_huge(window: Window, start: int, num_bytes: int) -> bool:
     return True
 
 
+def protect(window: Window, start: int, num_bytes: int) -> None:
+    """Make whole pages read-only for this process: writing to them ends it by SIGSEGV. Does nothing
+    if the kernel refuses."""
+    address = ctypes.c_void_p(ctypes.addressof(window) + start)
+    _libc.mprotect(address, ctypes.c_size_t(num_bytes), mmap.PROT_READ)
+
+
 def _map_aligned(descriptor: int, num_bytes: int, prot: int, flags: int) -> int:
     """Map the file at a multiple of HUGE_BYTES: reserve a larger range, map over it, and free the
     rest of it."""

@@ -14,7 +14,14 @@ import weakref
 
 from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
 from shoal_proto.segments.digests import chunk_digests, root_digest
-from shoal_proto.segments.mapped import HUGE_FROM_BYTES, Window, make_huge, map_file, populate
+from shoal_proto.segments.mapped import (
+    HUGE_FROM_BYTES,
+    Window,
+    make_huge,
+    map_file,
+    populate,
+    protect,
+)
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
@@ -65,8 +72,9 @@ class Segment:
         """Return the segment of a descriptor that another process sent; takes ownership of the
         descriptor.
 
-        Checks the seals and the size. Computes the digests, unless a process that computed them
-        after sealing has sent them as `of_chunks`. Raises MalformedMessage.
+        Checks the seals and the size. Computes the digests, unless they are given as `of_chunks`
+        by a process that computed them once the memory was write-protected. Raises
+        MalformedMessage.
         """
         try:
             _check_sealed(descriptor, num_bytes)
@@ -216,6 +224,12 @@ class SegmentWriter:
     def buffer(self) -> memoryview:
         """Writable view of the bytes. Everything made from it must be released before `seal`."""
         return self._buffer
+
+    def protect(self, start: int, num_bytes: int) -> None:
+        """Write-protect a part that is complete, from a chunk's beginning to a chunk's end. No
+        other process has the memory, so from now on its bytes cannot change."""
+        if self._mapped is not None:
+            protect(self._mapped, start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
         """Make the bytes immutable, and return them as a segment. `of_chunks`: the digests of its
