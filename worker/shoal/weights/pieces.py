@@ -181,6 +181,9 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
     """Yield the share of the rank at `index` among `count` ranks that hold the same pieces. Shares
     are disjoint and about equal in bytes. Tensors are cut only between rows."""
+    if count == 1:
+        yield from (piece for piece in pieces if piece.num_bytes)
+        return
     total = sum(piece.num_bytes for piece in pieces)
     low, high = total * index // count, total * (index + 1) // count
     before = 0
