@@ -1,5 +1,6 @@
 """Sealed segments: immutable, verified, and shared without a copy."""
 
+import ctypes
 import gc
 import mmap
 import os
@@ -14,9 +15,17 @@ import pytest
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage, Unavailable
-from shoal_proto.segments.digests import DIGEST_BYTES, check_chunk, chunk_digests, root_digest
+from shoal_proto.segments import sealed
+from shoal_proto.segments.digests import (
+    DIGEST_BYTES,
+    DigestsInOrder,
+    check_chunk,
+    chunk_digests,
+    root_digest,
+)
+from shoal_proto.segments.mapped import HUGE_BYTES, HUGE_FROM_BYTES, make_huge, map_file
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
-from shoal_proto.segments.sealed import HUGE_FROM_BYTES, Segment, SegmentWriter
+from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
@@ -65,6 +74,126 @@ def test_large_segments_ask_for_huge_pages_wherever_they_are_mapped() -> None:
 def flags_of_mapped_segments() -> str:
     mappings = Path("/proc/self/smaps").read_text().split("memfd:shoal-segment")[1:]
     return " ".join(each.split("VmFlags:")[1].splitlines()[0] for each in mappings)
+
+
+def collapses() -> bool:
+    """True if this kernel gives a memory file huge pages when it is asked to."""
+    with SegmentMemory(HUGE_FROM_BYTES) as descriptor:
+        flags, prot = mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+        return make_huge(
+            map_file(descriptor, HUGE_FROM_BYTES, prot=prot, flags=flags), 0, HUGE_FROM_BYTES
+        )
+
+
+class SegmentMemory:
+    """A memory file without any wrapper."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._descriptor = os.memfd_create("memory", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_bytes)
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+
+
+def mappings_of_segments() -> str:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return "\n".join(line for line in lines if "memfd:shoal-segment" in line)
+
+
+def huge_kb_of_mapped_segments() -> int:
+    mappings = Path("/proc/self/smaps").read_text().split("memfd:shoal-segment")[1:]
+    return sum(int(each.split("ShmemPmdMapped:")[1].split()[0]) for each in mappings)
+
+
+def test_large_segments_have_huge_pages_without_a_system_setting() -> None:
+    """Huge pages are mapped in each process: an aligned part of the address space is needed."""
+    if not collapses():
+        pytest.skip("this kernel collapses no memory files")
+    num_bytes = HUGE_FROM_BYTES + HUGE_BYTES // 2
+    writer = SegmentWriter.prepare(num_bytes)
+    assert huge_kb_of_mapped_segments() == HUGE_FROM_BYTES // 1024
+    writer.buffer[:] = b"x" * num_bytes
+    assert writer.populate(HUGE_BYTES, HUGE_BYTES)
+    segment = writer.seal()
+    assert huge_kb_of_mapped_segments() == HUGE_FROM_BYTES // 1024, "digested in huge pages"
+    private = segment.private_memory()
+    assert private == b"x" * num_bytes
+    assert huge_kb_of_mapped_segments() == 2 * HUGE_FROM_BYTES // 1024
+    private[HUGE_BYTES] = 0
+    assert segment.view() == b"x" * num_bytes
+
+
+def test_parts_that_are_populated_again_keep_their_content() -> None:
+    """A chunk that arrived before its connection broke is populated again for the rest."""
+    data = drawn(HUGE_FROM_BYTES)
+    writer = SegmentWriter(HUGE_FROM_BYTES)
+    writer.buffer[: 3 * HUGE_BYTES] = data[: 3 * HUGE_BYTES]
+    for start in (0, HUGE_BYTES + 4096, 2 * HUGE_BYTES):
+        writer.populate(start, 2 * HUGE_BYTES)
+    writer.buffer[3 * HUGE_BYTES :] = data[3 * HUGE_BYTES :]
+    assert writer.seal().view() == data
+
+
+def test_a_kernel_without_huge_pages_populates_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def refused(*part: object) -> bool:
+        attempts.append(part)
+        return False
+
+    monkeypatch.setattr(sealed, "make_huge", refused)
+    writer = SegmentWriter(HUGE_FROM_BYTES)
+    assert writer.populate(0, HUGE_BYTES)
+    assert writer.populate(HUGE_BYTES, HUGE_BYTES)
+    assert len(attempts) == 1, "asked again after a refusal"
+
+
+def test_a_forked_process_does_not_unmap_what_it_has_not_inherited() -> None:
+    """The addresses of a writer are free in a forked process, and may be used for something
+    else."""
+    writer = SegmentWriter(HUGE_BYTES)
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(writer.buffer))
+    child = os.fork()
+    if not child:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+        other = libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(HUGE_BYTES),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            flags,
+            -1,
+            ctypes.c_long(0),
+        )
+        writer.close()
+        del writer
+        gc.collect()
+        ctypes.memset(other, 1, HUGE_BYTES)
+        os._exit(0 if other == address else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 17])
+def test_digests_in_order_are_those_of_the_whole(num_bytes: int) -> None:
+    data = drawn(num_bytes)
+    writer = SegmentWriter(num_bytes)
+    digests = DigestsInOrder(writer.buffer, writer.protect)
+    written = 0
+    for end in (5, CHUNK_BYTES - 1, CHUNK_BYTES + 3, num_bytes):
+        if written < end <= num_bytes:
+            writer.buffer[written:end] = data[written:end]
+            written = end
+            digests.advance(end)
+    found = digests.result()
+    assert found == chunk_digests(data)
+    assert " rw-s " not in mappings_of_segments(), "digested memory is write-protected"
+    assert writer.seal(found).digest == root_digest(found)
 
 
 def test_a_sealed_segment_cannot_be_changed() -> None:

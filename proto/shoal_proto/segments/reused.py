@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 from shoal_proto.segments.digests import chunk_digests
+from shoal_proto.segments.mapped import Window
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
@@ -85,7 +86,7 @@ class _Pages(SegmentWriter):
 
     is_touched = False
 
-    def window(self) -> "ctypes.Array[ctypes.c_ubyte]":
+    def window(self) -> Window:
         """Return an object over the same bytes that lives as long as its views: a finalizer on it
         is called when the last view is gone."""
         assert self._mapped is not None
@@ -98,14 +99,14 @@ class ReusedSegment(Segment):
     def __init__(
         self,
         descriptor: int,
-        window: "ctypes.Array[ctypes.c_ubyte]",
+        window: Window,
         of_chunks: bytes,
         *,
         is_whole: bool,
     ) -> None:
         """Takes ownership of the descriptor."""
         super().__init__(descriptor, len(window), of_chunks, is_whole=is_whole)
-        self._window: ctypes.Array[ctypes.c_ubyte] | None = window
+        self._window: Window | None = window
 
     def memory(self) -> memoryview:
         """Return a writable view of the bytes. They are not reused while the view exists."""
@@ -141,7 +142,7 @@ class _ReusingWriter(SegmentWriter):
         self._pages: _Pages | None = pages
         window = pages.window() if pages.num_bytes else (ctypes.c_ubyte * 0)()
         weakref.finalize(window, owner._give_back, pages).atexit = False
-        self._window: ctypes.Array[ctypes.c_ubyte] | None = window
+        self._window: Window | None = window
         self._buffer = memoryview(window).cast("B")
 
     @property

@@ -5,37 +5,30 @@ to the file, shrink it or grow it any more, not even the one that made it, and t
 that process. See memfd_create(2).
 """
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import time
 import weakref
-from contextlib import suppress
 
 from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
 from shoal_proto.segments.digests import chunk_digests, root_digest
+from shoal_proto.segments.mapped import (
+    HUGE_FROM_BYTES,
+    Window,
+    make_huge,
+    map_file,
+    populate,
+    protect,
+)
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later; the module `mmap` does not name it."""
-_libc = ctypes.CDLL(None)
 _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 SEAL_ATTEMPTS = 10
 SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
 """Number of bytes for which one call allocates and maps pages."""
-HUGE_FROM_BYTES = 64 * 1024 * 1024
-"""Size from which memory is mapped with huge pages. Part of the last page is wasted."""
-
-
-def advise_huge_pages(mapped: mmap.mmap) -> None:
-    """Ask for pages of 2 MiB, which the kernel gives if `shmem_enabled` is `advise`. Allocating,
-    mapping and freeing memory then take a fraction of the time."""
-    if len(mapped) >= HUGE_FROM_BYTES:
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _closing(
@@ -71,7 +64,7 @@ class Segment:
         self.digest = root_digest(of_chunks)
         self.is_whole = is_whole
         self.descriptor = descriptor
-        self._mapped: mmap.mmap | None = None
+        self._mapped: Window | None = None
         self._close = _closing(self, descriptor)
 
     @classmethod
@@ -79,8 +72,9 @@ class Segment:
         """Return the segment of a descriptor that another process sent; takes ownership of the
         descriptor.
 
-        Checks the seals and the size. Computes the digests, unless a process that computed them
-        after sealing has sent them as `of_chunks`. Raises MalformedMessage.
+        Checks the seals and the size. Computes the digests, unless they are given as `of_chunks`
+        by a process that computed them once the memory was write-protected. Raises
+        MalformedMessage.
         """
         try:
             _check_sealed(descriptor, num_bytes)
@@ -103,9 +97,23 @@ class Segment:
         if not self.num_bytes:
             return memoryview(b"")
         if self._mapped is None:
-            self._mapped = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
-            advise_huge_pages(self._mapped)
-        return memoryview(self._mapped)
+            self._mapped = map_file(
+                self.descriptor, self.num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED
+            )
+        return memoryview(self._mapped).cast("B").toreadonly()
+
+    def private_memory(self) -> memoryview:
+        """Return a writable view of the bytes, mapped anew. Writing to it changes only this
+        process's copy of the pages. The view stays valid after `close`."""
+        if not self.num_bytes:
+            return memoryview(bytearray())
+        mapped = map_file(
+            self.descriptor,
+            self.num_bytes,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            flags=mmap.MAP_PRIVATE,
+        )
+        return memoryview(mapped).cast("B")
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed once no process has a descriptor or view."""
@@ -150,24 +158,29 @@ class SegmentWriter:
         except OSError as error:
             raise _no_memory(num_bytes, error) from error
         self._close = _closing(self, self._descriptor)
-        self._mapped: mmap.mmap | None = None
+        self._mapped: Window | None = None
+        self._may_be_huge = num_bytes >= HUGE_FROM_BYTES
         try:
             os.ftruncate(self._descriptor, num_bytes)
             if num_bytes:
-                self._mapped = mmap.mmap(self._descriptor, num_bytes)
                 # A writable mapping in a forked process would prevent sealing.
-                self._mapped.madvise(mmap.MADV_DONTFORK)
-                advise_huge_pages(self._mapped)
-        except (OSError, ValueError) as error:
+                self._mapped = map_file(
+                    self._descriptor,
+                    num_bytes,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                    flags=mmap.MAP_SHARED,
+                    is_inherited=False,
+                )
+        except (OSError, ValueError, OverflowError) as error:
             self._close()
             raise _no_memory(num_bytes, error) from error
-        self._buffer = memoryview(bytearray() if self._mapped is None else self._mapped)
+        self._buffer = memoryview(bytearray() if self._mapped is None else self._mapped).cast("B")
 
     @classmethod
     def prepare(cls, num_bytes: int) -> "SegmentWriter":
         """Return a writer whose memory is allocated and mapped already: filling it costs one copy.
 
-        Takes about a second per gigabyte: call it from a background thread, ahead of time. Raises
+        Takes up to a second per gigabyte: call it from a background thread, ahead of time. Raises
         Overloaded if there is not enough memory.
         """
         writer = cls(num_bytes)
@@ -182,17 +195,20 @@ class SegmentWriter:
         return writer
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Allocate and map a part before it is written to: that costs less than a fault for each
-        page, and may be done on another thread. Existing content is kept.
+        """Allocate and map a part before it is written to, in huge pages if possible: that costs
+        less than a fault for each page, and may be done on another thread. Existing content is
+        kept.
 
         Returns False if the kernel only allocates the part. Raises Overloaded if there is not
         enough memory. Do not call it concurrently with `seal` or `close`.
         """
         is_mapped = True
+        if self._mapped is not None and self._may_be_huge:
+            self._may_be_huge = make_huge(self._mapped, start, num_bytes)
         try:
             for at in range(start, start + num_bytes, POPULATED_BYTES):
                 size = min(POPULATED_BYTES, start + num_bytes - at)
-                if self._mapped is None or not _is_mapped(self._mapped, at, size):
+                if self._mapped is None or not populate(self._mapped, at, size):
                     is_mapped = False
                     os.posix_fallocate(self._descriptor, at, size)
         except OSError as error:
@@ -208,6 +224,12 @@ class SegmentWriter:
     def buffer(self) -> memoryview:
         """Writable view of the bytes. Everything made from it must be released before `seal`."""
         return self._buffer
+
+    def protect(self, start: int, num_bytes: int) -> None:
+        """Write-protect a part that is complete, from a chunk's beginning to a chunk's end. No
+        other process has the memory, so from now on its bytes cannot change."""
+        if self._mapped is not None:
+            protect(self._mapped, start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
         """Make the bytes immutable, and return them as a segment. `of_chunks`: the digests of its
@@ -239,17 +261,17 @@ class SegmentWriter:
         self._mapped, self._buffer = None, memoryview(bytearray())
 
     def _unmap(self) -> None:
-        try:
-            self._buffer.release()
-            if self._mapped is not None:
-                self._mapped.close()
-        except BufferError as error:
+        """Drop the references to the mapping. It ends with the last one."""
+        if self._mapped is None:
+            return
+        mapped = weakref.ref(self._mapped)
+        self._mapped, self._buffer = None, memoryview(b"")
+        if (kept := mapped()) is not None:
+            self._mapped, self._buffer = kept, memoryview(kept).cast("B")
             raise InternalError(
                 "a segment cannot be sealed while something refers to its buffer",
-                seen=str(error),
                 expected="every view and tensor made from it to be released before",
-            ) from error
-        self._mapped = None
+            )
 
 
 def _seal(descriptor: int) -> None:
@@ -263,16 +285,6 @@ def _seal(descriptor: int) -> None:
             if error.errno != errno.EBUSY or attempt == SEAL_ATTEMPTS - 1:
                 raise
         time.sleep(SEAL_PAUSE_S)
-
-
-def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
-    """Map the pages, so that writing to them does not fault; False if the kernel cannot, for
-    example because it is too old.
-
-    `mapped.madvise` is not used: it holds the GIL, so training on other threads would stop.
-    """
-    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
-    return not _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)
 
 
 def _no_memory(num_bytes: int, error: Exception) -> Overloaded:

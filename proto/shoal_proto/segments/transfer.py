@@ -328,8 +328,8 @@ class SegmentConnection:
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
         if self._chunk_within_s is None:
-            # The server has computed the digests after the seals were set: nothing has changed
-            # since.
+            # The publisher has computed the digests once the memory was write-protected, and the
+            # server has checked the seals: nothing has changed since.
             return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
         segment = Segment.adopt(descriptor, reply.num_bytes)
         try:

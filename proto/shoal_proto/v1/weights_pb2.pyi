@@ -1379,8 +1379,8 @@ class PutSegmentRequest(_message.Message):
     publication: _builtins.int
     rank: _builtins.int
     chunk_digests: _builtins.bytes
-    """Digests of the segment's chunks, which the sender of a DESCRIPTOR has computed after the memory
-    was sealed: nothing has changed since. Empty: the server computes them.
+    """Digests of the segment's chunks, which the sender of a DESCRIPTOR has computed once the memory
+    was write-protected: nothing has changed since. Empty: the server computes them.
     """
     @_builtins.property
     def segment(self) -> Global___Segment:

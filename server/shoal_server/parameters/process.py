@@ -319,6 +319,7 @@ async def _weights(
             ):
                 yield servicer
         finally:
+            peers.close()
             differences.close()
             holdings.close()
 

@@ -10,7 +10,7 @@ import torch
 from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
-from shoal.weights.pieces import HeldWeights, replicated_weights
+from shoal.weights.pieces import PART_BYTES, HeldWeights, replicated_weights
 from shoal.weights.series import (
     PREPARING_NICENESS,
     PendingPublication,
@@ -32,6 +32,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     VersionGone,
 )
+from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import SegmentWriter
 from shoal_proto.v1.weights_pb2 import VersionRecord
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP
@@ -80,6 +81,48 @@ def test_a_version_has_the_values_at_the_return_of_publish(
     assert (version.number, version.step, ticket.version) == (1, 1, 1)
     found = series.subscription().fetch()
     assert all(torch.equal(found[name], each) for name, each in model_of(1.0).items())
+
+
+def test_tensors_of_all_kinds_arrive_as_they_were(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Large tensors are copied in parts, which are digested meanwhile."""
+    embedding = torch.arange(5 * PART_BYTES // 16 + 3, dtype=torch.int64)
+    state = {
+        "embedding": embedding,
+        "tied": embedding,
+        "large_complex": torch.randn(2 * PART_BYTES // 8 + 1, dtype=torch.complex64).conj(),
+        "large_transposed": torch.arange(2 * PART_BYTES, dtype=torch.uint8).view(16, -1).t(),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(True),
+        "mask": torch.tensor([True, False, True]),
+        "float8": torch.randn(5).to(torch.float8_e4m3fn),
+        "expanded": torch.tensor([3.0]).expand(4),
+    }
+    held = held_state(state, step=1, rank=0, world_size=1)
+    publications.publish(held, ALONE).wait("committed", 20)
+    [segment] = series.segments.values()
+    assert segment.chunk_digests == chunk_digests(segment.view())
+    target = {name: torch.zeros_like(each).contiguous() for name, each in state.items()}
+    reader = series.subscription()
+    found = reader.fetch()
+    reader.fetch(into=target)
+    for name, each in state.items():
+        assert torch.equal(
+            found[name].view(torch.uint8), each.resolve_conj().contiguous().view(torch.uint8)
+        ), name
+        assert torch.equal(target[name].view(torch.uint8), found[name].view(torch.uint8)), name
+
+
+def test_ten_thousand_small_tensors_are_published_and_installed_in_a_moment(
+    series: MemorySeries, publications: Publications
+) -> None:
+    state = {str(number): torch.full((2,), float(number)) for number in range(10_000)}
+    target = {name: torch.zeros_like(each) for name, each in state.items()}
+    held = held_state(state, step=1, rank=0, world_size=1)
+    publications.publish(held, ALONE).wait("committed", 60)
+    series.subscription().fetch(into=target)
+    assert all(torch.equal(target[name], each) for name, each in state.items())
 
 
 def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeries) -> None:

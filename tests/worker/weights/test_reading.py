@@ -1,5 +1,6 @@
 """Reading slices of any cut from slices of any other; refusals of invalid layouts."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shoal.state.shards import Chunk, TensorShard
+from shoal.weights import reading
 from shoal.weights.pieces import HeldTensor, HeldWeights, part_of
-from shoal.weights.reading import Installation, VersionLayout, merged
+from shoal.weights.reading import Installation, StoredTensor, VersionLayout, merged
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 from shoal_proto.v1.weights_pb2 import Layout, Slice, TensorSpec
 
@@ -104,6 +106,54 @@ def test_a_module_takes_a_version_that_other_ranks_cut() -> None:
     model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     Installation(VersionLayout(raw), model).write(segments)
     assert all(torch.equal(each, values(name)) for name, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_processors_that_torch_does_not_use_share_an_installation(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are right whichever thread writes a tensor, in whichever mode it was made."""
+    raw, segments = published(1, 3)
+    monkeypatch.setattr(reading, "THREAD_BYTES", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(threads)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    writers = set()
+    read_into = StoredTensor.read_into
+
+    def noted(stored: StoredTensor, *arguments: Any) -> None:
+        writers.add(threading.current_thread().name)
+        read_into(stored, *arguments)
+
+    monkeypatch.setattr(StoredTensor, "read_into", noted)
+    model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    with torch.inference_mode():
+        model["wide"] = torch.zeros(SHAPES["wide"])
+    Installation(VersionLayout(raw), model).write(segments)
+    assert all(torch.equal(each, values(name)) for name, each in model.state_dict().items())
+    assert all(each.requires_grad for each in model.parameters() if not each.is_inference())
+    assert (len(writers) > 1) == (threads > 1)
+
+
+def test_tensors_that_may_depend_on_the_callers_state_are_written_by_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensors on a GPU are written on the caller's current stream. Tensors that share memory are
+    written by one thread: the version may hold different values for them."""
+
+    class Tagged(Tensor):
+        pass
+
+    monkeypatch.setattr(reading, "THREAD_BYTES", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    tensors = {str(number): torch.zeros(4) for number in range(6)}
+    tensors["0"] = torch.zeros(4).as_subclass(Tagged)
+    tensors["empty"] = torch.zeros(0)
+    tensors["tied"], tensors["also_tied"] = torch.zeros(2, 4)
+    shares = reading._shares({name: TensorShard.whole(each) for name, each in tensors.items()})
+    assert shares[0][-3:] == ["0", "tied", "also_tied"]
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    assert len(shares) == 4
 
 
 def spec(name: str = "w", shape: tuple[int, ...] = (4, 2)) -> TensorSpec:

@@ -13,6 +13,7 @@ The last two exist only where every rank holds the whole model, and never in a c
 <parameter> is the fully qualified name in the user's model.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,7 +77,7 @@ class Chunk:
 
     @property
     def num_elements(self) -> int:
-        return torch.Size(self.sizes).numel()
+        return math.prod(self.sizes)
 
     def overlap(self, other: "Chunk") -> "Chunk | None":
         """Return the intersection; None if it is empty."""

@@ -4,7 +4,10 @@ Segments are staged and verified before tensors are read from them. A tensor tha
 slice is a view of its segment; a tensor that several ranks have published is assembled."""
 
 import math
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,10 @@ Target = Mapping[str, Tensor] | nn.Module
 """Target of an installation: tensors by name, DTensors among them, or a module."""
 _PACKED = (torch.float4_e2m1fn_x2,)
 """Floating point dtypes into which torch converts no values."""
+MAX_THREADS = 4
+"""Maximum number of threads that write an installation's tensors."""
+THREAD_BYTES = 32 * 1024 * 1024
+"""Size for which another thread writes tensors."""
 NAMED = 5
 """Limit of the names in an error's list."""
 
@@ -58,9 +65,12 @@ class StoredTensor:
         self.read_into(whole, Chunk.whole(self.shape), segments)
         return whole
 
-    @torch.no_grad()
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype."""
+        """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype. To
+        be called without grad mode if the target requires a gradient."""
+        if len(self.slices) == 1 and self.slices[0].chunk == chunk:
+            target.copy_(self.view(self.slices[0], segments))
+            return
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
@@ -167,11 +177,50 @@ class Installation:
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
-        """Install the version: write all tensors, from verified segments."""
-        for name, shard in self._shards.items():
-            # A tensor made in inference mode can be written in that mode only.
-            with torch.inference_mode(shard.tensor.is_inference()):
-                self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
+        """Install the version: write all tensors, from verified segments. Processors that torch
+        does not use for the copy of one tensor copy others."""
+        shares = _shares(self._shards)
+        with ThreadPoolExecutor(len(shares), thread_name_prefix="shoal-install") as pool:
+            others = [pool.submit(self._write, names, segments) for names in shares[1:]]
+            self._write(shares[0], segments)
+        for each in others:
+            each.result()
+
+    @torch.no_grad()
+    def _write(self, names: Sequence[str], segments: Mapping[int, Tensor]) -> None:
+        for name in names:
+            shard, stored = self._shards[name], self._layout.tensors[name]
+            if shard.tensor.is_inference() == torch.is_inference_mode_enabled():
+                stored.read_into(shard.tensor, shard.chunk, segments)
+            else:
+                # A tensor made in inference mode can be written in that mode only.
+                with torch.inference_mode(shard.tensor.is_inference()), torch.no_grad():
+                    stored.read_into(shard.tensor, shard.chunk, segments)
+
+
+def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
+    """Divide the tensors among threads, about equally in bytes. The first share, which the caller's
+    thread writes, has all tensors that may depend on its state, such as its current stream, and all
+    that share memory with others: of these the last one written counts."""
+    threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
+    plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in plain.values())
+    names = [name for name, each in plain.items() if users[each.untyped_storage().data_ptr()] == 1]
+    num_bytes = sum(shards[name].tensor.nbytes for name in names)
+    threads = max(min(threads, num_bytes // THREAD_BYTES), 1)
+    shares: list[list[str]] = [[] for _ in range(threads)]
+    done_bytes = 0
+    for name in names:
+        # A last tensor without bytes would be beyond the last share.
+        shares[min(done_bytes * threads // max(num_bytes, 1), threads - 1)].append(name)
+        done_bytes += shards[name].tensor.nbytes
+    divided = set(names)
+    shares[0] += [name for name in shards if name not in divided]
+    return shares
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:

@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     ShoalError,
 )
 from shoal_proto.numbers_given import as_index
+from shoal_proto.segments.digests import DigestsInOrder
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1 import weights_pb2
 
@@ -286,6 +287,8 @@ class _Publication:
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
+    digests: DigestsInOrder
+    """Digests of the writer's memory."""
     ticket: PendingPublication
     before: PendingPublication | None
     """The previous publication, which is to be committed first."""
@@ -344,14 +347,20 @@ class Publications:
         if not self._await_turn(is_over):
             return self._abandoned(held.step)
         writer = self._writers.take(part.num_bytes)
+        digests = DigestsInOrder(writer.buffer, writer.protect)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
-        part.copy_into(memory)
+        try:
+            part.copy_into(memory, digests.advance)
+        except BaseException:
+            digests.close()
+            raise
         del memory
         ticket = PendingPublication(number or self._next_number(held.step), held.step, self._look)
         publication = _Publication(
             contributor=self._contributors[self._num_sent % len(self._contributors)],
             part=part,
             writer=writer,
+            digests=digests,
             ticket=ticket,
             before=self._tickets[-1] if self._tickets else None,
             metadata=own_metadata,
@@ -415,7 +424,7 @@ class Publications:
     def _send(self, publication: _Publication) -> None:
         ticket = publication.ticket
         try:
-            segment = publication.writer.seal()
+            segment = publication.writer.seal(publication.digests.result())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)

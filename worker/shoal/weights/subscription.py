@@ -5,7 +5,6 @@ arrives, and all wanted chunks are staged before a tensor of the reader is writt
 `Weights` change only if their reader writes to them."""
 
 import asyncio
-import mmap
 import os
 import socket
 import threading
@@ -40,7 +39,7 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.reused import ReusedSegment
-from shoal_proto.segments.sealed import Segment, advise_huge_pages
+from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
 
 log = structlog.get_logger(__name__)
@@ -406,14 +405,7 @@ def memory_of(segment: Segment) -> Tensor:
     if isinstance(segment, ReusedSegment):
         return torch.frombuffer(segment.memory(), dtype=torch.uint8)
     # A segment is sealed against writing, but can be mapped privately (copy on write).
-    mapped = mmap.mmap(
-        segment.descriptor,
-        segment.num_bytes,
-        flags=mmap.MAP_PRIVATE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-    )
-    advise_huge_pages(mapped)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    return torch.frombuffer(segment.private_memory(), dtype=torch.uint8)
 
 
 def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:

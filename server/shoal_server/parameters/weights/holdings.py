@@ -91,8 +91,8 @@ class WeightHoldings:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
         memory is reserved meanwhile.
 
-        `of_chunks`: digests of the chunks of a descriptor, computed by its sender after the memory
-        was sealed; None: they are computed here.
+        `of_chunks`: digests of the chunks of a descriptor, computed by its sender once the memory
+        was write-protected; None: they are computed here.
 
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
         ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import partial
 from typing import TypeVar
 
 import grpc
 import grpc.aio
+import structlog
 
+from shoal_proto.errors import Unavailable
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
@@ -30,7 +31,13 @@ TRANSFER_S = 3600.0
 """Longest transfer of one segment. If the other server falls silent, the transfer fails much
 earlier."""
 
+MAX_IDLE = 8
+"""Maximum number of idle connections that are kept."""
+
+Destination = tuple[str, str]
+"""Address of a server, and series: a connection carries calls about one series."""
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 
 class WeightPeers:
@@ -38,6 +45,8 @@ class WeightPeers:
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
+        self._idle: dict[Destination, SegmentConnection] = {}
+        self._is_closed = False
 
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
@@ -65,9 +74,30 @@ class WeightPeers:
 
         return await self._on_connection(source, series, fetch)
 
+    def close(self) -> None:
+        """Close idle connections now, and those in use after their calls."""
+        self._is_closed = True
+        idle, self._idle = self._idle, {}
+        for connection in idle.values():
+            connection.close()
+
     async def _on_connection(
         self, server: StoreServer, series: str, call: Callable[[SegmentConnection], T]
     ) -> T:
+        destination = server.address, series
+        idle = self._idle.pop(destination, None)
+        if idle is not None and idle.is_open:
+            try:
+                return await self._called(destination, idle, call)
+            except Unavailable as error:
+                # The server may have closed it at this moment, or may have been restarted.
+                log.info("peer_called_again", to=server.id, reason=str(error))
+        elif idle is not None:
+            idle.close()
+        connection = await self._opened(server, series)
+        return await self._called(destination, connection, call)
+
+    async def _opened(self, server: StoreServer, series: str) -> SegmentConnection:
         try:
             async with open_aio_channel(server.address, SERVER_NAME, PEER_OPTIONS) as channel:
                 offer: OpenBulkReply = await WeightStoreStub(channel).OpenBulk(
@@ -78,18 +108,40 @@ class WeightPeers:
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, SegmentConnection.open, offer, server.address)
         try:
-            connection = await asyncio.shield(opening)
+            return await asyncio.shield(opening)
         except asyncio.CancelledError:
             # The thread continues: close the connection that it opens.
             opening.add_done_callback(_discard)
             raise
-        try:
+
+    async def _called(
+        self,
+        destination: Destination,
+        connection: SegmentConnection,
+        call: Callable[[SegmentConnection], T],
+    ) -> T:
+        """Make the call on a thread. The connection is kept for the next call unless it fails."""
+
+        def kept() -> tuple[T, SegmentConnection]:
             # Even if this is cancelled before a thread is free, the thread closes the connection.
-            calling = loop.run_in_executor(self._threads, partial(_closing, connection, call))
-            return await asyncio.shield(calling)
+            try:
+                return call(connection), connection
+            except BaseException:
+                connection.close()
+                raise
+
+        calling = asyncio.get_running_loop().run_in_executor(self._threads, kept)
+        try:
+            found, _ = await asyncio.shield(calling)
         except asyncio.CancelledError:
             connection.abort()
+            calling.add_done_callback(_discard_answered)
             raise
+        if self._is_closed or destination in self._idle or len(self._idle) >= MAX_IDLE:
+            connection.close()
+        else:
+            self._idle[destination] = connection
+        return found
 
 
 def _discard(opening: "asyncio.Future[SegmentConnection]") -> None:
@@ -97,6 +149,6 @@ def _discard(opening: "asyncio.Future[SegmentConnection]") -> None:
         opening.result().close()
 
 
-def _closing(connection: SegmentConnection, call: Callable[[SegmentConnection], T]) -> T:
-    with connection:
-        return call(connection)
+def _discard_answered(calling: "asyncio.Future[tuple[T, SegmentConnection]]") -> None:
+    if not calling.cancelled() and calling.exception() is None:
+        calling.result()[1].close()
