@@ -19,7 +19,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 from support.processes.served_process import awaited
 
-from shoal.launcher.metrics import _Collector
+from shoal.launcher.metrics import LauncherCollector
 from shoal.launcher.worker_slots import Exit, WorkerSlot
 from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_server.core.generations.roster import Generation, Step
@@ -86,7 +86,7 @@ def launched() -> str:
         Exit(code=0, ending=MembershipEnding.UNKNOWN),
     ]
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(slots))  # type: ignore[arg-type]
+    registry.register(LauncherCollector(slots))  # type: ignore[arg-type]
     return generate_latest(registry).decode()
 
 
@@ -142,7 +142,7 @@ def test_a_launcher_counts_exits_of_workers_by_cause() -> None:
 def test_a_pending_restart_is_not_counted() -> None:
     waits = WorkerSlot(index=0, member_id="w0", start_at_s=1.0)
     waits.exits = [Exit(code=1, ending=MembershipEnding.PASSING)]
-    families = _Collector([waits]).collect()
+    families = LauncherCollector([waits]).collect()
     (restarts,) = (each for each in families if each.name == "shoal_launcher_worker_restarts")
     assert [each.value for each in restarts.samples] == [0]
 

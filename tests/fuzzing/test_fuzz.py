@@ -21,7 +21,7 @@ from shoal_proto.errors import JournalDamaged, MalformedMessage, SnapshotDamaged
 from shoal_proto.v1.replication_pb2 import DenseSpec
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.service.snapshots_servicer import _read
+from shoal_server.parameters.service.snapshots_servicer import read_shard
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.locations import Location
@@ -119,7 +119,7 @@ def test_an_image_that_no_server_makes_is_refused_with_its_fault(
         sha256=file.sha256,
     )
     with pytest.raises(SnapshotDamaged, match=named):
-        _read(SnapshotLibrary(storage, "job"), part)
+        read_shard(SnapshotLibrary(storage, "job"), part)
 
     config = JournalConfig(directory=tmp_path / "journal")
     with Journal(config, fsync=lambda descriptor: None) as journal:

@@ -1,5 +1,6 @@
 """Local clusters that a command finds by an address, and those that it must not find."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ KILLED = """
 import os, sys, pathlib
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
-local_clusters._PARENT = pathlib.Path(sys.argv[1])
+local_clusters.PARENT = pathlib.Path(sys.argv[1])
 Announcement(LocalClusterRecord(addresses=["127.0.0.1:7"], certificates=pathlib.Path("c")))
 print("announced", flush=True)
 os.kill(os.getpid(), 9)
@@ -26,7 +27,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
+    monkeypatch.setattr(local_clusters, "PARENT", tmp_path)
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
 
 
@@ -98,17 +99,18 @@ def test_tmpdir_does_not_decide_where_a_record_is(
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / "own"))
     announced.path.parent.chmod(0o755)
     for parent in (tmp_path, tmp_path / "absent"):
-        monkeypatch.setattr(local_clusters, "_PARENT", parent)
+        monkeypatch.setattr(local_clusters, "PARENT", parent)
         announced = Announcement(record("127.0.0.1:7701"))
         assert announced.path.parent.parent == tmp_path / "own"
         assert find(["127.0.0.1:7701"]) is not None
         announced.close()
 
 
-def test_clusters_of_another_network_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_of_another_network_are_not_found() -> None:
     """127.0.0.1:7700 in a container is another address than on its host."""
     announced = Announcement(record("127.0.0.1:7700"))
-    monkeypatch.setattr(local_clusters, "_network", lambda: -1)
+    written = json.loads(announced.path.read_text())
+    announced.path.write_text(json.dumps({**written, "network": written["network"] + 1}))
     assert find(["127.0.0.1:7700"]) is None
     announced.close()
 

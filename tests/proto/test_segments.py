@@ -273,7 +273,7 @@ def test_a_forked_process_does_not_prevent_sealing_or_freeing() -> None:
     """Data loaders fork while the memory of the next version is already prepared."""
     held, writer = segment_of(b"weights"), SegmentWriter.prepare(100)
     view = held.view()
-    numbers = {held.descriptor, writer._descriptor}
+    numbers = {held.descriptor, writer.descriptor}
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -3,7 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Fenced, GenerationBroken, RejoinError
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.rendezvous_pb2 import StoreGetRequest
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +182,14 @@ def test_values_that_all_ranks_read_are_requested_once_per_host(
     """A group of few values is requested by each rank itself, and so is any group by a rank without
     a shared directory."""
     calls: list[int] = []
-    asked = RendezvousStore._fetch
+    call = membership.coordinators.call
 
-    def noted(store: RendezvousStore, keys: Sequence[str], timeout_s: float) -> Any:
-        calls.append(len(keys))
-        return asked(store, keys, timeout_s)
+    def noted(method: Any, request: Any, **options: Any) -> Any:
+        if isinstance(request, StoreGetRequest):
+            calls.append(len(request.keys))
+        return call(method, request, **options)
 
-    monkeypatch.setattr(RendezvousStore, "_fetch", noted)
+    monkeypatch.setattr(membership.coordinators, "call", noted)
 
     def store(directory: Path | None) -> RendezvousStore:
         return RendezvousStore(

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,17 +157,10 @@ def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[l
     return lines[len(lines) - min(number, len(lines)) :], after
 
 
-def _follow(
-    client: StatusClient,
-    job: str,
-    positions: dict[str, str],
-    *,
-    prefixed: bool,
-    pause: Callable[[float], None] = time.sleep,
-) -> None:
+def _follow(client: StatusClient, job: str, positions: dict[str, str], *, prefixed: bool) -> None:
     """Print new lines until the launchers of all members have ended."""
     while positions:
-        pause(ASK_EACH_S)
+        time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):
             try:
                 page = client.output(job, member, after=after)
@@ -238,11 +231,11 @@ def _where(config: LogsConfig) -> str:
     return f", which is {host}"
 
 
-def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
+def _followed(path: Path) -> Iterator[bytes]:
     """Yield data appended after the call, also when the launcher has begun a new file."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
-        pause(LOOK_EACH_S)
+        time.sleep(LOOK_EACH_S)
         try:
             found = path.stat()
         except FileNotFoundError:

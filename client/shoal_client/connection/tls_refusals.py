@@ -23,16 +23,17 @@ MAX_ANSWERED = 1024
 ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
 """Words in gRPC's description of a refused handshake, but not of a port without a listener."""
-_answered: set[str] = set()
-"""Addresses that have answered a call without TLS. Failures there are not diagnosed."""
+answered_plainly: set[str] = set()
+"""Addresses that have answered a call of this process without TLS. Failures there are not
+diagnosed."""
 
 
 def note_answer(address: str) -> None:
     """Record that the server at host:port has answered, if this process uses no TLS."""
-    if address not in _answered and identity.own() is None:
-        if len(_answered) >= MAX_ANSWERED:
-            _answered.clear()
-        _answered.add(address)
+    if address not in answered_plainly and identity.own() is None:
+        if len(answered_plainly) >= MAX_ANSWERED:
+            answered_plainly.clear()
+        answered_plainly.add(address)
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
@@ -41,7 +42,7 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
     COORDINATOR_NAME. Blocks as `why_refused` does."""
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
-    if identity.own() is None and address in _answered:
+    if identity.own() is None and address in answered_plainly:
         # No handshake: it would wait for a server that hangs, while another may lead by now.
         return error
     return why_refused(address, name) or error

@@ -83,7 +83,7 @@ def _run(config: DemoConfig, directory: Path) -> bool:
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
-        outcomes = _train(plans, directory, console, None if config.insecure else LocalTls())
+        outcomes = train(plans, directory, console, None if config.insecure else LocalTls())
         if config.json_file is not None:
             config.json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
     finally:
@@ -97,9 +97,10 @@ def _run(config: DemoConfig, directory: Path) -> bool:
     return all(each.good for each in outcomes) and not left
 
 
-def _train(
+def train(
     plans: Sequence[DemoPlan], directory: Path, console: Console, tls: LocalTls | None
 ) -> Sequence[Outcome]:
+    """Start a cluster in the directory, and train by each plan in turn. Raises ShoalError."""
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
     # One thread for each process: there are more processes than cores.

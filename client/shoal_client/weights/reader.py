@@ -99,8 +99,7 @@ class SeriesReader:
         self._fetching = threading.Lock()
         """Lock held while a relay fetches a version: it fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
-        serves_at = "" if self._relay is None else self._relay.address
-        self._leases = ReaderLeases(self._reports, series, reader, serves_at)
+        self._leases = ReaderLeases(self._reports, series, reader, self.relay_address)
         self._apply_difference = apply_difference
         self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
@@ -245,6 +244,12 @@ class SeriesReader:
         """Report in the background which version this reader serves. `digest`: digest of the
         installed bytes. Raises Regressed if the version is older than the last one."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
+
+    @property
+    def relay_address(self) -> str:
+        """Address at which this reader serves other readers; empty: it is no relay."""
+        relay = self._relay
+        return "" if relay is None else relay.address
 
     @property
     def installed(self) -> int:

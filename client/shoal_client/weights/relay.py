@@ -96,6 +96,14 @@ class _RelayedSegment:
     is_whole: bool = False
     is_given_up: bool = False
 
+    def show_arriving(self) -> None:
+        """Make the memory of the arriving segment available, once it is allocated."""
+        staged = self.staged
+        if self.memory is None and staged is not None and staged.descriptor is not None:
+            self.memory = _Memory(staged.descriptor)
+            self.num_bytes = os.fstat(staged.descriptor).st_size
+            self.chunk_digests = staged.chunk_digests
+
     def has(self, index: int) -> bool:
         return self.is_whole or (self.staged is not None and self.staged.has(index))
 
@@ -196,10 +204,8 @@ class Relay(WeightStoreServicer):
 
         def progressed() -> None:
             with self._changed:
-                if entry.memory is None and staged.descriptor is not None:
-                    entry.memory = _Memory(staged.descriptor)
-                    entry.num_bytes = os.fstat(staged.descriptor).st_size
-                    entry.chunk_digests = staged.chunk_digests
+                if (arriving := announced()) is not None:
+                    arriving.show_arriving()
                 self._progress_s = time.monotonic()
                 self._changed.notify_all()
 
@@ -207,6 +213,9 @@ class Relay(WeightStoreServicer):
         with self._changed:
             entry = self._announce(digest)
             entry.staged = staged
+            # Weak: otherwise the memory of a dropped segment would stay in use until Python's next
+            # cyclic garbage collection.
+            announced = weakref.ref(entry)
         return staged
 
     def give_up(self, digest: bytes) -> None:

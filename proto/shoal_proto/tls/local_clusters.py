@@ -27,7 +27,8 @@ from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-_PARENT = Path("/tmp")
+PARENT = Path("/tmp")
+"""Directory of the folder with the records; the folder's name has the user's id."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BYTES = 1 << 16
 
@@ -139,7 +140,7 @@ def _is_locked(descriptor: int) -> bool:
 
 def _folders() -> Sequence[Path]:
     """Return the possible paths of this user's folder, the preferred one first."""
-    parents = dict.fromkeys((_PARENT, Path(tempfile.gettempdir())))
+    parents = dict.fromkeys((PARENT, Path(tempfile.gettempdir())))
     return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
 
 

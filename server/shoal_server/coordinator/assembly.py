@@ -97,7 +97,7 @@ class Coordinator:
             self.registry,
             self.resetting,
             self.plug_in,
-            result_of=self._result_of,
+            result_of=self.result_of,
             limits=(retention or RetentionPolicy()).limits,
         )
 
@@ -123,7 +123,7 @@ class Coordinator:
             on_failed=job_failed,
             on_member_lost=member_lost,
             on_change=job_changed,
-            result_of=self._result_of,
+            result_of=self.result_of,
             max_jobs=max_jobs,
         )
 
@@ -173,7 +173,8 @@ class Coordinator:
         generations = actor.generations_in_force()
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
-    def _result_of(self, job: str) -> JobResult:
+    def result_of(self, job: str) -> JobResult:
+        """Result of a job, from the reports of its members and its ledger of samples."""
         queries = StatusQueries(self.view, self.board)
         summary = queries.summary(queries.job(job))
         return JobResult(

@@ -53,7 +53,7 @@ class Leader(LeaderCandidate):
 async def read(store: KeyValueStore) -> Leader | None:
     """Read the leader; None if there is none. Raises what the store raises."""
     found = await store.get(keys.LEADER)
-    return None if found is None else _parse(found.value, found.create_revision)
+    return None if found is None else parsed(found.value, found.create_revision)
 
 
 async def follow(
@@ -67,7 +67,7 @@ async def follow(
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:
-            yield None if item is None else _parse(item.value, item.mod_revision)
+            yield None if item is None else parsed(item.value, item.mod_revision)
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
@@ -99,7 +99,8 @@ async def delete_unleased(store: KeyValueStore) -> None:
     log.error("leader_record_without_lease", value=found.value[:200], deleted=ended)
 
 
-def _parse(value: bytes, created: Revision) -> Leader:
+def parsed(value: bytes, created: Revision) -> Leader:
+    """Leader that the key's value names; without texts if the value cannot be read."""
     try:
         record = Fields.parsed(value)
         address, http_url = record.text("address"), record.text("http_url")

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import grpc
 import pytest
-from support.clusters.bulk_frames import RawConnection
+from support.clusters.bulk_frames import RawConnection, bulk_offer
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import connection as client_connection
@@ -55,7 +55,7 @@ def small() -> Iterator[tuple[ParameterServers, ParameterClient, Token]]:
 
 
 def opened(small: tuple[ParameterServers, ParameterClient, Token]) -> RawConnection:
-    return RawConnection.admitted(small[0], small[2])
+    return RawConnection.admitted(bulk_offer(small[0], small[2]))
 
 
 def opening(token: Token, sequence: int = 1, epoch: int = 1) -> bytes:
@@ -137,14 +137,16 @@ def test_the_end_of_a_push_is_sent_with_its_last_answer(
 @pytest.mark.parametrize("is_spent", [False, True])
 def test_a_connection_needs_an_unused_key_of_the_server(small: Small, *, is_spent: bool) -> None:
     key = opened(small).key if is_spent else bytes(32)
-    raw = RawConnection(small[0], small[2], key=key)
+    raw = RawConnection(bulk_offer(small[0], small[2]), key=key)
     assert raw.next() is None
 
 
 @pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.PIECE])
 def test_data_announced_without_a_key_is_not_waited_for(small: Small, kind: FrameKind) -> None:
     """A header of 40 bytes may announce megabytes, for which the server would reserve memory."""
-    raw = RawConnection(small[0], small[2], greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES))
+    raw = RawConnection(
+        bulk_offer(small[0], small[2]), greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES)
+    )
     raw.socket.settimeout(HELLO_S / 2)
     assert raw.next() is None
 
@@ -152,7 +154,7 @@ def test_data_announced_without_a_key_is_not_waited_for(small: Small, kind: Fram
 def test_only_a_member_gets_a_key(small: Small) -> None:
     stranger = Token(job="job", generation=1, member_id="w9", incarnation="none")
     with pytest.raises(grpc.RpcError, match="w9"):
-        RawConnection(small[0], stranger)
+        bulk_offer(small[0], stranger)
 
 
 def test_a_corrupted_gradient_is_refused(small: Small) -> None:

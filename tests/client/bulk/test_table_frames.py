@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from support.clusters.bulk_frames import RawConnection
+from support.clusters.bulk_frames import RawConnection, bulk_offer
 from support.clusters.parameter_servers import ParameterServers, servers_fixture
 
 from shoal_client.bulk import bulk_transport
@@ -63,11 +63,11 @@ class Small:
         self.servers = servers
         self.token = token
         self.client = client
-        ((where, shard),) = client._shards.items()
-        self.where, self.shard_id = where, shard.shard_id
+        self.where = (TABLE.name, 0)
+        (self.shard_id,) = client.shard_ids([self.where])
 
     def opened(self) -> RawConnection:
-        return RawConnection.admitted(self.servers, self.token)
+        return RawConnection.admitted(bulk_offer(self.servers, self.token))
 
     def pushing(self, *, num_rows: int = 3, epoch: int = 1, token: Token | None = None) -> bytes:
         rows = PushedRows(num_rows=num_rows)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from itertools import chain, count, repeat
+from typing import Self
 
 import pytest
 from support.clusters.http_world import served_over_http
@@ -10,7 +11,7 @@ from support.processes.load import unhurried
 
 from shoal_client.cli import parse
 from shoal_client.commands import drain as command
-from shoal_client.commands.drain import _drained
+from shoal_client.commands.drain import DrainConfig, drain
 from shoal_client.commands.status import StatusClient
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
@@ -97,40 +98,61 @@ class ChangingLeaders:
         self.failures = list(failures)
         self.num_calls = 0
 
-    def ask(self, timeout_s: float) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        pass
+
+    def call(self, method: object, request: DrainRequest, *, timeout_s: float) -> None:
         self._fail()
         self.num_calls += 1
 
-    def job(self, job: str) -> dict[str, list[str]]:
+    def leader(self) -> str:
+        return "127.0.0.1:1"
+
+    def member(self, job: str, member_id: str) -> dict[str, dict[str, str]]:
+        return {"member": {"public_id": "first"}}
+
+    def job(self, job: str) -> dict[str, object]:
         self._fail()
-        return {"members": []}
+        summary = {"phase": "collect", "shown_state": "waiting", "reason": "for members"}
+        return {"members": [], "summary": summary}
 
     def _fail(self) -> None:
         if self.failures:
             raise self.failures.pop(0)
 
 
-def test_a_drain_is_requested_again_after_a_change_of_leaders() -> None:
+def drain_with(at: ChangingLeaders, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Drain member b of job j, with this fake in place of the connections."""
+    monkeypatch.setattr(command, "StatusClient", lambda urls: at)
+    monkeypatch.setattr(command, "Coordinators", lambda addresses: at)
+    return drain(DrainConfig(member="b", job="j", timeout_s=unhurried(30.0)))
+
+
+def test_a_drain_is_requested_again_after_a_change_of_leaders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The next leader may not know of the request."""
     at = ChangingLeaders(
         DeadlineExceeded("no answer in time"), NotLeader("a standby"), Unavailable("nobody leads")
     )
-    request = DrainRequest(job="j", member_id="b")
-    give_up_s = time.monotonic() + unhurried(30.0)
-    detail = _drained(request, at.ask, at, give_up_s)  # type: ignore[arg-type]
-    assert detail == {"members": []}
+    assert drain_with(at, monkeypatch) == 0
     assert at.num_calls == 1 and not at.failures
+    assert "b left job j" in capsys.readouterr().out
 
 
-def test_an_unknown_member_in_a_repeated_request_has_left() -> None:
+def test_an_unknown_member_in_a_repeated_request_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to the first request was lost. In a first request it is an error."""
     at = ChangingLeaders(Unavailable("nobody leads"), UnknownMember("no member b"))
-    request = DrainRequest(job="j", member_id="b")
-    give_up_s = time.monotonic() + unhurried(30.0)
-    assert _drained(request, at.ask, at, give_up_s) == {"members": []}  # type: ignore[arg-type]
+    assert drain_with(at, monkeypatch) == 0
     unknown = ChangingLeaders(UnknownMember("no member b"))
     with pytest.raises(UnknownMember):
-        _drained(request, unknown.ask, at, give_up_s)  # type: ignore[arg-type]
+        drain_with(unknown, monkeypatch)
 
 
 @pytest.mark.long

@@ -2,12 +2,13 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.clusters import status_world
 from support.clusters.status_world import World
 
-from shoal_client.cli import main, parse
+from shoal_client.cli import INTERRUPTED, main, parse
 from shoal_client.commands import events, top
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import ChangeSummary, Departure
@@ -73,20 +74,26 @@ def test_the_newest_events_can_be_shown_as_json(
 
 
 @pytest.mark.long
-def test_new_events_are_followed(world: World, url: str) -> None:
-    """Existing events are first, then each new one once."""
+def test_new_events_are_followed(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Existing events are first, then each new one once. Ctrl-C ends the command."""
+    pauses = iter((("the second", "the third"), ()))
+
+    def meanwhile(seconds: float) -> None:
+        try:
+            new = next(pauses)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+        for reason in new:
+            world.board.event("digits", "snapshot_taken", reason)
+
     world.board.event("digits", "snapshot_taken", "the first")
-    config = events.EventsConfig(job="digits", follow=True)
-    found: list[str] = []
-    with events.StatusClient(url) as client:
-        for event in events._events(client, config):
-            found.append(event["reason"])
-            if len(found) == 1:
-                world.board.event("digits", "snapshot_taken", "the second")
-                world.board.event("digits", "snapshot_taken", "the third")
-            if len(found) == 3:
-                break
-    assert found == ["the first", "the second", "the third"]
+    capsys.readouterr()  # discard log lines of the board
+    monkeypatch.setattr(events, "time", SimpleNamespace(sleep=meanwhile))
+    assert main(["events", "digits", "-f", "--json", "--http", url]) == INTERRUPTED
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert [each["reason"] for each in shown] == ["the first", "the second", "the third"]
 
 
 @pytest.mark.long

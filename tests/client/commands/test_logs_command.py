@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.clusters.status_world import World
 
-from shoal_client.cli import main
+from shoal_client.cli import INTERRUPTED, main
 from shoal_client.commands import logs
-from shoal_client.commands.status import StatusClient
 from shoal_client.local import worker_logs
 from shoal_client.local.worker_logs import WorkerLog, log_path
 from shoal_proto.errors import InvalidSpec
@@ -44,7 +44,7 @@ def test_the_lines_of_all_members_of_a_job_are_shown(
 
 @pytest.mark.long
 def test_lines_are_followed_until_the_launcher_ends(
-    world: World, url: str, capsys: pytest.CaptureFixture[str]
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.printed["w1"] = ["first"]
     rounds = iter(("second", "third", ""))
@@ -55,11 +55,10 @@ def test_lines_are_followed_until_the_launcher_ends(
         else:
             world.launchers_live = False
 
-    with StatusClient(url) as client:
-        lines, after = logs._newest(client, "digits", "w1", 100)
-        logs._follow(client, "digits", {"w1": after}, prefixed=False, pause=meanwhile)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile))
+    assert main(["logs", "digits", "w1", "-f", "--http", url]) == 0
     shown, errors = capsys.readouterr()
-    assert lines == ["first"] and shown.splitlines() == ["second", "third"]
+    assert shown.splitlines() == ["first", "second", "third"]
     assert errors == "shoal logs: the launcher of w1 has ended\n"
 
 
@@ -175,14 +174,19 @@ def test_all_directories_of_logs_are_private(tmp_path: Path) -> None:
     assert (modes, kept.problem) == ({0o700}, "")
 
 
-def test_following_continues_in_the_next_file(tmp_path: Path) -> None:
+def test_following_continues_in_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines that the command has not shown yet are in the earlier file. Ctrl-C ends it."""
     path = log_path(tmp_path, "digits", "w0")
     kept = WorkerLog(path)
     kept.write("before")
     printed = iter(("after", "", "and in the next file"))
 
     def print_more(seconds: float) -> None:
-        line = next(printed)
+        line = next(printed, None)
+        if line is None:
+            raise KeyboardInterrupt
         if not line:
             kept.write("the last of this file")
             path.replace(worker_logs.older(path))
@@ -190,10 +194,11 @@ def test_following_continues_in_the_next_file(tmp_path: Path) -> None:
         else:
             kept.write(line)
 
-    found = logs._followed(path, print_more)
-    assert next(found) == b"after\n"
-    assert next(found) == b"the last of this file\n"
-    assert next(found) == b"and in the next file\n"
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=print_more))
+    arguments = ["logs", "w0", "--job", "digits", "--log-dir", str(tmp_path), "-f"]
+    assert main(arguments) == INTERRUPTED
+    shown = ["before", "after", "the last of this file", "and in the next file"]
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_the_error_for_a_member_without_files_names_it(

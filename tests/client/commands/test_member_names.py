@@ -133,7 +133,7 @@ def test_the_last_members_of_a_job_without_any_are_named(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use an empty folder for the records of this user's clusters."""
-    monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
+    monkeypatch.setattr(local_clusters, "PARENT", tmp_path)
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("SHOAL_HTTP", raising=False)
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)

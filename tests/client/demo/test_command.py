@@ -54,7 +54,7 @@ def test_logs_are_kept_after_a_failure(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(command, "adopt_orphans", lambda: None)
     monkeypatch.setattr(command, "sweep", lambda limit_s: left)
-    monkeypatch.setattr(command, "_train", lambda *given: [outcome(accuracy)])
+    monkeypatch.setattr(command, "train", lambda *given: [outcome(accuracy)])
     has_failed = accuracy < MIN_ACCURACY or bool(left)
     assert demo(DemoConfig()) == has_failed
     assert len(list(tmp_path.iterdir())) == has_failed

@@ -1,5 +1,6 @@
 """Readers that pass on the segments that they fetch."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,8 @@ from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
 from support.weights.segments import segment_of
 
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS
-from shoal_client.weights.reader import Base, SeriesReader, _Wanted
+from shoal_client.weights.leases import ReaderLeases
+from shoal_client.weights.reader import Base, SeriesReader
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_proto import CHUNK_BYTES
@@ -42,7 +44,13 @@ def relay() -> Iterator[Relay]:
 
 def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SERIES) -> Segment:
     """The segment as another reader gets it."""
-    server = StoreServer(id="relay", address=relay.address)
+    return fetched_from(relay.address, digest, may_be_local=may_be_local, series=series)
+
+
+def fetched_from(
+    address: str, digest: bytes, *, may_be_local: bool, series: str = SERIES
+) -> Segment:
+    server = StoreServer(id="relay", address=address)
     stores = WeightStores(series, may_be_local=may_be_local, of_relays=True)
     with closing(stores):
         return stores.fetch([server], StagedSegment(digest), LIMIT_S)
@@ -108,6 +116,29 @@ def test_a_segment_given_up_by_a_relay_is_not_awaited(relay: Relay) -> None:
             raise ZeroDivisionError
         assert found.result(LIMIT_S) is None
         assert own.received_bytes == CHUNK_BYTES
+
+
+def test_the_memory_of_a_dropped_segment_is_freed_at_once(relay: Relay) -> None:
+    """Regression: it stayed in use until Python's next cyclic garbage collection, beside the memory
+    of the next version."""
+    data = os.urandom(CHUNK_BYTES + 3)
+    digest = segment_of(data).digest
+    gc.disable()
+    try:
+        with relay.version([digest]):
+            staged = relay.staged(digest)
+            staged.open(chunk_digests(data), len(data))
+            for index in range(2):
+                arrive(staged, data, index)
+            segment = staged.seal()
+            relay.add(segment)
+        del staged
+        num_held = num_descriptors(segment)
+        with relay.version([]):
+            pass
+        assert num_descriptors(segment) == num_held - 1
+    finally:
+        gc.enable()
 
 
 def test_a_relay_holds_one_version(relay: Relay) -> None:
@@ -250,9 +281,19 @@ def test_slices_from_relays_are_refused(cluster: ParameterCluster, script: Scrip
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_a_failed_relay_costs_a_retry(
-    cluster: ParameterCluster, script: Script, sent: signal.Signals
+    cluster: ParameterCluster,
+    script: Script,
+    sent: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks that the relay sent are kept; the rest comes from a server."""
+    verify, has_two_chunks = StagedSegment.verify, threading.Event()
+
+    def verify_noted(staged: StagedSegment, index: int, chunk: memoryview) -> None:
+        verify(staged, index, chunk)
+        if index == 1:
+            has_two_chunks.set()
+
     part = os.urandom(6 * CHUNK_BYTES)
     record = script.publish(part, b"bytes")
     command = [sys.executable, halting_relay.__file__, cluster.coordinator.grpc, SERIES]
@@ -260,9 +301,10 @@ def test_a_failed_relay_costs_a_retry(
     try:
         assert process.stdout is not None
         assert process.stdout.readline()
+        monkeypatch.setattr(StagedSegment, "verify", verify_noted)
         with closing(relaying(cluster, "child")) as child, ThreadPoolExecutor(1) as pool:
             found = pool.submit(child.fetch, record)
-            awaited(lambda: _has_two_chunks(child), LIMIT_S, "two chunks from the relay")
+            assert has_two_chunks.wait(LIMIT_S)
             process.send_signal(sent)
             assert contents(found.result(LIMIT_S)) == [part, b"bytes"]
             assert child.relayed_bytes >= 2 * CHUNK_BYTES
@@ -270,14 +312,6 @@ def test_a_failed_relay_costs_a_retry(
     finally:
         process.kill()
         process.wait()
-
-
-def _has_two_chunks(child: SeriesReader) -> bool:
-    relay = child._relay
-    assert relay is not None
-    return any(
-        each.num_bytes > CHUNK_BYTES and each.has(1) for each in list(relay._segments.values())
-    )
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
@@ -289,10 +323,8 @@ def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
     """The memory of a difference that fails to arrive is freed, and no other reader waits for the
     difference."""
     old, new, difference = (segment_of(os.urandom(CHUNK_BYTES)) for _ in range(3))
-    recorded = [pb.Segment(digest=s.digest, num_bytes=s.num_bytes) for s in (old, new)]
-    before, after = (pb.VersionRecord(number=i, segments=[s]) for i, s in enumerate(recorded, 1))
+    before, after = (one_segment(number, s) for number, s in enumerate((old, new), 1))
     view = pb.SeriesView(versions=[after], head=2, servers=[StoreServer(id="one", address="-")])
-    view.versions[0].segments[0].holders.append("one")
     staged_before: list[StagedSegment] = []
     closed: list[StagedSegment] = []
     close = StagedSegment.close
@@ -301,58 +333,76 @@ def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
         closed.append(staged)
         close(staged)
 
-    def break_off(holders: object, staged: StagedSegment, timeout_s: float) -> Segment:
+    def break_off(
+        stores: object, holders: object, staged: StagedSegment, timeout_s: float
+    ) -> Segment:
+        if staged.digest == new.digest:
+            return new
         staged.open(chunk_digests(difference.view()), difference.num_bytes)
         staged_before.append(staged)
         raise Unavailable("the connection broke")
 
     reader = SeriesReader(["-"], SERIES, "r", apply_difference=_not_applied, relay_at=HOST)
-    relay, stores = reader._relay, reader._stores
-    assert relay is not None
     monkeypatch.setattr(StagedSegment, "close", close_noted)
     monkeypatch.setattr(reader, "view", lambda timeout_s: view)
     monkeypatch.setattr(reader, "layout", lambda record: pb.Layout(segment_bytes=[CHUNK_BYTES]))
-    monkeypatch.setattr(stores, "is_local", lambda holders: False)
-    monkeypatch.setattr(
-        stores, "difference", lambda *_: pb.DifferenceReply(digest=difference.digest)
-    )
-    monkeypatch.setattr(stores, "fetch", break_off)
-    wanted = _Wanted(0, [], SegmentWriter)
-    with closing(reader), relay.version([new.digest]):
-        made = reader._by_difference(after, wanted, Base(before, {0: old}), None, LIMIT_S)
-        assert made is None
-        assert closed == staged_before
+    monkeypatch.setattr(ReaderLeases, "take", lambda leases, number, timeout_s: None)
+    reply = pb.DifferenceReply(digest=difference.digest)
+    monkeypatch.setattr(WeightStores, "difference", lambda *_: reply)
+    with closing(reader):
+        # Other readers reach the relay, so only now are the calls to servers replaced.
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightStores, "is_local", lambda stores, holders: False)
+            patch.setattr(WeightStores, "fetch", break_off)
+            made = reader.fetch(after, base=Base(before, {0: old}))
+        assert contents(made) == [bytes(new.view())]
+        assert len(staged_before) == 1 and closed == staged_before
         with pytest.raises(Unavailable, match="does not hold the segment"):
-            fetched(relay, difference.digest, may_be_local=False)
+            fetched_from(reader.relay_address, difference.digest, may_be_local=False)
 
 
 def test_a_relay_that_is_closed_during_a_fetch_holds_no_segment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lease finds that a server is on this host now, while the fetch waits for another fetch."""
+    """Another lease finds meanwhile that a server is on this host now. The memory is the server's,
+    which must stay free to drop it."""
     segment, is_local = segment_of(os.urandom(CHUNK_BYTES)), False
-    recorded = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=["one"])
-    record = pb.VersionRecord(number=1, segments=[recorded])
+    record = one_segment(1, segment)
     view = pb.SeriesView(versions=[record], head=1, servers=[StoreServer(id="one", address="-")])
 
-    @contextmanager
-    def lease_meanwhile() -> Iterator[None]:
+    def lease_meanwhile(*_: object) -> Segment:
         nonlocal is_local
         is_local = True
         reader.lease(1)
-        yield
+        return segment
 
     reader = SeriesReader(["-"], SERIES, "r", relay_at=HOST)
-    relay = reader._relay
-    assert relay is not None
-    monkeypatch.setattr(reader, "_fetching", lease_meanwhile())
     monkeypatch.setattr(reader, "view", lambda timeout_s: view)
-    monkeypatch.setattr(reader._leases, "take", lambda number, timeout_s: None)
-    monkeypatch.setattr(reader._stores, "is_local", lambda holders: is_local)
-    monkeypatch.setattr(reader._stores, "fetch", lambda *_: segment)
+    monkeypatch.setattr(ReaderLeases, "take", lambda leases, number, timeout_s: None)
+    monkeypatch.setattr(WeightStores, "is_local", lambda stores, holders: is_local)
+    monkeypatch.setattr(WeightStores, "fetch", lease_meanwhile)
+    content, num_held = bytes(segment.view()), num_descriptors(segment)
     with closing(reader):
-        assert contents(reader.fetch(record)) == [bytes(segment.view())]
-        assert relay._segments == {}
+        assert reader.relay_address
+        assert contents(reader.fetch(record)) == [content]
+        assert not reader.relay_address
+        assert num_descriptors(segment) == num_held
+
+
+def one_segment(number: int, segment: Segment) -> pb.VersionRecord:
+    """Return the record of a version with one segment, which server "one" holds."""
+    recorded = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes, holders=["one"])
+    return pb.VersionRecord(number=number, segments=[recorded])
+
+
+def num_descriptors(segment: Segment) -> int:
+    """Count the descriptors of this process that keep the segment's memory in use."""
+    memory = os.fstat(segment.descriptor)
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += os.path.samestat(each.stat(), memory)
+    return found
 
 
 def _not_applied(*_: memoryview) -> None:

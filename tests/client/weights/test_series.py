@@ -15,6 +15,7 @@ from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
 from support.weights.segments import segment_of
 
 from shoal_client.weights.reader import Base, SeriesReader
+from shoal_client.weights.stores import WeightStores
 from shoal_difference import codec
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import (
@@ -130,8 +131,7 @@ def test_a_second_script_waits_until_the_first_one_has_ended(cluster: ParameterC
             second.publish(b"22", timeout_s=3.0)
         first.close()
         assert second.publish(b"22").number == 2
-        late = Script(cluster)
-        late.ranks[0]._publisher = first.ranks[0]._publisher
+        late = Script(cluster, incarnation=first.incarnation)
         with closing(late), pytest.raises((SeriesHeld, StaleEpoch)):
             late.publish(b"33", timeout_s=3.0)
 
@@ -162,14 +162,15 @@ def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.Versio
     view = reader.view(LIMIT_S)
     (version,) = [each for each in view.versions if each.number == record.number]
     addresses = {server.id: server for server in view.servers}
-    for segment in version.segments:
-        for holder in segment.holders:
-            if holder not in addresses or holder not in {s.server_id for s in cluster.present}:
-                return False
-            try:
-                reader._stores.fetch([addresses[holder]], StagedSegment(segment.digest), 5.0)
-            except ShoalError:
-                return False
+    with closing(WeightStores(SERIES)) as stores:
+        for segment in version.segments:
+            for holder in segment.holders:
+                if holder not in addresses or holder not in {s.server_id for s in cluster.present}:
+                    return False
+                try:
+                    stores.fetch([addresses[holder]], StagedSegment(segment.digest), 5.0)
+                except ShoalError:
+                    return False
     return True
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import grpc
 import pytest
+from support.clusters.bulk_frames import RawConnection
 from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.weights.segments import segment_of
 
@@ -24,8 +26,14 @@ from shoal_proto.errors import (
 from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
-from shoal_proto.v1.weights_pb2 import PutSegmentReply, PutSegmentRequest, StoreServer
+from shoal_proto.v1.weights_pb2 import (
+    OpenSegmentsRequest,
+    PutSegmentReply,
+    PutSegmentRequest,
+    StoreServer,
+)
 from shoal_proto.v1.weights_pb2 import Segment as Described
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
 
 SERIES = "job/policy"
 LIMIT_S = 30.0
@@ -231,6 +239,13 @@ def test_a_connection_closed_in_a_transfer_is_unavailable(
 ) -> None:
     """Chunks that arrived are kept, and only the rest comes from another holder."""
     segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0, 1)
+    open_connection, opened = SegmentConnection.open, list[SegmentConnection]()
+
+    def noted(*given: Any, **options: Any) -> SegmentConnection:
+        opened.append(open_connection(*given, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(SegmentConnection, "open", noted)
     with closing(WeightStores(SERIES, may_be_local=False)) as stores:
         put(stores, segment, chain)
         staged = StagedSegment(segment.digest)
@@ -240,8 +255,8 @@ def test_a_connection_closed_in_a_transfer_is_unavailable(
             verify(index, chunk)
             if index == 1 and not cut:
                 cut.append(index)
-                for connection in list(stores._in_use):
-                    connection._socket.shutdown(socket.SHUT_RDWR)
+                for connection in opened:
+                    connection.abort()
 
         monkeypatch.setattr(staged, "verify", cut_after_two)
         found = stores.fetch(chain, staged, LIMIT_S)
@@ -259,8 +274,11 @@ def test_closing_ends_a_call_in_progress(servers: ParameterServers) -> None:
 
 
 def test_a_bulk_connection_for_segments_carries_no_other_call(servers: ParameterServers) -> None:
-    with closing(WeightStores(SERIES)) as stores:
-        connection: SegmentConnection = stores._connection(at(servers, 0)[0].address)
-        connection._send(bulk.message(FrameKind.PULL, b""))
-        with pytest.raises(MalformedMessage, match="begins no call of this connection"):
-            connection._message(PutSegmentReply, float("inf"))
+    with grpc.insecure_channel(at(servers, 0)[0].address) as channel:
+        asked = OpenSegmentsRequest(series=SERIES)
+        offer = WeightStoreStub(channel).OpenBulk(asked, timeout=LIMIT_S)
+    raw = RawConnection.admitted(offer)
+    raw.send(bulk.message(FrameKind.PULL, b""))
+    error = raw.error()
+    assert isinstance(error, MalformedMessage)
+    assert "begins no call of this connection" in str(error)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
+import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
@@ -12,9 +12,11 @@ from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
-from shoal_proto.status import from_detail
+from shoal_proto.protocol import OWN_PROTOCOLS
+from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
@@ -160,11 +162,15 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
     for token in stale:
         assert isinstance(await beat(world, token), JobFinished)
         # As the process of the earlier run, which was halted meanwhile.
-        process = replace(world.member(token.member_id), incarnation=token.incarnation)
-        client = world.session(process)
-        client._core.track.generation = token.generation
-        with pytest.raises(JobFinished, match="that this process belongs to is over"):
-            await asyncio.to_thread(client.join)
+        process = world.member(token.member_id)
+        request = pb.AttendRequest(token=token, spec=process.spec, info=process.info)
+        request.protocol = OWN_PROTOCOLS.newest
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await MembershipStub(channel).Attend(request).read()
+        error = from_rpc_error(refused.value, world.address)
+        assert isinstance(error, JobFinished)
+        assert "that this process belongs to is over" in str(error)
     assert not any(member.is_broken(member.token.generation) for member in fresh)
 
 
@@ -208,7 +214,7 @@ async def test_the_next_run_leases_all_samples_again() -> None:
         assert await train_on_all(a) == 8
         await asyncio.to_thread(a.leave, completed=False, reason="some error")
         assert await asyncio.to_thread(reset_job, [world.address], "j")
-        await samples._write_all()
+        await samples.write_all()
         assert await names(store) == {"resets/j"}
         (again,) = await world.training("a")
         assert await train_on_all(again) == 8

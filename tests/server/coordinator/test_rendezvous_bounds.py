@@ -1,12 +1,18 @@
 """Bounds of the rendezvous store: its bytes include keys, and waits that end leave nothing."""
 
 import asyncio
+import gc
+import tracemalloc
 
+import grpc.aio
 import pytest
+from support.clusters.coordinator_world import served
 
-from shoal_proto.errors import InvalidSpec, Overloaded
-from shoal_server.coordinator import rendezvous
+from shoal_proto.errors import Overloaded
+from shoal_proto.v1 import rendezvous_pb2 as pb
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_server.coordinator.rendezvous import KeySpace
+from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.admission.config import JobLimits
 
 
@@ -38,15 +44,33 @@ def test_the_number_of_keys_is_bounded() -> None:
 
 async def test_a_wait_that_times_out_leaves_nothing() -> None:
     space = KeySpace()
-    for number in range(100):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await space.wait_for((f"never {number}",))
-    assert (space._waiting_calls, space._wanted_with) == ({}, {})
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await space.wait_for((f"{number:04}" + "k" * 10_000,))
+        gc.collect()  # errors refer to frames, and these to the keys
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
 
 
-@pytest.mark.parametrize("value", [b"seven", b"", b"9" * 5000, b"\xff"])
-def test_a_value_that_is_no_number_is_no_counter(value: bytes) -> None:
-    with pytest.raises(InvalidSpec, match="is not a counter"):
-        rendezvous._counter("key", value)
-    assert rendezvous._counter("key", b"-7") == -7
+async def test_a_value_that_is_no_number_is_no_counter() -> None:
+    async with (
+        served(MemoryStore()) as world,
+        grpc.aio.insecure_channel(world.address) as channel,
+    ):
+        (member,) = await world.training("a")
+        stub = RendezvousStub(channel)
+
+        async def increased(value: bytes) -> int:
+            pairs = [pb.StorePair(key="key", value=value)]
+            await stub.Set(pb.StoreSetRequest(token=member.token, pairs=pairs))
+            reply = await stub.Add(pb.StoreAddRequest(token=member.token, key="key", amount=1))
+            return int(reply.count)
+
+        for value in (b"seven", b"", b"9" * 5000, b"\xff"):
+            with pytest.raises(grpc.aio.AioRpcError, match="is not a counter"):
+                await increased(value)
+        assert await increased(b"-7") == -6

@@ -45,7 +45,7 @@ class Sweeper:
             coordinator.registry,
             coordinator.resetting,
             coordinator.plug_in,
-            result_of=coordinator._result_of,
+            result_of=coordinator.result_of,
             limits=RetentionPolicy().limits,
             clock=lambda: self.now_s,
         )
@@ -84,7 +84,7 @@ async def train_on_samples(world: Served, member: MemberSession) -> None:
     request.sequence = 2
     request.completed.append(leased)
     await samples.Lease(request, None)  # type: ignore[arg-type]
-    await samples._write_all()
+    await samples.write_all()
     process = public_id(member.token.incarnation)
     health = HealthView(received_unix_s=1.0, public_id=process, step=7, loss=0.5)
     world.coordinator.board.report("j", member.token.member_id, health)
@@ -160,7 +160,7 @@ async def test_a_job_that_ended_in_the_future_is_removed_in_time() -> None:
         coordinator = world.coordinator
         await leave(await world.training("a", "b"), completed=True)
         with patch.object(coordinator.registry.find("j").job, "phase_since_s", 1e12):
-            await coordinator.registry.find("j").keep_result(coordinator._result_of("j"))
+            await coordinator.registry.find("j").keep_result(coordinator.result_of("j"))
         await coordinator.step_down()
         await coordinator.lead(())
         at = Sweeper(world)

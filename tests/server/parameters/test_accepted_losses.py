@@ -1,27 +1,39 @@
 """Lost shards whose loss an operator accepts: they start over, and nothing of the earlier
 remains."""
 
+import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from support.clusters.parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers, calls_to_shards
 
 from shoal_client.connection.coordinators import Coordinators
+from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
 from shoal_client.progress.samples import SampleClient
-from shoal_proto.errors import InvalidSpec, NothingLost, StateLost, UnknownJob, UnknownShard
+from shoal_proto.errors import (
+    InvalidSpec,
+    NothingLost,
+    StateLost,
+    Unavailable,
+    UnknownJob,
+    UnknownShard,
+)
+from shoal_proto.pieces import OnlyPiece
 from shoal_proto.row_hash import shard_of
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import PushReply
 from shoal_proto.v1.shards_pb2 import (
     SAMPLES_AFTER_LOSS_ANEW,
     SAMPLES_AFTER_LOSS_KEEP,
@@ -202,7 +214,7 @@ def known_versions(servers: ParameterServers) -> set[int]:
 
 @pytest.mark.parametrize("has_values", [True, False], ids=["on values", "on none"])
 def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
-    opened: ExitStack, has_values: bool
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch, has_values: bool
 ) -> None:
     """The gradient of the repeated push was computed on lost values: the push is refused as
     stale."""
@@ -211,19 +223,27 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     first.create(SGD, filled(0.0))
     if has_values:
         first.pull(filled(9.0))
-    first.fetch_map()
-    base_epochs = dict(first._epochs) or {s.shard_id: s.epoch for s in first.fetch_map().shards}
-    first.push(filled(-1.0))
+    push, is_acknowledged, goes_on = ParameterCalls.push, threading.Event(), threading.Event()
+
+    def without_answer(*given: Any) -> Iterator[PushReply | OnlyPiece]:
+        monkeypatch.setattr(ParameterCalls, "push", push)
+        yield from (each for each in push(*given) if isinstance(each, OnlyPiece))
+        is_acknowledged.set()
+        assert goes_on.wait(LIMIT_S)
+        raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(ParameterCalls, "push", without_answer)
+    pool = opened.enter_context(ThreadPoolExecutor(1))
+    pushing = pool.submit(first.push, filled(-1.0))
+    assert is_acknowledged.wait(LIMIT_S)
     lose(servers, "ps-0")
     wait_lost(servers, 2)
     accept(servers)
     second = client(opened, servers, "w1")
     second.create(SGD, filled(0.5))
-    # The sender repeats the push, as after a lost answer.
-    first._sequence -= 1
-    first._epochs.update(base_epochs)
-    retried = first.push(filled(-1.0))
-    assert retried.stale.keys() == {0, 1}
+    goes_on.set()
+    retried = pushing.result(LIMIT_S)
+    assert retried.retries > 0 and retried.stale.keys() == {0, 1}
     assert pulled(second) == [0.5, 0.5]
     # A push computed on the current values is applied.
     first.pull(filled(9.0))
@@ -272,7 +292,6 @@ def test_rows_have_initial_values_after_an_accepted_loss(opened: ExitStack) -> N
         assert (raised.value.details["table"], raised.value.details["shard"]) == ("users", "0")
     accept(servers)
     assert values() == [1.0, 1.0]
-    tables._sequence = 0
     assert tables.push({where: acknowledged}).stale.keys() == {where}
     assert values() == [1.0, 1.0]
     tables.push({where: looked_up()})
@@ -350,14 +369,8 @@ def test_a_wait_for_a_lost_shard_ends_when_its_loss_is_accepted(opened: ExitStac
 
 def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
     """Create this shard alone, as `create` does for all."""
-    whole = of.fetch_map()
-    half = type(whole)()
-    half.CopyFrom(whole)
-    del half.shards[:]
-    half.shards.extend(shard for shard in whole.shards if shard.shard_id == shard_id)
-    of._job._map = half
-    of.create(SGD, filled(value))
-    of._job._map = whole
+    with calls_to_shards({shard_id}):
+        of.create(SGD, filled(value))
 
 
 def test_only_losses_can_be_accepted(opened: ExitStack) -> None:

@@ -4,10 +4,15 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.clusters.parameter_servers import ParameterServers, servers_fixture
+from support.clusters.parameter_servers import (
+    ParameterServers,
+    calls_to_shards,
+    servers_fixture,
+)
 from support.clusters.snapshot_cluster import SCHEMA as SNAPSHOT_SCHEMA
 from support.clusters.snapshot_cluster import Pusher, Snapshots, buffers, elements
 
@@ -153,13 +158,8 @@ def test_a_job_with_half_of_its_shards_created_starts(servers: ParameterServers)
     one, and does not replace the first."""
     with closing(new_client(servers, "w0")) as client:
         (first, _) = client.fetch_map().shards
-        whole, client._job._map = client._job._map, None
-        assert whole is not None
-        half = type(whole)()
-        half.CopyFrom(whole)
-        del half.shards[1:]
-        client._job._map = half
-        client.create(SGD, filled(1.0))
+        with calls_to_shards({first.shard_id}):
+            client.create(SGD, filled(1.0))
     assert assignment(servers, first.shard_id).content is ShardContent.PRESENT
     with closing(new_client(servers, "w1")) as client:
         with pytest.raises(ShardNotReady):
@@ -179,20 +179,23 @@ def test_initial_values_are_readable_once_the_record_has_them(
     """No client has seen the values if the server ends before that write, so that others may
     replace them."""
     writing = asyncio.Event()
-    is_formed = LedShard._is_formed
+    revised = LedShard.revised
 
-    def held_up(self: LedShard, record: ShardAssignment) -> bool:
+    def held_up(led: LedShard, record: ShardAssignment) -> ShardAssignment:
+        wanted = revised(led, record)
+        if wanted.content is not ShardContent.PRESENT:
+            return wanted
         writing.set()
-        return False
+        return replace(wanted, content=record.content)
 
-    monkeypatch.setattr(LedShard, "_is_formed", held_up)
+    monkeypatch.setattr(LedShard, "revised", held_up)
     monkeypatch.setattr("shoal_server.parameters.service.parameters_servicer.FORMING_S", 0.0)
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(1.0))
         servers.run(asyncio.wait_for(writing.wait(), LIMIT_S))
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
-        monkeypatch.setattr(LedShard, "_is_formed", is_formed)
+        monkeypatch.setattr(LedShard, "revised", revised)
         replace_server(servers)
         client.create(SGD, filled(2.0))
         values = filled(9.0)

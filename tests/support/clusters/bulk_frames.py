@@ -10,7 +10,7 @@ from shoal_proto import bulk
 from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
-from shoal_proto.v1.parameters_pb2 import OpenBulkRequest
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 
@@ -18,16 +18,9 @@ class RawConnection:
     """A connection of the bulk transport, frame by frame."""
 
     def __init__(
-        self,
-        servers: ParameterServers,
-        token: Token,
-        *,
-        key: bytes | None = None,
-        greeting: bytes | None = None,
+        self, offer: OpenBulkReply, *, key: bytes | None = None, greeting: bytes | None = None
     ) -> None:
         """`greeting`: bytes that are sent instead of a HELLO with the key."""
-        with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
-            offer = ParametersStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
         self._reader = FrameReader()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(20.0)
@@ -59,10 +52,16 @@ class RawConnection:
         return from_detail(ErrorDetail.FromString(bytes(frame.body)))
 
     @classmethod
-    def admitted(cls, servers: ParameterServers, token: Token) -> Self:
+    def admitted(cls, offer: OpenBulkReply) -> Self:
         """Open a connection that the server has admitted."""
-        raw = cls(servers, token)
+        raw = cls(offer)
         answer = raw.next()
         assert answer is not None
         assert answer.kind is FrameKind.HELLO
         return raw
+
+
+def bulk_offer(servers: ParameterServers, token: Token) -> OpenBulkReply:
+    """Ask the first server for a connection that carries a member's pushes and pulls."""
+    with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
+        return ParametersStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)

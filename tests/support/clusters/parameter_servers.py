@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Set
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Collection, Coroutine, Iterator, Set
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -11,6 +11,9 @@ import pytest
 import torch
 from support.processes.loop_thread import LIMIT_S, LoopThread
 
+from shoal_client.parameters.calls import ParameterCalls
+from shoal_client.parameters.job_shards import JobShards
+from shoal_client.parameters.servers import Attempt
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
@@ -66,6 +69,20 @@ def servers_fixture(num_servers: int, scope: Literal["function", "module"] = "fu
             yield servers
 
     return servers
+
+
+@contextmanager
+def calls_to_shards(shard_ids: Collection[int]) -> Iterator[None]:
+    """Let the clients' calls in the block reach these shards alone, like the calls of a member that
+    ends before it has reached the others."""
+    run = JobShards.run
+
+    def limited(job: JobShards, attempt: Attempt[ParameterCalls]) -> int:
+        return run(job, attempt, shard_ids=shard_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobShards, "run", limited)
+        yield
 
 
 async def anybody(token: Token) -> None:

@@ -112,7 +112,7 @@ class LateMessages(Late):
 
     def come(self, timeout_s: float) -> None:
         group = self._group
-        group._meeting.hub.wait(self._has_ended, list, "a message", timeout_s)
+        group.meeting.hub.wait(self._has_ended, list, "a message", timeout_s)
 
     def _has_ended(self) -> bool:
         return self._group.aborted or all(each.is_through for each in self.messages)
@@ -164,9 +164,9 @@ class LateGroup(InMemoryGroup):
         return True
 
     def abort(self) -> None:
-        with self._meeting.hub.changed:
+        with self.meeting.hub.changed:
             self.aborted = True
-            self._meeting.hub.changed.notify_all()
+            self.meeting.hub.changed.notify_all()
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         if self._batch is None and tensor.dtype in _HOST:
@@ -195,9 +195,9 @@ class LateGroup(InMemoryGroup):
 
     def _put_on_stream(self, communicator: object, messages: Sequence[Message]) -> LateMessages:
         work = LateMessages(messages, self)
-        changed = self._meeting.hub.changed
+        changed = self.meeting.hub.changed
         with changed:
-            streams = _streams.setdefault(self._meeting, {})
+            streams = _streams.setdefault(self.meeting, {})
             streams.setdefault(communicator, Streams()).begin(self.rank(), work)
             changed.notify_all()
         return work

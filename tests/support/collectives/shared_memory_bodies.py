@@ -147,7 +147,7 @@ def meet_until_a_rank_is_missing(
                 threading.Timer(0.05, memory.cut, ("on purpose",)).start()
             elif number == 3 and how == "cut":
                 memory.data[0] = 1
-                while not memory._reason:
+                while not memory.reason:
                     signal.sigtimedwait([signal.SIGUSR1], 0.005)
             memory.gather_words()
     except GenerationBroken as error:
@@ -169,7 +169,7 @@ def leave_early() -> str:
                 memory.gather_words()
             except GenerationBroken as error:
                 assert "this rank has left" in str(error)
-    return memory._reason
+    return memory.reason
 
 
 def meet_after_a_fork() -> str:
@@ -185,7 +185,7 @@ def meet_after_a_fork() -> str:
     for _ in range(3):
         memory.gather_words()
     dist.barrier()
-    return memory._reason
+    return memory.reason
 
 
 def descriptors_after(num_generations: int) -> list[int]:

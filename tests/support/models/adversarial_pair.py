@@ -111,11 +111,12 @@ def train(report: Report, run: Adversarial) -> None:
         do = StepCalls(
             lambda loss, optimizer: session.backward(loss, optimizer=optimizer), session.update
         )
+        last_share = elastic_bodies.noted_share(session)
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
             if is_over(run.stop_file, batch.step):
                 break
             tried = {"step": batch.step, "generation": session.generation}
-            share = session.strategy.data_share(session._present())
+            share = last_share()
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
                 learn(held, batch, run.way, do)

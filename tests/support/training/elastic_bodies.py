@@ -19,6 +19,8 @@ import shoal
 from shoal.data.batches import Loader
 from shoal.data.order import Order
 from shoal.layouts.base import LossFunction
+from shoal.membership.generation import Generation
+from shoal.session.session import Session
 from shoal.state.peer_copies import PeerCopies
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -231,12 +233,13 @@ def train(report: Report, run: Elastic) -> None:
         called: Any = model
         if run.compiled == "behind":
             called = torch.compile(model, backend=compiler)
+        last_share = noted_share(session)
         batches = session.batches(task.data(), global_batch_size=run.batch_size, epochs=EPOCHS)
         for batch in batches:
             if is_over(run.stop_file, batch.step):
                 break
             tried = {"step": batch.step, "generation": session.generation}
-            share = session.strategy.data_share(session._present())
+            share = last_share()
             if fault and batch.step >= run.at_step:
                 plant(fault, optimizer)
                 fault = ""
@@ -263,6 +266,20 @@ def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
         task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def noted_share(session: Session) -> Callable[[], tuple[int, int]]:
+    """Return a function that returns the share of the data of which the session made its last
+    batch."""
+    strategy: Any = session.strategy
+    data_share, shares = strategy.data_share, list[tuple[int, int]]()
+
+    def noted(generation: Generation) -> tuple[int, int]:
+        shares.append(data_share(generation))
+        return shares[-1]
+
+    strategy.data_share = noted
+    return lambda: shares[-1]
 
 
 ENDING_EPOCHS = 2

@@ -1,7 +1,7 @@
 """Bodies of members of a real job under local SGD, and the same training in one process."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ def train(report: Report, run: LocalRun) -> None:
     """Run the README's training loop, with a fault in it."""
     model, optimizer = build(run.optimizer, seed_of(run.member_id), run.dtype)
     strategy = strategy_of(run.strategy, run.every_steps)
-    _report_bring_up(strategy, report)
+    sources = _report_bring_up(strategy, report)
     held = False
     planted = run.fault if run.fault in elastic_bodies.PLACES else ""
     with session_of(run) as session:
@@ -46,7 +46,7 @@ def train(report: Report, run: LocalRun) -> None:
                 report("holds")
                 Path(run.gate).read_bytes()
             place = {"generation": session.generation, "rank": session.rank}
-            source = session._present().record.roster.source_member_id
+            source = sources[session.generation]
             report(
                 "tried",
                 step=batch.step,
@@ -79,15 +79,19 @@ def seed_of(member_id: str) -> int:
     return int.from_bytes(member_id.encode())
 
 
-def _report_bring_up(strategy: LocalSGD, report: Report) -> None:
-    enter = strategy.enter
+def _report_bring_up(strategy: LocalSGD, report: Report) -> Mapping[int, str]:
+    """Report each generation that the strategy enters. Returns the member whose state it starts
+    from, by generation."""
+    enter, sources = strategy.enter, dict[int, str]()
 
     def enter_and_report(generation: Generation) -> None:
         at = {"generation": generation.number, "member": generation.me.member_id}
         report("entering", **at, step=strategy.step)
+        sources[generation.number] = generation.record.roster.source_member_id
         enter(generation)
 
     strategy.enter = enter_and_report  # type: ignore[method-assign]
+    return sources
 
 
 def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:

@@ -13,6 +13,7 @@ from support.training.elastic_bodies import (
     build,
     checkpoints_of,
     is_over,
+    noted_share,
     numbers,
     strategy_of,
 )
@@ -90,6 +91,7 @@ def train(report: Report, run: ShardRun) -> None:
         model, optimizer = session.distribute(
             model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
         )
+        last_share = noted_share(session)
         batches = session.batches(
             streams(),
             global_batch_size=run.batch_size,
@@ -100,7 +102,7 @@ def train(report: Report, run: ShardRun) -> None:
             if is_over(run.stop_file, batch.step):
                 break
             tried = {"step": batch.step, "generation": session.generation}
-            share = session.strategy.data_share(session._present())
+            share = last_share()
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
                 session.forward_backward(batch, cross_entropy)

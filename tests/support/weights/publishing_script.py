@@ -29,9 +29,17 @@ class Script:
     """A plain script with some ranks that publishes a series."""
 
     def __init__(
-        self, cluster: ParameterCluster, world: int = 1, *, keep: int = 2, copies: int = 2
+        self,
+        cluster: ParameterCluster,
+        world: int = 1,
+        *,
+        keep: int = 2,
+        copies: int = 2,
+        incarnation: str = "",
     ) -> None:
-        identity = pb.Publisher(incarnation=str(uuid.uuid4()))
+        """`incarnation`: of the process that publishes; empty: a new one."""
+        self.incarnation = incarnation or str(uuid.uuid4())
+        identity = pb.Publisher(incarnation=self.incarnation)
         options = pb.SeriesOptions(keep=keep, copies=copies)
         self.ranks = [
             SeriesPublisher(

@@ -117,7 +117,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "greeting",
-    [opening._GREETING.pack(1, bytes(32)), bytes(3), b""],
+    [opening.GREETING.pack(1, bytes(32)), bytes(3), b""],
     ids=["another key", "half a greeting", "nothing"],
 )
 @pytest.mark.parametrize("num_strangers", [1, 3 * opening.MAX_SILENT // 2])
@@ -131,12 +131,10 @@ def test_a_stranger_gets_no_memory(
     handed: list[object] = []
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(opening._address(key))
+        listener.bind(opening.socket_address(key))
         listener.listen()
         maker = threading.Thread(
-            target=lambda: handed.append(
-                opening._serve(listener, key, 2, MemoryRegion.create(4096))
-            )
+            target=lambda: handed.append(opening.serve(listener, key, 2, MemoryRegion.create(4096)))
         )
         maker.start()
         strangers = [
@@ -144,11 +142,11 @@ def test_a_stranger_gets_no_memory(
             for _ in range(num_strangers)
         ]
         for stranger in strangers:
-            stranger.connect(opening._address(key))
+            stranger.connect(opening.socket_address(key))
             if greeting:
                 stranger.sendall(greeting)
         began_s = time.monotonic()
-        opened = opening._receive(key, 1, None)
+        opened = opening.receive(key, 1, None)
         maker.join()
         assert time.monotonic() - began_s < opening.OPEN_S / 2
         assert all(map(is_hung_up, strangers))

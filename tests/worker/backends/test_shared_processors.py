@@ -99,8 +99,10 @@ class Kernel:
             self.interrupts = False
             raise Interrupt
 
-    def release(self) -> None:
+    def release(self, thread: int, mask_bytes: int, mask: bytes) -> int:
+        assert mask == b"\xff" * mask_bytes
         self._asked = None
+        return 0
 
 
 @pytest.fixture
@@ -112,8 +114,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def installed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(os, "sched_getaffinity", kernel.allowed)
     monkeypatch.setattr(os, "sched_setaffinity", kernel.hold)
-    monkeypatch.setattr(processors, "_ask_for_all", kernel.release)
-    monkeypatch.setattr(processors._libc, "sched_getcpu", lambda: ALLOWED[0])
+    monkeypatch.setattr(processors.libc, "sched_setaffinity", kernel.release)
+    monkeypatch.setattr(processors.libc, "sched_getcpu", lambda: ALLOWED[0])
     return kernel
 
 

@@ -6,8 +6,10 @@ import secrets
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import fsspec
 import pytest
@@ -51,6 +53,13 @@ class Counted:
 
     def loader(self, **changes: Any) -> Loader:
         return loading(self.dataset, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbered:
+    """A sample whose memory can be watched."""
+
+    number: int
 
 
 def loading(dataset: Any, *, together: bool = True, **changes: Any) -> Loader:
@@ -158,12 +167,23 @@ def test_a_step_that_is_taken_again_is_not_read_again() -> None:
 
 
 def test_reading_past_samples_keeps_few_of_them() -> None:
-    counted = Counted([10_000], columns=1, shuffle_buffer=8)
-    assert counted.dataset[9_000] == 9_000
-    (open_shard,) = counted.dataset._open._open.values()
-    assert len(open_shard._kept) == 16
-    assert counted.dataset[8_990] == 8_990
-    assert counted.num_opened == {0: 1}
+    alive: WeakSet[Numbered] = WeakSet()
+    num_opened = 0
+
+    def read(shard: range) -> Iterator[Numbered]:
+        nonlocal num_opened
+        num_opened += 1
+        for number in shard:
+            sample = Numbered(number)
+            alive.add(sample)
+            yield sample
+
+    options: dict[str, Any] = {"read": read, "columns": 1, "shuffle_buffer": 8}
+    shards = shoal.Shards([range(10_000)], lengths=[10_000], **options)
+    assert shards[9_000].number == 9_000
+    assert len(alive) == 16
+    assert shards[8_990].number == 8_990
+    assert num_opened == 1
 
 
 @pytest.mark.parametrize(("count", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])

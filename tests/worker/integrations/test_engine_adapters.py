@@ -5,7 +5,7 @@ import asyncio
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_a_worker_that_cannot_stage_a_version_tells_the_others(
     def fetch(version: object) -> None:
         raise error
 
-    monkeypatch.setattr(adapter, "_all_true", vote)
+    monkeypatch.setattr(adapter, "all_true", vote)
     monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: SimpleNamespace(fetch=fetch))
     engine = adapter.ShoalWeightTransferEngine()
     engine.init_transfer_engine(adapter.ShoalInitInfo(series="rl/policy"))
@@ -117,6 +117,12 @@ class Series:
     def newest(self) -> Any:
         return self.published[-1] if self.published else None
 
+    async def fetch_async(self, version: Any) -> dict[str, int]:
+        return {"number": version.number}
+
+    def installed(self, weights: object) -> None:
+        pass
+
     async def wait_async(self, newer_than: int, timeout: float) -> Any:
         if len(self.published) <= newer_than:
             await self.has_new.wait()
@@ -126,20 +132,23 @@ class Series:
 @pytest.mark.parametrize("adapter", [("verl", VERL)], indirect=True, ids=["verl"])
 @pytest.mark.parametrize("step", [10, 20, None])
 def test_a_rollout_waits_for_the_weights_of_a_training_that_was_restarted(
-    adapter: Any, step: int | None
+    adapter: Any, step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run before has published the same step, or a later one. Its versions do not count."""
     series = Series(10, 20)
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: series)
 
     async def received() -> Any:
         engine = adapter.ShoalCheckpointEngine(series="rl/policy")
-        engine._subscription = series
         _, rollouts = engine.build_topology(2, 1, [{}, {}, {}])
         engine.init_process_group(**{name: values[0] for name, values in rollouts.items()})
-        found = asyncio.create_task(engine._version_of(step))
+        found = asyncio.create_task(taken(engine.receive_weights(step)))
         for _ in range(3):
             await asyncio.sleep(0)
         series.publish(step or 10)
         return await asyncio.wait_for(found, 5.0)
 
-    assert asyncio.run(received()).number == 3
+    async def taken(weights: AsyncIterator[tuple[str, int]]) -> dict[str, int]:
+        return {name: value async for name, value in weights}
+
+    assert asyncio.run(received()) == {"number": 3}

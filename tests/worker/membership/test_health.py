@@ -75,8 +75,8 @@ def board() -> Board:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set long limits: an endpoint on a busy machine may answer late."""
-    for name in health_reports._LIMITS:
-        monkeypatch.setitem(health_reports._LIMITS, name, PATIENT_S)
+    for name in health_reports.LIMITS:
+        monkeypatch.setitem(health_reports.LIMITS, name, PATIENT_S)
 
 
 @pytest.mark.usefixtures("patient")

@@ -1,7 +1,6 @@
 """A script's own validators: their verdict holds for all members, and comes in bounded time."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from support.processes.ranks import Ranks
@@ -32,11 +31,8 @@ ROSTER = pb.Roster(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_registered() -> Iterator[None]:
-    before = dict(validators._registered)
-    yield
-    validators._registered.clear()
-    validators._registered.update(before)
+def _nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validators, "REGISTERED", dict(validators.REGISTERED))
 
 
 def accepts(roster: shoal.Roster) -> None:

@@ -77,7 +77,7 @@ class Watch:
         self.gathered_peak = self.gradients_peak = 0
         for module in layout.module.modules():
             module.register_forward_hook(lambda *_: self._look_at_parameters())
-        for part in layout._fsdp_parameters:
+        for part in layout.fsdp_parameters:
             if part.sharded_param.requires_grad:
                 part._unsharded_param.register_post_accumulate_grad_hook(
                     lambda _: self._look_at_parameters()
@@ -88,7 +88,7 @@ class Watch:
                     module.set_custom_reduce_scatter(Watched(group._reduce_scatter_comm, self))
 
     def _look_at_parameters(self) -> None:
-        outputs = [t for part in self._layout._fsdp_parameters for t in part.all_gather_outputs]
+        outputs = [t for part in self._layout.fsdp_parameters for t in part.all_gather_outputs]
         self.gathered_peak = max(self.gathered_peak, memory(outputs))
 
     def look_at_gradients(self, *reduced: Tensor) -> None:

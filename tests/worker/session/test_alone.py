@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.checkpoint.directory import complete
 from shoal.data.order import CONTENT_FIELD
+from shoal.membership.alone import LoneMember
 from shoal.membership.join_config import read_config
 from shoal_proto.errors import CheckpointFailed, InvalidSpec, ProposalConflict
 
@@ -67,15 +68,19 @@ def train(
         return Trained(session.step_number, dict(session.state_dict()), batches)
 
 
-def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples() -> None:
-    model, optimizer = model_and_optimizer()
-    with shoal.join() as session:
-        session.distribute(model, optimizer, "ddp")
-        proposed = session._controller.details.optional_fields
-        proposed["release"] = "2"
-        session.batches(data(), global_batch_size=BATCH)
-        expected = {"release", "checkpoints", CONTENT_FIELD}
-        assert session._controller.details.optional_fields.keys() == expected
+def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposed: list[Mapping[str, str]] = []
+    propose = LoneMember.propose
+
+    def noted(member: LoneMember, *fields: Any, **more: Any) -> None:
+        proposed.append(dict(more["optional_fields"]))
+        propose(member, *fields, **more)
+
+    monkeypatch.setattr(LoneMember, "propose", noted)
+    train("ddp")
+    assert [fields.keys() for fields in proposed] == [{"checkpoints", CONTENT_FIELD}]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])

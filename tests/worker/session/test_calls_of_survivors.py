@@ -54,13 +54,13 @@ _before_confirm = threading.local()
 
 
 def confirming(monkeypatch: pytest.MonkeyPatch) -> None:
-    confirm = SharedCalls._confirm
+    confirm = SharedCalls.confirm
 
     def losing(calls: SharedCalls, group: dist.ProcessGroup) -> bool:
         vars(_before_confirm).pop("lose", lambda: None)()
         return confirm(calls, group)
 
-    monkeypatch.setattr(SharedCalls, "_confirm", losing)
+    monkeypatch.setattr(SharedCalls, "confirm", losing)
 
 
 def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> float:
@@ -69,9 +69,8 @@ def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> 
 
     def lose_paused() -> None:
         # During the pause no change of members begins that would fail and delay the joiner.
-        session._controller.pause("on its way out", WAIT_S)
-        lose()
-        session._controller.resume()
+        with session.pause("on its way out", limit_s=WAIT_S):
+            lose()
 
     _before_confirm.lose = lose_paused
     num_samples = float(session.evaluate(data(), lambda b: {"n": len(b.inputs)}, batch_size=5)["n"])

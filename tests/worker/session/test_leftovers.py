@@ -7,6 +7,8 @@ return normally with part of a result, which causes errors of any kind.
 import json
 import threading
 from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from support.members.thread_members import WAIT_S, Killed, ThreadJob
@@ -16,7 +18,6 @@ from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
 from shoal.backends.in_memory.seat import InMemorySeat
-from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import GenerationBroken, MalformedMessage
 
@@ -24,13 +25,31 @@ AT_STEP = 2
 NUM_STEPS = 6
 
 
+_reasons: WeakKeyDictionary[InMemorySeat, str] = WeakKeyDictionary()
+"""Reasons of the seats whose groups were cut."""
+_cut = InMemorySeat.cut
+
+
+def cut(seat: InMemorySeat, reason: str) -> None:
+    _reasons.setdefault(seat, reason)
+    _cut(seat, reason)
+
+
 def check(seat: InMemorySeat) -> None:
-    if seat._reason:
-        raise GenerationBroken("a collective was aborted", seen=seat._reason)
+    if seat in _reasons:
+        raise GenerationBroken("a collective was aborted", seen=_reasons[seat])
 
 
-def is_lost(session: Session, generation: int) -> bool | None:
-    return session._controller.membership.is_broken(generation) or None
+def noted_cuts(strategy: Any) -> set[int]:
+    """Return a set that gets each generation once its collectives were aborted."""
+    cut_generations, cut_strategy = set[int](), strategy.cut
+
+    def noted(generation: int) -> None:
+        cut_strategy(generation)
+        cut_generations.add(generation)
+
+    strategy.cut = noted
+    return cut_generations
 
 
 def survivor(cluster: LocalCluster, error: Exception) -> int:
@@ -42,6 +61,7 @@ def survivor(cluster: LocalCluster, error: Exception) -> int:
         model, optimizer = build("sgd", "layers")
         with job.join(member_id=name) as session:
             model, optimizer = session.distribute(model, optimizer)
+            cut_generations = noted_cuts(session.strategy)
             for batch in session.batches(data(), global_batch_size=24, epochs=10_000):
                 with session.step() as step:
                     loss = cross_entropy(model(batch.inputs), batch.targets)
@@ -49,8 +69,8 @@ def survivor(cluster: LocalCluster, error: Exception) -> int:
                         raise Killed
                     if batch.step == AT_STEP and not met.is_set():
                         met.set()
-                        is_broken = partial(is_lost, session, session.generation)
-                        awaited(is_broken, WAIT_S, "the loss of the other one")
+                        is_cut = partial(cut_generations.__contains__, session.generation)
+                        awaited(is_cut, WAIT_S, "the loss of the other one")
                         raise error
                     session.backward(loss)
                 if step.committed and batch.step == NUM_STEPS - 1:
@@ -80,6 +100,7 @@ ERRORS = [
 def test_any_error_after_an_aborted_collective_counts_as_the_loss_of_a_peer(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    monkeypatch.setattr(InMemorySeat, "cut", cut)
     monkeypatch.setattr(InMemorySeat, "check", check)
     assert survivor(cluster, error) == NUM_STEPS
 

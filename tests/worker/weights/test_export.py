@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.weights.memory_series import MemorySeries
+from torch import Tensor
 
 from shoal.weights import export as module
 from shoal.weights.export import Format, export
@@ -86,16 +87,16 @@ def test_processes_that_export_at_the_same_time_do_not_disturb_each_other(
     while the first one writes."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     [weights] = published()
-    write, inner = module._write_files, []
+    write, inner = module.write_safetensors, []
 
-    def write_slowly(found: Weights, directory: Path) -> None:
-        write(found, directory)
+    def write_slowly(tensors: Mapping[str, Tensor], path: Path) -> None:
+        write(tensors, path)
         if not inner:
-            inner.append(directory)
+            inner.append(path)
             export(weights, tmp_path / "model")
-            write(found, directory)
+            write(tensors, path)
 
-    monkeypatch.setattr(module, "_write_files", write_slowly)
+    monkeypatch.setattr(module, "write_safetensors", write_slowly)
     where = export(weights, tmp_path / "model")
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
     [file] = where.glob("*.safetensors")
@@ -112,11 +113,9 @@ def test_metadata_of_the_publisher_replace_nothing_of_the_index(tmp_path: Path) 
     assert export(weights, where) == where
 
 
-def test_an_export_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [weights] = published()
-    monkeypatch.setattr(module, "_DTYPES", {torch.float32: "F32"})
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    [found] = published()
+    weights = Weights(found.version, {**found, "embed": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(InvalidSpec, match="embed cannot be exported"):
         export(weights, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,6 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, MemorySeries]]
         return found[name].connect(PublisherRank(number=1, rank=0, world_size=1))
 
     monkeypatch.setattr(script, "SeriesPublisher", connect)
-    monkeypatch.setattr(script, "_connected", lambda name, coordinator: (coordinator,))
     yield found
     for name, each in found.items():
         each.holds.set()

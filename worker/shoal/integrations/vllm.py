@@ -113,7 +113,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             self._load(staged.items)
         except Exception as error:  # noqa: BLE001 - raised below, once the engine serves again
             failure = error
-        if not _all_true(failure is None):
+        if not all_true(failure is None):
             log.error("version_not_loaded", version=staged.version.number, reason=str(failure))
             _forget_load(self.model)
             self._load(self._serves)
@@ -133,7 +133,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             self._check_whole(found)
         except Exception as error:  # noqa: BLE001 - raised below, once all workers know of it
             failure = error
-        if not _all_true(failure is None):
+        if not all_true(failure is None):
             raise failure or PublicationAbandoned(
                 "another worker of this engine could not stage the version; none installs it"
             )
@@ -200,7 +200,7 @@ def _forget_load(model: nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
-def _all_true(own: bool) -> bool:
+def all_true(own: bool) -> bool:
     """True if `own` is true on all workers of the engine. Collective."""
     group = get_world_group()
     if group.world_size == 1:

@@ -43,7 +43,7 @@ def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
             fix="pip install prometheus-client",
         ) from error
     registry = prometheus.CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(slots))
+    registry.register(LauncherCollector(slots))
     try:
         server, thread = prometheus.start_http_server(port, host, registry)
     except OSError as error:
@@ -60,7 +60,7 @@ def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
         thread.join()
 
 
-class _Collector:
+class LauncherCollector:
     """Collects metrics on the metrics server's thread. Safe, as exits are only appended."""
 
     def __init__(self, slots: Sequence[WorkerSlot]) -> None:

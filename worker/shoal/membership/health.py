@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 REQUEST_WITHIN_S = 2.0
 NOT_FOUND = 404
-_LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
+LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
+"""Time limits in seconds of the parts of a request."""
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
     httpcore.NetworkError,
@@ -140,7 +141,7 @@ class HealthReporter:
         self, connections: CoordinatorHttp, url: str, report: dict[str, Any]
     ) -> httpcore.Response:
         content = json.dumps(report).encode()
-        return connections.post(url.rstrip("/") + self._path, content, _LIMITS)
+        return connections.post(url.rstrip("/") + self._path, content, LIMITS)
 
     def _send(self, connections: CoordinatorHttp, report: dict[str, Any]) -> None:
         url = self._url()

@@ -82,7 +82,8 @@ class Roster:
 Validator = Callable[[Roster], Reject | None]
 V = TypeVar("V", bound=Validator)
 
-_registered: dict[str, Validator] = {}
+REGISTERED: dict[str, Validator] = {}
+"""Validators of all sessions of this process, by name."""
 
 
 def validator(name: str) -> Callable[[V], V]:
@@ -100,7 +101,7 @@ def validator(name: str) -> Callable[[V], V]:
         )
 
     def register(function: V) -> V:
-        registered = _registered.get(name)
+        registered = REGISTERED.get(name)
         if registered is not None and _origin(registered) != _origin(function):
             raise InvalidSpec(
                 f"two validators have the name {name!r}",
@@ -108,7 +109,7 @@ def validator(name: str) -> Callable[[V], V]:
                 expected=f"only {_origin(registered)} to have this name",
                 fix="Give one of them another name.",
             )
-        _registered[name] = function
+        REGISTERED[name] = function
         return function
 
     return register
@@ -119,8 +120,8 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
     A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
     valid name, or if two validators have the same name."""
-    by_name = dict(_registered)
-    registered = {id(function): name for name, function in _registered.items()}
+    by_name = dict(REGISTERED)
+    registered = {id(function): name for name, function in REGISTERED.items()}
     for function in own:
         if id(function) in registered:
             continue

@@ -74,13 +74,13 @@ class SharedCalls:
                 except Exception as error:  # noqa: BLE001 - raised again, unless a peer was lost
                     self._recover_in(call, error)
                 else:
-                    position.note_result(confirmed=self._confirm(group))
+                    position.note_result(confirmed=self.confirm(group))
                     return result
         finally:
             self._controller.call.is_under_way = position.in_call = False
             position.set_wait_point("")
 
-    def _confirm(self, group: dist.ProcessGroup) -> bool:
+    def confirm(self, group: dist.ProcessGroup) -> bool:
         """Wait until all members have the result. Return False if a member is lost meanwhile: some
         members may lack the result then."""
         try:

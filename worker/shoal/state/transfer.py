@@ -40,7 +40,7 @@ def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessG
         {"step": state_shard.step, "values": state_shard.values, "tensors": entries}
     )
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-    branch = _Branch(group.rank(), receivers, group)
+    branch = Branch(group.rank(), receivers, group)
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(held.values())
@@ -61,7 +61,7 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
     """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
     MalformedMessage for a manifest of impossible size or content."""
     length = torch.zeros(1, dtype=torch.int64)
-    branch = _Branch(source, receivers, group)
+    branch = Branch(source, receivers, group)
     branch.pass_on(length)
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
@@ -92,7 +92,7 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
     return StateShard(step=step, shards=shards, values=values)
 
 
-class _Branch:
+class Branch:
     """Position of this rank in the tree of members. The source is the root; receivers fill the
     levels in the order of ranks."""
 

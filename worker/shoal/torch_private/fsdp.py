@@ -189,12 +189,10 @@ def has_unreduced_gradient(parameter: Any) -> bool:
 
 
 _collectives: Any = _fsdp_collectives
-_lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
+lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
 
 
-def _lay_out_for_sum(
-    gradients: list[Tensor], reduce_scatter_input: Tensor, world_size: int
-) -> None:
+def lay_out_for_sum(gradients: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
     """Fill the input of a reduce-scatter. For each rank it holds the rank's rows of each gradient,
     padded with zeros to the first rank's number of rows.
 
@@ -204,7 +202,7 @@ def _lay_out_for_sum(
     uneven = any(gradient.size(0) % world_size for gradient in gradients)
     alike = all(gradient.dtype == reduce_scatter_input.dtype for gradient in gradients)
     if not (reduce_scatter_input.device.type == "cpu" and uneven and alike):
-        _lay_out_padded(gradients, reduce_scatter_input, world_size)
+        lay_out_padded(gradients, reduce_scatter_input, world_size)
         return
     rows_by_rank, start = reduce_scatter_input.view(world_size, -1), 0
     for gradient in gradients:
@@ -218,4 +216,4 @@ def _lay_out_for_sum(
         start = stop
 
 
-_collectives.foreach_reduce_scatter_copy_in = _lay_out_for_sum
+_collectives.foreach_reduce_scatter_copy_in = lay_out_for_sum

@@ -181,7 +181,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._stopping.set()
         self._changed.set()
         await self._writer
-        await self._write_all(whole=True)
+        await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Give the samples of an incarnation that was lost or left back to the ledger. The
@@ -277,7 +277,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
-                await self._write_all(whole=True)
+                await self.write_all(whole=True)
         except TimeoutError:
             log.warning("ledgers_not_handed_over", reason="etcd did not answer in time")
         for job in list(self._open):
@@ -389,7 +389,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         while not self._stopping.is_set():
             await self._changed.wait()
             self._changed.clear()
-            num_written = await self._write_all()
+            num_written = await self.write_all()
             # Limits the rate of writes.
             pause_s = max(self._write_interval_s, num_written / MAX_WRITES_A_SECOND)
             try:
@@ -397,7 +397,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             except TimeoutError:
                 continue
 
-    async def _write_all(self, *, whole: bool = False) -> int:
+    async def write_all(self, *, whole: bool = False) -> int:
         """Write the ledgers that have changes; with `whole`, those with deltas as well. Returns
         their number, written or not."""
         async with self._writing:

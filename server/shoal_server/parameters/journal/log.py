@@ -73,7 +73,7 @@ class Journal:
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
-        self._lock_file = _open_lock_file(config.directory / "lock")
+        self._lock_file = open_lock_file(config.directory / "lock")
         self._images = JournalImages(config.directory / "images")
         self._index, self._next_number = read_index(config.directory, self._images)
         self._first_number = self._next_number
@@ -432,7 +432,7 @@ def _errno(error: BaseException | None) -> int | None:
     return None
 
 
-def _open_lock_file(path: Path) -> BinaryIO:
+def open_lock_file(path: Path) -> BinaryIO:
     """Open and lock the lock file; the lock lasts as long as the file is open."""
     # Not in append mode: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")

@@ -47,7 +47,7 @@ class IncomingImages:
         self._driver = driver
         self._catalog = catalog
         self._memory = memory
-        self._run = run
+        self.run = run
         self._coming: dict[Key, _IncomingImage] = {}
         self._tasks = SupervisedTasks()
 
@@ -98,14 +98,14 @@ class IncomingImages:
         more_bytes -= before.state.memory_bytes if before is not None else 0
         what = f"a copy of shard {shard_id} of job {job}"
         with self._memory.reserve(more_bytes, what) as claim:
-            builder = await self._run(LARGE, partial(ShardBuilder, coming.header))
+            builder = await self.run(LARGE, partial(ShardBuilder, coming.header))
             while not builder.is_complete:
                 arrived = await coming.chunks.get()
                 index = builder.next_chunk
-                await run_throttled(self._run, partial(_add, builder, arrived))
+                await run_throttled(self.run, partial(_add, builder, arrived))
                 if not builder.is_complete:
                     self._driver.submit_event(ChunkStored(coming.key, coming.image, index))
-            coming.state = await self._run(LARGE, builder.finish)
+            coming.state = await self.run(LARGE, builder.finish)
             self._driver.submit_event(ImageRestored(coming.key, coming.image))
             if coming.is_adopted:
                 claim.move_to_shard(more_bytes)

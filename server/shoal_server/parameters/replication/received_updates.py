@@ -61,8 +61,8 @@ class ReceivedUpdates:
         self._is_coming = is_coming
         self._links = links
         self._catalog = catalog
-        self._memory = memory
-        self._run = run
+        self.memory = memory
+        self.run = run
         self._backlogs: dict[Key, _Backlog] = {}
         self._unapplied_bytes = 0
         self._capacity = asyncio.Condition()
@@ -85,7 +85,7 @@ class ReceivedUpdates:
 
     def assembly(self) -> RequestAssembler:
         """Return an assembler for one stream. Close it at the stream's end."""
-        return RequestAssembler(self._memory, self._is_coming)
+        return RequestAssembler(self.memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or that has rows
@@ -95,7 +95,7 @@ class ReceivedUpdates:
             raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
             shard_id = arrived.request.key[1]
-            self._memory.check(f"more rows in a copy of shard {shard_id}")
+            self.memory.check(f"more rows in a copy of shard {shard_id}")
 
     def replay_record(self, key: Key, arrived: ArrivedRequest) -> None:
         replica = self._catalog.find(*key)
@@ -163,9 +163,7 @@ class ReceivedUpdates:
             self._driver.submit_event(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
-        seen = await replica.run_in_order(
-            self._run, LARGE, partial(compared, replica.state, digest)
-        )
+        seen = await replica.run_in_order(self.run, LARGE, partial(compared, replica.state, digest))
         if seen is Comparison.ANOTHER_VERSION:
             return
         self.num_compared += 1
@@ -186,7 +184,7 @@ class ReceivedUpdates:
     async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
         num_bytes = _work_bytes(replica, arrived)
         await replica.run_in_order(
-            self._run, num_bytes, lambda: replica.state.replay(arrived.record())
+            self.run, num_bytes, lambda: replica.state.replay(arrived.record())
         )
 
     def settle_copy(self, effect: SettleCopy) -> None:

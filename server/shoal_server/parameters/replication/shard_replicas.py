@@ -78,14 +78,14 @@ class ShardReplicas:
         self.directory = ServerDirectory(store, self._check_empty)
         """The addresses of all servers."""
         self._record = AssignmentMirror(store, self._changed, self._record_gone)
-        self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
+        self.images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
         self.received = ReceivedUpdates(
             driver,
             catalog=catalog,
             memory=memory,
             run=run,
-            is_coming=self._images.is_receiving,
+            is_coming=self.images.is_receiving,
             links=self._incoming,
         )
         links = OutgoingLinks(
@@ -100,18 +100,18 @@ class ShardReplicas:
         self._roles = ShardRoles(
             driver,
             catalog=catalog,
-            images=self._images,
+            images=self.images,
             acknowledgements=acknowledgements,
             links=links,
         )
         self._comparing = Comparing(catalog, links, run)
         self._tasks = SupervisedTasks()
         writer = RecordWriter(driver, self._record)
-        self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
+        self._parts = (self._tasks, writer, links, self.images, self.received, self._roles)
         self._edges = ReplicationEdges(
             links=links,
             received=self.received,
-            images=self._images,
+            images=self.images,
             roles=self._roles,
             acknowledgements=acknowledgements,
             writer=writer,

@@ -142,7 +142,7 @@ class BulkServerConnection:
             await self._fail(error)
 
     async def _answer(self, opening: Frame) -> None:
-        call = _BulkCall(self._wire, self._arena)
+        call = BulkCall(self._wire, self._arena)
         self._is_in_call, is_ended = True, False
         try:
             async with aclosing(self._replies(opening, call)) as replies:
@@ -165,7 +165,7 @@ class BulkServerConnection:
             call.close()
 
     def _replies(
-        self, opening: Frame, call: "_BulkCall"
+        self, opening: Frame, call: "BulkCall"
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         try:
             if opening.kind not in _CALLS[self._use.purpose]:
@@ -192,7 +192,7 @@ class BulkServerConnection:
         return _one_by_one(self._calls.replication.follow(call.follow_requests(), call))
 
     def _segment_replies(
-        self, opening: Frame, call: "_BulkCall"
+        self, opening: Frame, call: "BulkCall"
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         if opening.kind is FrameKind.SEGMENT_PUT:
             put = self._checked(PutSegmentRequest.FromString(bytes(opening.body)))
@@ -231,7 +231,7 @@ class BulkServerConnection:
                     return
 
 
-class _BulkCall:
+class BulkCall:
     """The frames of one call, incoming and outgoing: the `DirectStream` of a replication call, and
     the `SegmentTransport` of a call about a segment."""
 

@@ -142,7 +142,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         with self._claim(job, parts) as claim:
             for part in parts:
                 before_bytes = self._bytes_of(job, part)
-                state = await self._in_pool(partial(_read, library, part))
+                state = await self._in_pool(partial(read_shard, library, part))
                 self._lead(job, state, epochs[part.shard_id])
                 claim.move_to_shard(part.num_bytes - before_bytes)
         await self._catalog.notify()
@@ -223,7 +223,8 @@ def _write(library: SnapshotLibrary, request: pb.WriteRequest, image: ShardImage
     )
 
 
-def _read(library: SnapshotLibrary, part: ManifestEntry) -> AnyShard:
+def read_shard(library: SnapshotLibrary, part: ManifestEntry) -> AnyShard:
+    """Read a shard from a snapshot. Raises SnapshotDamaged, and what the storage raises."""
     data = library.read_part(part)
     image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
     try:

@@ -71,37 +71,37 @@ class TableContent:
         )
         self._rule = new_rule(table.optimizer)
         self._gate = new_gate(table.admission, held)
-        self._rows = RowStore(table.dim, dtype, self._rule.columns())
-        self.max_rows = _max_rows(table, self._rows.row_bytes)
-        self._rows.limit(self.max_rows)
+        self.rows = RowStore(table.dim, dtype, self._rule.columns())
+        self.max_rows = _max_rows(table, self.rows.row_bytes)
+        self.rows.limit(self.max_rows)
         self.counts = Counts()
         self.table_step = 0
         self._now_s = self._next_sweep_s = 0.0
         if expected_rows:
-            self._rows.reserve(expected_rows)
+            self.rows.reserve(expected_rows)
         if small is not None:
             self._now_s, self._next_sweep_s = small["times_unix_s"].tolist()
             self.table_step = int(small["table_step"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the rows of an image. Raises InternalError if the columns are not this table's."""
-        self._rows.load(tensors)
+        self.rows.load(tensors)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def num_bytes(self) -> int:
-        return self._rows.num_bytes + sum(t.nbytes for t in self._gate.tensors().values())
+        return self.rows.num_bytes + sum(t.nbytes for t in self._gate.tensors().values())
 
     def look_up(self, ids: Ids) -> tuple[Ids, Tensor]:
         """Return births and values of rows. A missing row has birth 0 and its initial values."""
-        rows = self._rows.find(ids)
-        births = self._rows.births(rows)
+        rows = self.rows.find(ids)
+        births = self.rows.births(rows)
         absent = np.flatnonzero(rows < 0)
         if absent.size == len(ids):
             return births, self._initial.make(ids)
-        values_rc = self._rows.values(np.maximum(rows, 0))
+        values_rc = self.rows.values(np.maximum(rows, 0))
         if absent.size:
             values_rc[torch.from_numpy(absent)] = self._initial.make(ids[absent])
         return births, values_rc
@@ -110,9 +110,9 @@ class TableContent:
         """Return how many bytes a push of `num_rows` rows may have to process besides its rows: the
         index, if it is rebuilt; and a part of each row, if the push searches for idle or old
         rows."""
-        is_full = len(self._rows) + num_rows > self.max_rows
+        is_full = len(self.rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
-        return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
+        return self.rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self.rows) * looks
 
     @property
     def now_s(self) -> float:
@@ -124,14 +124,14 @@ class TableContent:
         all new ids of the push are admitted. New rows first use the memory of evicted rows,
         including the rows that this push will evict as idle.
         """
-        if len(batch.ids) <= self._rows.num_spare:
+        if len(batch.ids) <= self.rows.num_spare:
             return 0
-        rows = self._rows.find(batch.ids)
+        rows = self.rows.find(batch.ids)
         idle = self._idle(self._time_of(at_unix_s))
-        num_live = len(self._rows) - len(idle)
+        num_live = len(self.rows) - len(idle)
         num_new = int(np.count_nonzero((rows < 0) | np.isin(rows, idle)))
         num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
-        return self._rows.growth_bytes(num_rows)
+        return self.rows.growth_bytes(num_rows)
 
     def push(
         self, batch: RowBatch, *, version: int, at_unix_s: float, step: int, lr: float
@@ -145,11 +145,11 @@ class TableContent:
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
         self._evict_idle()
-        rows = self._rows.find(batch.ids)
-        births = self._rows.births(rows)
+        rows = self.rows.find(batch.ids)
+        births = self.rows.births(rows)
         fates: Fates = np.full(len(batch.ids), APPLIED, np.uint8)
         fates[(batch.births != 0) & (batch.births != births)] = EVICTED
-        self._rows.touch(rows[(fates == APPLIED) & (rows >= 0)], self._now_s)
+        self.rows.touch(rows[(fates == APPLIED) & (rows >= 0)], self._now_s)
         fates[(fates == APPLIED) & (rows < 0)] = NOT_ADMITTED
         self._make(batch, rows, fates, version)
         chosen = np.flatnonzero(fates <= MADE)
@@ -174,33 +174,33 @@ class TableContent:
         """Make rows for the admitted ids, up to `max_rows` in all. Sets `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
-        num_free = self.max_rows - len(self._rows)
+        num_free = self.max_rows - len(self.rows)
         if len(admitted) > num_free and self._table.eviction.oldest_when_full:
             wanted = max(len(admitted) - num_free, int(self.max_rows * EVICTED_AT_A_TIME))
-            self._evict(self._rows.oldest(wanted, spared=rows[fates == APPLIED]))
+            self._evict(self.rows.oldest(wanted, spared=rows[fates == APPLIED]))
             # A row whose gradient is dropped may be evicted: only its fate matters.
-            num_free = self.max_rows - len(self._rows)
+            num_free = self.max_rows - len(self.rows)
         fates[admitted[num_free:]] = FULL
         admitted = admitted[:num_free]
         if not admitted.size:
             return
         ids = batch.ids[admitted]
-        rows[admitted] = self._rows.add(ids, self._initial.make(ids), birth=version)
-        self._rows.touch(rows[admitted], self._now_s)
+        rows[admitted] = self.rows.add(ids, self._initial.make(ids), birth=version)
+        self.rows.touch(rows[admitted], self._now_s)
         fates[admitted] = MADE
         self.counts.made += len(admitted)
 
     def _step(self, rows: Rows, gradient_rc: Tensor, lr: float) -> None:
-        values_rc = self._rows.values(rows)
+        values_rc = self.rows.values(rows)
         if values_rc.dtype.itemsize < 4:
             values_rc, gradient_rc = values_rc.float(), gradient_rc.float()
         if decay := self._table.optimizer.weight_decay:
             gradient_rc.add_(values_rc, alpha=decay)
         if isinstance(self._rule, RowAdamRule):
             self._rule.table_step = self.table_step
-        state = {name: self._rows.state(name, rows) for name in self._rows.state_names}
+        state = {name: self.rows.state(name, rows) for name in self.rows.state_names}
         self._rule.step(values_rc, gradient_rc, state, lr)
-        self._rows.write_rows(rows, values_rc, state)
+        self.rows.write_rows(rows, values_rc, state)
 
     def _evict_idle(self) -> None:
         max_idle_s = self._table.eviction.max_idle_s
@@ -214,22 +214,22 @@ class TableContent:
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)
-        return self._rows.idle_since(now_s - max_idle_s)
+        return self.rows.idle_since(now_s - max_idle_s)
 
     def _evict(self, rows: Rows) -> None:
-        self._rows.remove(rows)
+        self.rows.remove(rows)
         self.counts.evicted += len(rows)
 
     @property
     def images(self) -> OpenImages[RowImage]:
         """The open images. Before a push changes rows, it saves them to each open image."""
-        return self._rows.images
+        return self.rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
         """Return an image of the rows as of now, to be closed after use; and copies of the small
         tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
-        return self._rows.image(), flat
+        return self.rows.image(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
         """Return the small tensors: all state but the rows, not copied."""
@@ -242,21 +242,21 @@ class TableContent:
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
         """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
         position at which to continue, which is `start` if there are no positions left."""
-        return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
+        return self.rows.ids_from(start, max(num_bytes // self.rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
         """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
         the rows that exist."""
-        return self._rows.columns_of(ids)
+        return self.rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
         """Return the layout in chunks of `num_rows` rows of this table."""
-        columns = {n: (each.shape[1:], each.dtype) for n, each in self._rows.columns.items()}
+        columns = {n: (each.shape[1:], each.dtype) for n, each in self.rows.columns.items()}
         return RowChunks(columns, num_rows, chunk_bytes)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
         """Add the rows of an image at these positions; see `RowStore.fill`."""
-        self._rows.fill(rows, columns)
+        self.rows.fill(rows, columns)
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:

@@ -59,7 +59,7 @@ class TableBody:
         self.table = table
         self.content = content
         self._table_index = table_index
-        self._answers = answers
+        self.answers = answers
         self._ahead_s: float | None = None
         """Table time minus the monotonic clock; None before the first push here."""
 
@@ -82,7 +82,7 @@ class TableBody:
 
     @property
     def memory_bytes(self) -> int:
-        return self.content.num_bytes + self._answers.num_bytes
+        return self.content.num_bytes + self.answers.num_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -118,7 +118,7 @@ class TableBody:
         return self.content.growth_bytes(batch, at_unix_s)
 
     def apply(self, record: PushRecord, batch: RowBatch) -> bytes:
-        self._answers.forget(record.forgotten_sessions)
+        self.answers.forget(record.forgotten_sessions)
         fates = batch.fates_in_order(
             self.content.push(
                 batch,
@@ -129,11 +129,11 @@ class TableBody:
             )
         )
         if fates:
-            self._answers.remember(record.session, record.sequence, fates)
+            self.answers.remember(record.session, record.sequence, fates)
         return fates
 
     def fates(self, session: str, sequence: int) -> bytes:
-        return self._answers.recall(session, sequence)
+        return self.answers.recall(session, sequence)
 
     def spec_message(self, spec: Shard) -> TableShardSpec:
         return TableShardSpec(shard=spec, table=self.table)
@@ -144,7 +144,7 @@ class TableBody:
 
     def image(self) -> tuple[RowImage, SmallTensors]:
         rows, small = self.content.image()
-        answers = self._answers.freeze()
+        answers = self.answers.freeze()
         return rows, lambda sessions: {**small, **answers.tensors(sessions)}
 
     def flat_tensors(self) -> dict[str, Tensor]:

@@ -31,7 +31,8 @@ _PORTS = struct.Struct("!HH")
 _SOCKET_ID_BYTES = 48
 _FIGURES = struct.Struct("=IIIII")
 _TABLES: Mapping[int, str] = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+OVERFLOW_UID_FILE = Path("/proc/sys/kernel/overflowuid")
+"""File with the id that stands for users without an id in this user namespace."""
 
 Address = tuple[str, int]
 
@@ -49,7 +50,7 @@ def user_of_peer(connected: socket.socket) -> int | None:
         log.debug("socket_not_connected", reason=str(error))
         return None
     try:
-        found = _looked_up(connected.family, theirs, ours)
+        found = ask_sock_diag(connected.family, theirs, ours)
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))
         found = _listed(connected.family, theirs, ours)
@@ -57,7 +58,7 @@ def user_of_peer(connected: socket.socket) -> int | None:
     return None if found == _unmapped() else found
 
 
-def _looked_up(family: int, theirs: Address, ours: Address) -> int | None:
+def ask_sock_diag(family: int, theirs: Address, ours: Address) -> int | None:
     """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for any other
     failure, such as a kernel without sock_diag."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
@@ -107,6 +108,6 @@ def _in_table(family: int, address: Address) -> str:
 
 def _unmapped() -> int:
     try:
-        return int(_OVERFLOW.read_text())
+        return int(OVERFLOW_UID_FILE.read_text())
     except OSError:
         return 65534

@@ -2,13 +2,17 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, entered, propose, served
 
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.membership import calls
 from shoal_client.membership.member import Member
+from shoal_client.membership.member_events import CallEnded, CallLeader, Event
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -90,11 +94,21 @@ async def test_an_exit_of_another_process_of_the_member_changes_nothing() -> Non
         assert not a.is_broken(1)
 
 
-async def test_a_silent_member_is_lost_after_the_lease() -> None:
-    """A stopped process keeps its stream open, and sends no heartbeats."""
+async def test_a_silent_member_is_lost_after_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process keeps its stream open, and nobody sends heartbeats for it."""
+    make_call, silent = calls.make_call, list[str]()
+
+    def unless_silent(coordinators: Coordinators, call: CallLeader, *more: Any) -> Event:
+        request = call.request
+        is_beat = isinstance(request, pb.HeartbeatRequest)
+        if is_beat and {beat.token.member_id for beat in request.beats} & set(silent):
+            return CallEnded(call=call)
+        return make_call(coordinators, call, *more)
+
+    monkeypatch.setattr(calls, "make_call", unless_silent)
     async with served(MemoryStore(), Limits(heartbeat_s=0.1, join_s=60)) as world:
-        a, b = await world.training("a", "b")
-        b._threads.closing.set()  # ends its heartbeats, leaves its stream
+        a, _ = await world.training("a", "b")
+        silent.append("b")
         assert await broken(a, 1)
         assert "no heartbeat" in a.waiting_for
 

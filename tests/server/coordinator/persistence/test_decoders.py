@@ -26,10 +26,9 @@ from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import Refusal
-from shoal_server.etcd import keys
+from shoal_server.etcd import keys, leader_key
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import UnreadableRecord
-from shoal_server.etcd.leader_key import _parse as parse_leader
 from shoal_server.etcd.records import servers
 from shoal_server.serving.message_bounds import MessageBounds
 
@@ -107,7 +106,7 @@ def test_any_bytes_are_read_or_refused_with_a_named_error(value: bytes) -> None:
         servers.parse(keys.server("ps-0"), value)
     except ShoalError as error:
         assert "ps-0" in str(error)
-    assert parse_leader(value, Revision(7)).create_revision == 7
+    assert leader_key.parsed(value, Revision(7)).create_revision == 7
 
 
 @pytest.mark.long

@@ -43,6 +43,7 @@ from shoal_proto.v1.weights_pb2_grpc import (
 from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications import service as service_module
 from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.publications.limits import HELD_S
 from shoal_server.etcd import keys
@@ -127,8 +128,9 @@ class World:
         await server.start()
         self.leads = True
         try:
-            async with service.leading(), grpc.aio.insecure_channel(address) as channel:
-                yield Client(WeightSeriesStub(channel), service, address)
+            async with AsyncExitStack() as term, grpc.aio.insecure_channel(address) as channel:
+                await term.enter_async_context(service.leading())
+                yield Client(WeightSeriesStub(channel), service, address, term)
         finally:
             self.leads = False
             await server.stop(None)
@@ -140,6 +142,8 @@ class Client:
     stub: WeightSeriesStub
     service: WeightSeriesService
     address: str
+    term: AsyncExitStack
+    """Ends the coordinator's term when it is closed; at the latest with `World.leading`."""
 
     async def call(self, made: Awaitable[T]) -> T:
         try:
@@ -258,7 +262,7 @@ async def test_a_publication_becomes_a_version_once_every_rank_has_contributed(
         assert [[s.id for s in each.servers] for each in begun] == [["s1", "s2"], ["s2", "s1"]]
         parts = [world.put(part(1, rank=rank, world=2)) for rank in range(2)]
         first = asyncio.create_task(client.contribute(parts[1]))
-        await until(lambda: _waits(client, 1))
+        await until(lambda: _waits(client))
         assert (await client.view()).head == 0
         second = await client.contribute(parts[0])
         assert await first == second
@@ -280,9 +284,9 @@ async def test_a_publication_becomes_a_version_once_every_rank_has_contributed(
         assert [each.id for each in view.servers] == ["s1", "s2"]
 
 
-async def _waits(client: Client, num_parts: int) -> bool:
-    publications = client.service.series()[0].series._publications.values()
-    return sum(len(each.parts) for each in publications) == num_parts
+async def _waits(client: Client) -> bool:
+    """True once a part waits for others."""
+    return not client.service.series()[0].series.is_idle
 
 
 async def test_a_repeated_part_is_answered_with_its_version(world: WorldWithServers) -> None:
@@ -327,8 +331,10 @@ async def test_a_series_that_another_process_wrote_ends_with_advice(
 async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWithServers) -> None:
     """The record of a server may be dropped between the choice of servers and the first call."""
     world.servers["s1"].held.add(b"d")
-    async with world.leading() as client:
-        stores = client.service._stores
+    calls, store = ServerCalls(), LeaderStore(world.store, tuple, world.on_deposed)
+    stores = Stores(store, calls, lambda: None)
+    async with AsyncExitStack() as stack, stores.mirror:
+        stack.push_async_callback(calls.close)
         await stores.mirror.wait_in_sync()
         asked = asyncio.create_task(stores.query_holders(SERIES, {"s1": [b"d"]}))
         asyncio.get_running_loop().call_soon(stores.mirror.forget, "s1")
@@ -355,7 +361,7 @@ async def test_a_replaced_publisher_publishes_nothing_more(world: WorldWithServe
     async with world.leading() as client:
         await client.begin(member(), world=2)
         waiting = asyncio.create_task(client.contribute(world.put(part(1, world=2))))
-        await until(lambda: _waits(client, 1))
+        await until(lambda: _waits(client))
         await client.begin(member(generation=2))
         with pytest.raises(StaleEpoch, match="replaced"):
             await waiting
@@ -602,7 +608,7 @@ async def test_a_watcher_sees_each_change_and_the_end_of_the_term(world: WorldWi
         await until(lambda: _truth(heads == [0]))
         await world.published(client, 1)
         await until(lambda: _truth(heads[-1] == 1))
-        await client.service._step_down()
+        await client.term.aclose()
         await watching
     assert isinstance(ended[0], NotLeader)
 
@@ -631,9 +637,8 @@ async def test_the_segments_of_a_server_that_is_gone_are_copied_to_another(
 
         await until(is_replaced)
         world.servers["s1"].held.clear()
-        await world.servers["s1"].register(
-            world.store, client.service._stores.addresses["s1"], incarnation="2"
-        )
+        (address,) = [s.address for s in (await client.view()).servers if s.id == "s1"]
+        await world.servers["s1"].register(world.store, address, incarnation="2")
 
         async def is_lost() -> bool:
             world.now_s += 1.0

@@ -143,10 +143,13 @@ class Training:
     def subscription(
         self, name: str, *, tables: bool, may_be_local: bool | None = None
     ) -> Subscription:
-        reader = SeriesReader(
+        reader = self.reader(name, may_be_local=may_be_local)
+        return Subscription(reader, SERIES, tables=tables)
+
+    def reader(self, name: str, *, may_be_local: bool | None = None) -> SeriesReader:
+        return SeriesReader(
             [self.address], SERIES, name, may_be_local=may_be_local, apply_difference=apply
         )
-        return Subscription(reader, SERIES, tables=tables)
 
     def check(self, weights: Weights) -> int:
         """Check that the version is the serial replay of whole steps; return their number."""
@@ -243,11 +246,12 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     training = Training(opened)
     push(training, list(range(NUM_IDS)), 1)
     first = training.publish()
-    plain = opened.enter_context(training.subscription("plain", tables=False, may_be_local=False))
-    reader = opened.enter_context(training.subscription("reader", tables=True, may_be_local=False))
+    fetching = [training.reader(name, may_be_local=False) for name in ("plain", "reader")]
+    plain = opened.enter_context(Subscription(fetching[0], SERIES))
+    reader = opened.enter_context(Subscription(fetching[1], SERIES, tables=True))
     own = opened.enter_context(training.subscription("own", tables=True))
     before = own.fetch(first.number)
-    reader._reader.lease(first.number)
+    fetching[1].lease(first.number)
     for seed in range(2, 5):
         push(training, list(range(NUM_IDS)), seed)
         training.publish()
@@ -255,8 +259,8 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     assert training.check(kept) == training.check(before) == 1
     names = set(plain.fetch())
     assert names == {"buffer", *(each.name for each in PARAMETERS)}
-    assert plain._reader.fetched_bytes < reader._reader.fetched_bytes
-    reader._reader.release(first.number)
+    assert fetching[0].fetched_bytes < fetching[1].fetched_bytes
+    fetching[1].release(first.number)
     reader.installed(kept)
     push(training, [1], 5)
     training.publish()  # one version is kept beside the newest: no longer the first one

@@ -15,6 +15,7 @@ from support.clusters.snapshot_cluster import Pusher
 from support.processes.served_process import awaited
 
 from shoal_proto.errors import Unavailable
+from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.shards import controller as controllers
 from shoal_server.coordinator.shards.controller import ShardController, TorchVersions
@@ -29,7 +30,7 @@ from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.records import assignments
+from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.etcd.records.servers import Server
 from shoal_server.status.shards import ShardReader
 
@@ -54,6 +55,13 @@ class Troubled(MemoryStore):
 async def place(store: MemoryStore, job: str) -> None:
     shards = (ShardAssignment(shard_id=0, epoch=1, primary=HOLDER),)
     await assignments.place(store, JobAssignments(job=job, copies=1, shards=shards, run="r"))
+
+
+async def write_layout(store: MemoryStore, job: str) -> None:
+    shard = Shard(shard_id=0, server_id=HOLDER.server_id, blocks=[Block(parameter="w")])
+    layout = shard_map.stored(ShardMap(job=job, shards=[shard]))
+    await shard_map.write_chunks(store, layout)
+    await store.put(layout.head.key, layout.head.value)
 
 
 async def finish(store: MemoryStore, job: str, **how: Any) -> None:
@@ -148,9 +156,9 @@ async def test_measuring_a_server_that_hangs_delays_no_other_work(
         raise AssertionError
 
     store = MemoryStore()
+    await write_layout(store, "hung")
     await place(store, "hung")
     controller = ShardController(store, measure=measure)
-    controller._num_bytes["hung"] = {0: 1}
     async with controller.working(), asyncio.timeout(10.0):
         await asked.wait()
         await place(store, "good")

@@ -130,24 +130,24 @@ def test_a_copy_of_a_table_is_the_same_at_other_positions_of_rows(optimizer: str
 
 
 def without_a_row(shard: TableShard) -> None:
-    rows = shard.body.content._rows
+    rows = shard.body.content.rows
     rows.remove(rows.find(live_ids(shard)[:1]))
 
 
 def with_another_row(shard: TableShard) -> None:
-    rows = shard.body.content._rows
+    rows = shard.body.content.rows
     rows.add(np.array([7777]), torch.zeros(1, 2), birth=3)
 
 
 def with_another_birth(shard: TableShard) -> None:
-    rows = shard.body.content._rows
-    rows._numbers("births")[rows.find(live_ids(shard)[-1:])] += 1
+    rows = shard.body.content.rows
+    rows.columns["births"][rows.find(live_ids(shard)[-1:])] += 1
 
 
 def with_another_state(shard: TableShard) -> None:
-    rows = shard.body.content._rows
+    rows = shard.body.content.rows
     at = int(rows.find(live_ids(shard)[-1:])[0])
-    rows._columns["optimizer/" + rows.state_names[0]].tensor[at].view(-1)[0] += 1
+    rows.columns["optimizer/" + rows.state_names[0]][at].view(-1)[0] += 1
 
 
 def with_another_count(shard: TableShard) -> None:
@@ -155,7 +155,7 @@ def with_another_count(shard: TableShard) -> None:
 
 
 def with_another_fate(shard: TableShard) -> None:
-    shard.body._answers.remember("a", 40, b"\2" * 8)
+    shard.body.answers.remember("a", 40, b"\2" * 8)
 
 
 def live_ids(shard: TableShard) -> np.ndarray:

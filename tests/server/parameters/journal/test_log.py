@@ -26,6 +26,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.core.processes import Holder
 from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.journal import log
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.record import UpdateListener, UpdateRecord
@@ -455,8 +456,11 @@ def test_the_owner_of_a_journal_is_recorded_on_a_full_disk(
     refused."""
     with Journal(config(tmp_path)) as journal:
         journal.own(Holder("ps-0", "one"))
-    with Journal(config(tmp_path)) as journal:
-        monkeypatch.setattr(journal, "_lock_file", OnFullDisk(journal._lock_file))
+    open_lock_file = log.open_lock_file
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "open_lock_file", lambda path: OnFullDisk(open_lock_file(path)))
+        full = Journal(config(tmp_path))
+    with full as journal:
         assert journal.own(Holder("ps-0", "two")) == "one"
         with pytest.raises(DiskFull, match="start this server again"):
             journal.own(Holder("ps-0", "a longer name"))

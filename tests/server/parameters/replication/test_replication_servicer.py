@@ -269,7 +269,7 @@ async def test_many_streams_that_never_end_and_never_read_take_bounded_memory() 
         calls = [asyncio.create_task(follow(number)) for number in range(num_streams)]
         while not all(call.done() for call in calls):
             await asyncio.wait(calls, timeout=0.05, return_when=asyncio.ALL_COMPLETED)
-            held_bytes = server.replicas.received._memory.held_bytes
+            held_bytes = server.replicas.received.memory.held_bytes
             peak_bytes = max(peak_bytes, resident_bytes())
             assert held_bytes <= limit_bytes
         # Without a bound: the 512 MiB that were sent. Both ends' buffers are in this process.
@@ -464,9 +464,9 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_the_leading_replic
     pushes, which stay."""
     async with Link(world) as link:
         await in_step(world, link)
-        images = world.server.replicas._images
-        gate = Gate(images._run)
-        monkeypatch.setattr(images, "_run", gate)
+        images = world.server.replicas.images
+        gate = Gate(images.run)
+        monkeypatch.setattr(images, "run", gate)
         await link.write(world.primary.image())
         async with asyncio.timeout(ANSWER_S):
             await gate.reached.wait()
@@ -496,16 +496,16 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     report its push as replicated."""
     received = world.server.replicas.received
     reached, go_on = asyncio.Event(), asyncio.Event()
-    wait_for = received._capacity.wait_for
+    await_capacity = received.await_capacity
 
-    async def held_up(is_so: Callable[[], bool]) -> bool:
+    async def held_up() -> None:
         reached.set()
         await go_on.wait()
-        return await wait_for(is_so)
+        await await_capacity()
 
     async with Link(world) as link:
         await in_step(world, link)
-        monkeypatch.setattr(received._capacity, "wait_for", held_up)
+        monkeypatch.setattr(received, "await_capacity", held_up)
         await link.write(world.primary.frames_of(world.primary.push()))
         async with asyncio.timeout(ANSWER_S):
             await reached.wait()
@@ -524,8 +524,8 @@ async def test_acknowledged_updates_are_applied_before_the_copy_leads(
     received = world.server.replicas.received
     async with Link(world) as link:
         await in_step(world, link)
-        gate = Gate(received._run)
-        monkeypatch.setattr(received, "_run", gate)
+        gate = Gate(received.run)
+        monkeypatch.setattr(received, "run", gate)
         assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
         async with asyncio.timeout(ANSWER_S):
             await gate.reached.wait()

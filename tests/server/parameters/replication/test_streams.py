@@ -24,7 +24,7 @@ from shoal_server.parameters.bulk.wire import FrameConnection
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
-from shoal_server.parameters.service.bulk_connection import _BulkCall
+from shoal_server.parameters.service.bulk_connection import BulkCall
 from shoal_server.parameters.shard.record import UpdateRecord
 
 MODEL = OneTensor(1_500_000)
@@ -103,13 +103,13 @@ def test_replies_to_updates_in_shared_memory_are_sent_together(
     """Workers do not wait for these replies. The primary needs them to drop records that its backup
     has."""
     together: list[FollowReply] = []
-    put = _BulkCall.send_soon
+    put = BulkCall.send_soon
 
-    def noted(call: _BulkCall, reply: FollowReply) -> bool:
+    def noted(call: BulkCall, reply: FollowReply) -> bool:
         together.append(reply)
         return put(call, reply)
 
-    monkeypatch.setattr(_BulkCall, "send_soon", noted)
+    monkeypatch.setattr(BulkCall, "send_soon", noted)
     with ParameterServers(2) as servers, worker_that_has_pushed(servers):
         assert {reply.WhichOneof("answer") for reply in together} == {"received"}
         wait_until_all_is_replicated(servers)

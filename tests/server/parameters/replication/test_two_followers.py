@@ -12,7 +12,6 @@ from support.clusters.parameter_servers import config
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk.arena_slots import NUM_SLOTS
@@ -82,9 +81,7 @@ class World:
         gradient.fill_(float("nan"))
 
     def follows(self, server: RunningServer) -> bool:
-        led = self.primary.replicas._driver.core.led(KEY)
-        follower = led.followers.get(server.replicas.me) if led is not None else None
-        return follower is not None and follower.phase is FollowerPhase.FOLLOWING
+        return self.primary.replicas.versions(*KEY).get(server.replicas.me, 0) > 0
 
     def record(self) -> ShardAssignment:
         record = self.primary.replicas.assignment(*KEY)

@@ -140,8 +140,7 @@ def test_a_relay_serves_only_readers_of_its_series(
                 assert segment.view() == data
                 assert child.relayed_bytes == len(data)
         assert {type(each) for each in reached} == {ssl.SSLSocket}
-        assert relay._relay is not None
-        server = pb.StoreServer(id="relay", address=relay._relay.address)
+        server = pb.StoreServer(id="relay", address=relay.relay_address)
         other = Caller(CertificateRole.READER, "reads-open", series="svc/open")
         with (
             identity.using(world.issued(other)),

@@ -5,6 +5,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         def none(*ends: object) -> int:
             raise OSError("no sock_diag here")
 
-        monkeypatch.setattr(local_users, "_looked_up", none)
+        monkeypatch.setattr(local_users, "ask_sock_diag", none)
     return str(request.param)
 
 
@@ -67,10 +68,14 @@ def test_another_kind_of_socket_has_no_user(method: str) -> None:
         assert user_of_peer(one) is None
 
 
-def test_an_unmapped_user_is_no_user(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unmapped_user_is_no_user(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A container with a user namespace shows all users of the host as one id, which a process of
     the container may have as well."""
-    monkeypatch.setattr(local_users, "_unmapped", os.geteuid)
+    overflow = tmp_path / "overflowuid"
+    overflow.write_text(f"{os.geteuid()}\n")
+    monkeypatch.setattr(local_users, "OVERFLOW_UID_FILE", overflow)
     with connection() as (_, taken):
         assert user_of_peer(taken) is None
 

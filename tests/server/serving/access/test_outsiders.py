@@ -355,7 +355,7 @@ def test_a_refused_certificate_is_distinguished_from_an_absent_server(
 ) -> None:
     """The call fails with CertificateRefused, and is not repeated until its timeout."""
     # This process may have called another cluster without TLS at the same address before.
-    monkeypatch.setattr(tls_refusals, "_answered", set())
+    monkeypatch.setattr(tls_refusals, "answered_plainly", set())
     cluster = world.cluster
     address = cluster.coordinator if name == COORDINATOR_NAME else cluster.parameter_servers[0]
     cases = {

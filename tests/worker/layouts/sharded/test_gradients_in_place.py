@@ -26,8 +26,8 @@ def laid_out(by: LayOut, world_size: int, gradients: list[Tensor], dtype: torch.
 def test_gradients_are_laid_out_as_by_torch(world_size: int, dtype: torch.dtype) -> None:
     gradients = [torch.randn(shape) for shape in SHAPES]
     gradients.append(torch.randn(4, 6).t())
-    by_torch = laid_out(fsdp._lay_out_padded, world_size, gradients, dtype)
-    own = laid_out(fsdp._lay_out_for_sum, world_size, gradients, dtype)
+    by_torch = laid_out(fsdp.lay_out_padded, world_size, gradients, dtype)
+    own = laid_out(fsdp.lay_out_for_sum, world_size, gradients, dtype)
     assert torch.equal(own, by_torch)
     assert torch.isfinite(own).all(), "what fills up is zero"
 
@@ -36,8 +36,8 @@ def test_fully_shard_pads_no_uneven_gradients(monkeypatch: pytest.MonkeyPatch) -
     def pads(*_: object) -> None:
         raise AssertionError("gradients were padded")
 
-    monkeypatch.setattr(fsdp, "_lay_out_padded", pads)
+    monkeypatch.setattr(fsdp, "lay_out_padded", pads)
     gradients = [torch.randn(shape) for shape in SHAPES]
     laid_out(_fsdp_collectives.foreach_reduce_scatter_copy_in, 3, gradients, torch.float32)
     with pytest.raises(AssertionError):
-        laid_out(fsdp._lay_out_for_sum, 3, [torch.randn(6, 2)], torch.float32)
+        laid_out(fsdp.lay_out_for_sum, 3, [torch.randn(6, 2)], torch.float32)

@@ -164,7 +164,7 @@ def local_gradients(training: Training, way: LayOut) -> tuple[int, int, int]:
     whole = sum(parameter.numel() for parameter in trained.layout.parameters.values())
     assert all(
         getattr(part, "_unsharded_param").grad is None  # noqa: B009 - torch's own, without a type
-        for part in trained.layout._fsdp_parameters  # type: ignore[attr-defined]
+        for part in trained.layout.fsdp_parameters  # type: ignore[attr-defined]
     )
     return sum(g.numel() for g in own), sum(memory.values()), whole
 
@@ -249,7 +249,7 @@ def forgotten_gradient(training: Training, way: LayOut) -> tuple[bool, bool]:
     assert isinstance(layout, ShardedLayout)
     without = layout.synchronised()
     trained.step(0)
-    layout._fsdp_parameters[0]._unsharded_param.grad = torch.ones(7, 5)
+    layout.fsdp_parameters[0]._unsharded_param.grad = torch.ones(7, 5)
     return without, layout.synchronised()
 
 

@@ -28,13 +28,13 @@ class InMemoryGroup(CollectiveGroup):
 
     def __init__(self, meeting: Meeting, rank: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, len(meeting.ranks), name, timeout_s)
-        self._meeting = meeting
+        self.meeting = meeting
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         return PLUGIN
 
     def abort(self) -> None:
-        self._meeting.hub.fail(f"rank {self._meeting.ranks[self.rank()]} aborted")
+        self.meeting.hub.fail(f"rank {self.meeting.ranks[self.rank()]} aborted")
 
     def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
         def complete(given: list[list[Tensor]]) -> None:
@@ -103,19 +103,19 @@ class InMemoryGroup(CollectiveGroup):
         return self._post("barrier", [], None, lambda given: None)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        self._meeting.send(self.rank(), to, tag, tensor)
+        self.meeting.send(self.rank(), to, tag, tensor)
         return CompletedWork([tensor], self.timeout_s)
 
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
-        return _Receive(self._meeting, tensor, (source, self.rank(), tag), self.timeout_s)
+        return _Receive(self.meeting, tensor, (source, self.rank(), tag), self.timeout_s)
 
     def _post(
         self, kind: str, results: Sequence[Tensor], given: Any, complete: Complete
     ) -> Pending:
-        call = self._meeting.post(self.rank(), kind, given, complete)
+        call = self.meeting.post(self.rank(), kind, given, complete)
 
         def finish(timeout_s: float) -> None:
-            self._meeting.finish(call, kind, timeout_s)
+            self.meeting.finish(call, kind, timeout_s)
 
         return _Posted(results, self.timeout_s, finish, lambda: call.done)
 

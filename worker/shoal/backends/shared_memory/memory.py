@@ -64,7 +64,8 @@ class SharedMemory:
         """True if there is a processor for each rank."""
         self._num_barriers = self._num_awaited = 0
         self._lock = threading.Lock()
-        self._reason = ""
+        self.reason = ""
+        """Reason for which the ranks no longer meet; empty while they do."""
         self._links: PeerSockets | None = None
         self._on_left: Callable[[], None] | None = None
         self._other_semaphores: tuple[Semaphore, ...] = ()
@@ -161,9 +162,9 @@ class SharedMemory:
     def cut(self, reason: str) -> None:
         """Make every wait of this rank and of all others raise. Thread-safe, quick."""
         with self._lock:
-            if self._reason:
+            if self.reason:
                 return
-            self._reason = reason
+            self.reason = reason
         for semaphores in self._rounds:
             semaphores[self.rank].post()
         for semaphore in self._other_semaphores:
@@ -172,13 +173,13 @@ class SharedMemory:
             self._links.cut()
 
     def _raise_if_over(self) -> None:
-        if self._reason:
-            raise GenerationBroken("ranks no longer share memory", seen=self._reason)
+        if self.reason:
+            raise GenerationBroken("ranks no longer share memory", seen=self.reason)
 
     def close(self) -> None:
         """Leave in order, after this rank's last barrier. May be called twice."""
         with self._lock:
-            self._reason = self._reason or "this rank has left"
+            self.reason = self.reason or "this rank has left"
         if self._links is not None:
             self._links.close()
         on_left, self._on_left = self._on_left, None

@@ -37,7 +37,8 @@ OPEN_S = 2.0
 MAX_SILENT = 256
 """Limit of connections without a complete greeting, above which the oldest is closed."""
 _HOST_BYTES, _NAME_BYTES = 32, 32
-_GREETING = struct.Struct("=I32s")
+GREETING = struct.Struct("=I32s")
+"""A rank's first message to rank 0: its number, and the socket's name as key."""
 _REGION = struct.Struct(f"=Q{ID_BYTES}s")
 """The region's size and id, sent with the descriptors of the barriers' memory and of the region."""
 _DONE, _AGREED = b"D", b"A"
@@ -100,8 +101,8 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
             old = None
         try:
             if listener is not None:
-                return _serve(listener, name, world_size, _region_for(num_bytes, old))
-            return _receive(name, rank, old)
+                return serve(listener, name, world_size, _region_for(num_bytes, old))
+            return receive(name, rank, old)
         except (OSError, _Refused) as error:
             log.warning("no_shared_memory", rank=rank, num_bytes=num_bytes, reason=repr(error))
             return None
@@ -138,7 +139,7 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
     name = secrets.token_bytes(_NAME_BYTES)
     try:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(_address(name))
+        listener.bind(socket_address(name))
         listener.listen(128)
     except OSError as error:
         log.info("no_shared_memory", reason=repr(error))
@@ -146,13 +147,16 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
     return listener, name
 
 
-def _address(name: bytes) -> str:
+def socket_address(name: bytes) -> str:
+    """Return the address of rank 0's socket with this random name."""
     # Any process can list the addresses of sockets. All of `name` is the key, so the address has
     # only half of it.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
-def _serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
+def serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
+    """Make the memory for barriers, and send it and the region to all other ranks, which connect to
+    `listener` with `name` as key. For rank 0. Raises OSError, also for ranks that are late."""
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
@@ -208,7 +212,7 @@ class _Greetings:
                     continue
                 connection = cast(socket.socket, ready.fileobj)
                 if connection in self._received and self._read(connection):
-                    rank, key = _GREETING.unpack(self._received[connection])
+                    rank, key = GREETING.unpack(self._received[connection])
                     if secrets.compare_digest(key, self._key):
                         self._forget(connection)
                         return rank, connection
@@ -230,7 +234,7 @@ class _Greetings:
         """Read more of a greeting; return True if it is complete."""
         received = self._received[connection]
         try:
-            piece = connection.recv(_GREETING.size - len(received))
+            piece = connection.recv(GREETING.size - len(received))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -240,7 +244,7 @@ class _Greetings:
             self._refuse(connection, "closed before its greeting")
             return False
         self._received[connection] = received + piece
-        return len(received) + len(piece) == _GREETING.size
+        return len(received) + len(piece) == GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         # If it was a rank's connection, the set-up ends without shared memory at the deadline.
@@ -253,15 +257,17 @@ class _Greetings:
         del self._received[connection]
 
 
-def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
+def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
+    """Map the memory that rank 0 sends from the socket of this name; `old` if that is its region.
+    For all other ranks. Raises OSError."""
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # The kernel's limit: with Python's timeout, `connect` would fail at once on a full backlog.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.connect(_address(name))
+        connection.connect(socket_address(name))
         connection.settimeout(OPEN_S)
-        connection.sendall(_GREETING.pack(rank, name))
+        connection.sendall(GREETING.pack(rank, name))
         data, descriptors, _, _ = socket.recv_fds(connection, _REGION.size, 2)
         try:
             if len(data) < _REGION.size or len(descriptors) < 2:

@@ -18,7 +18,7 @@ from collections.abc import Collection
 NOTE_BYTES = 8
 _ALL = b"\xff" * 1024
 """Affinity mask with all bits set: Linux has at most 8,192 processors."""
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Processors:
@@ -34,7 +34,7 @@ class Processors:
     def part(self) -> None:
         """Note this thread's processor. If another rank has noted the same processor, move to one
         that no rank has noted, if there is any."""
-        number = int(_libc.sched_getcpu())
+        number = int(libc.sched_getcpu())
         self._notes[self._rank] = _note_of(number)
         if self._notes.tolist().count(_note_of(number)) == 1:
             self._last_alone = number
@@ -71,7 +71,7 @@ def _move_within(allowed: set[int], to: int) -> None:
 
 def _ask_for_all() -> None:
     """Allow all processors, also later ones: the default if no mask was ever set."""
-    if _libc.sched_setaffinity(0, len(_ALL), _ALL):
+    if libc.sched_setaffinity(0, len(_ALL), _ALL):
         raise OSError(ctypes.get_errno(), "sched_setaffinity failed")
 
 

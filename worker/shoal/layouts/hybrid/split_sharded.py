@@ -161,7 +161,7 @@ class SplitShardedLayout(ShardedLayout):
         super().cut(reason)
 
     def release(self) -> None:
-        meshes = [mesh_of_rows(part) for part in self._fsdp_parameters]
+        meshes = [mesh_of_rows(part) for part in self.fsdp_parameters]
         self._ranks.release()
         super().release()
         for mesh in (self._tensor_mesh, *meshes):

@@ -136,7 +136,7 @@ class ShardedLayout(Layout):
         self.module = model
         self._parameters = dict(model.named_parameters())
         self._buffers = RunningBuffers(model)
-        self._fsdp_parameters = list(fsdp_parameters(model))
+        self.fsdp_parameters = list(fsdp_parameters(model))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
         """Return the mesh of the ranks that share this rank's copy of the model. Collective.
@@ -353,7 +353,7 @@ class ShardedLayout(Layout):
         """
         root: Any = self.module
         if has_run(root):  # None before the first pass
-            reset_pass(root, self._fsdp_parameters)
+            reset_pass(root, self.fsdp_parameters)
 
     def finish_passes(self) -> None:
         super().finish_passes()
@@ -371,7 +371,7 @@ class ShardedLayout(Layout):
     def reduce(self) -> None:
         """Raise InvalidSpec if a pass has written to weights while they were gathered: it wrote to
         a copy that is freed after the pass."""
-        changed = [part for part in self._fsdp_parameters if not is_unmodified(part)]
+        changed = [part for part in self.fsdp_parameters if not is_unmodified(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             written = sorted(names[id(part.sharded_param)] for part in changed)
@@ -386,7 +386,7 @@ class ShardedLayout(Layout):
     def synchronised(self) -> bool:
         """True if there are gradients and all of them are reduced."""
         reduced = any(parameter.grad is not None for parameter in self._parameters.values())
-        return reduced and not any(map(has_unreduced_gradient, self._fsdp_parameters))
+        return reduced and not any(map(has_unreduced_gradient, self.fsdp_parameters))
 
     def cut(self, reason: str) -> None:
         slots = self._slots
@@ -403,7 +403,7 @@ class ShardedLayout(Layout):
             reduction.copies = reduction.slots = None
             reduction.orders.clear()
         self._groups.clear()
-        for part in self._fsdp_parameters:
+        for part in self.fsdp_parameters:
             part.mesh_info.shard_process_group = None
         forget_groups(self._mesh)
 
