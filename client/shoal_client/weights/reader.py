@@ -141,7 +141,7 @@ class SeriesReader:
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
         """Lease a version: it is kept until `release`, as long as this process reports to a
-        coordinator. Raises as `ReaderLeases.take`."""
+        coordinator. Raises what `ReaderLeases.take` and, in a relay, `view` raise."""
         relay = self._relay
         if relay is not None and self._stores.is_local(self.view(timeout_s).servers):
             # The server on this machine serves the same bytes. A relay would keep their memory in

@@ -2,7 +2,7 @@
 
 async with LoopLag() as lag:
     ...
-    lag.p99_s, lag.max_s        of the last ten seconds, or more if the loop lags
+    lag.p99_s, lag.max_s    of the last ten seconds, or of more if the loop lags
 """
 
 import asyncio

@@ -86,7 +86,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._by_role = by_role
         self._bounds = MessageBounds()
         self._counts = counts or CallCounts()
-        # By method: its handler, and the handler that wraps it. As many as the server has methods.
+        # By method: its handler, and the handler that wraps it. One entry for each method.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
         # By user agent: the mismatch of its protocol; None if there is none.
         self._mismatches: dict[str, ProtocolMismatch | None] = {}

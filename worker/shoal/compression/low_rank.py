@@ -57,8 +57,8 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """Averages by one or two all-reduces. A rank sends 2 (n-1) / n times 4 V bytes, where V is the
-    sum of (M + N) R over the matrices, plus the number of values sent whole."""
+    """Averages by one or two all-reduces. A rank sends 2 (n-1) / n times 4 V bytes for V values:
+    (M + N) R for each matrix, and all values of the tensors that are not compressed."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

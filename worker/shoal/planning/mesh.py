@@ -58,8 +58,8 @@ class MeshFigures:
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """Compute the parts. `tells_faults_ahead`: if no stages share a parameter, ranks report
-        non-finite gradients in their votes on the step, and not in a separate message."""
+        """Compute the parts. `tells_faults_ahead`: True if ranks report non-finite gradients in
+        their votes on the step, and not in a separate message, unless stages share a parameter."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh

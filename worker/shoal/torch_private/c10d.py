@@ -136,8 +136,8 @@ def replace_groups_table(table: Any) -> None:
 def forget_groups() -> None:
     """Remove all groups from torch's table without ending their operations.
 
-    `destroy_process_group` would wait for the operations of each group that is left in `pg_names`,
-    and `_abort_process_group` for each abort in turn.
+    `destroy_process_group` alone would wait for the operations of each group that has a name, so
+    the names are removed first. `_abort_process_group` would wait for each abort in turn.
     """
     _c10d._world.pg_names.clear()
     _c10d.destroy_process_group()

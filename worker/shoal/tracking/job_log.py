@@ -94,7 +94,8 @@ class JobLog:
     # --- events of the job ---
 
     def record_generation(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
-        """Note that a generation runs, and this member's step."""
+        """Note that a generation runs: determine its writer, and at the first call the run. `step`:
+        number of steps that this member has committed."""
         roster = record.roster
         by_id = {entry.member_id: entry for entry in roster.entries}
         first = min(roster.entries, key=lambda entry: entry.rank).member_id

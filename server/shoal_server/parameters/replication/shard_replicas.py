@@ -292,8 +292,8 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shard in memory, and its disk need not keep any for
-        another primary; or once no other server is registered, or only servers that are leaving."""
+        """Return once this server has no shard in memory and its disk need not keep any for another
+        primary, or once there is no other registered server except servers that are leaving."""
         self._check_empty()
         await self._empty.wait()
 

@@ -24,7 +24,8 @@ class PushOutcomeCounts:
 
 
 class PushTally:
-    """Counts by job, for the 1024 jobs whose first refusal is the newest."""
+    """Counts by job, for at most MAX_JOBS jobs. Beyond that, the job that was refused first is
+    dropped."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, PushOutcomeCounts] = OrderedDict()

@@ -67,7 +67,7 @@ def bytes_to_build(header: CutHeader) -> int:
 
 class ShardBuilder:
     """Builds one shard. Used by one thread at a time, and not on the event loop. The rows of a
-    table take memory as chunks arrive, a dense shard at once."""
+    table take memory as their chunks arrive; a dense shard takes all of its memory at the start."""
 
     def __init__(self, header: CutHeader) -> None:
         """Raises MalformedMessage if the header describes no shard, or has a layout that this

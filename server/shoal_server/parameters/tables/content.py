@@ -43,7 +43,8 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts of rows since this server got the shard, for display."""
+    """Counts since this server got the shard: rows made, rows evicted, and gradients of ids that
+    were not admitted."""
 
     made: int = 0
     evicted: int = 0

@@ -51,7 +51,8 @@ class HeldSegment:
     needed_s: float
     """Time at which the segment was last put, or named by the records, in seconds."""
     was_named: bool = False
-    """True once the version of its origin's publication, or a later version, has named it."""
+    """True once the version of the origin's publication, or a later version, has named the
+    segment."""
 
 
 @dataclass(slots=True)
