@@ -29,7 +29,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
@@ -39,7 +39,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from exchange.row_peers import PEERS, Step
+from exchange.row_peers import PEERS, Shape, Step
 from rows import Row, publish, record
 
 from shoal.embedding.exchange import TableExchange
@@ -69,8 +69,8 @@ STEP_IDS = 16_384
 NUM_STEPS = 30
 WARM_UP = 8
 RAW = "raw-socket"
-ID_RANGE = 10_000_000
-WIDE_DIM, KNOWN_IDS = 256, 20_000
+TABLES: dict[str, Shape] = {"worker_rows": (10_000_000, DIM), "worker_wide_rows": (20_000, 256)}
+"""Number of ids and floats in a row of the table of each metric."""
 NORMAL = Initialiser(kind="normal", spread=0.01)
 OPTIMIZERS = {
     "sgd": RowOptimizer(kind="sgd", lr=0.1),
@@ -265,8 +265,11 @@ def _answer_bytes(owner: Connection, dim: int) -> None:
                 connection.sendall(bytes(answered))
 
 
-def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> list[Row]:
-    """Measure lookups and pushes of one worker over each transport, in turns."""
+def worker_rows(
+    cluster: LocalCluster, metric: str, shape: Shape, peers: Mapping[str, Step]
+) -> list[Row]:
+    """Measure lookups and pushes of one worker over each transport and by the peers, in turns."""
+    id_range, dim = shape
     with ExitStack() as stack:
         steps: dict[str, Callable[[], None]] = {
             f"{metric}{suffix}": Worker(cluster, transport, stack, dim, id_range).step
@@ -274,9 +277,8 @@ def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> 
         }
         own = list(steps)
         steps[RAW] = raw_step(stack, dim)
-        for peer, start in PEERS.items():
-            if peer != "ray-actor" or importlib.util.find_spec("ray"):
-                steps[peer] = partial(_with_ids, start(stack, id_range, dim), id_range)
+        for peer, step_of_peer in peers.items():
+            steps[peer] = partial(_with_ids, step_of_peer, id_range)
         for step in steps.values():
             for _ in range(WARM_UP):
                 step()
@@ -312,11 +314,14 @@ def main() -> None:
     if "workers" not in sys.argv[1:]:
         rows += [row for num_rows in INDEX_ROWS for row in index_rows(num_rows)]
         rows += [*shard_rows(), initial_rows()]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
-        with LocalCluster(config) as cluster:
-            rows += worker_rows(cluster, "worker_rows", DIM, ID_RANGE)
-            rows += worker_rows(cluster, "worker_wide_rows", WIDE_DIM, KNOWN_IDS)
+        cluster = stack.enter_context(LocalCluster(config))
+        installed = [p for p in PEERS if p != "ray-actor" or importlib.util.find_spec("ray")]
+        steps = {peer: PEERS[peer](stack, [*TABLES.values()]) for peer in installed}
+        for number, (metric, shape) in enumerate(TABLES.items()):
+            peers = {peer: of_table[number] for peer, of_table in steps.items()}
+            rows += worker_rows(cluster, metric, shape, peers)
     publish("tables", rows)
     if "--record" in sys.argv:
         compared = [row.as_json() for row in rows if row.peer]

@@ -1,17 +1,18 @@
 """Peers of Shoal's tables: rows behind torch.distributed.rpc, and behind an actor of Ray.
 
-The holder is a separate process on this machine. It has one dense tensor with a row for every id,
-and applies SGD to the rows of a push, without an index, new rows, backups or a journal. As with
-Shoal's worker in bench/tables.py, a step makes two calls: one gets the values of the ids, one sends
-their gradients.
+The holder is a separate process on this machine. Each of its tables is one dense tensor with a row
+for every id. It applies SGD to the rows of a push, without an index, new rows, backups or a
+journal. As with Shoal's worker in bench/tables.py, a step makes two calls: one gets the values of
+the ids, one sends their gradients.
 """
 
 import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,12 +25,14 @@ LR = 0.1
 START_S = 120.0
 Step = Callable[[Tensor], None]
 """Looks up the rows of these ids and pushes a gradient for each."""
+Shape = tuple[int, int]
+"""Number of rows of a table, and floats in a row."""
 
 _processes = multiprocessing.get_context("spawn")
 
 
 class Rows:
-    """The table on its holder."""
+    """A table on its holder."""
 
     def __init__(self, num_rows: int, dim: int) -> None:
         torch.set_num_threads(1)
@@ -42,22 +45,20 @@ class Rows:
         self._values.index_add_(0, ids, gradients, alpha=-LR)
 
 
-_rows: Rows | None = None
+_tables: list[Rows] = []
+"""The holder's tables: remote calls name functions of the module."""
 
 
-def _look_up(ids: Tensor) -> Tensor:
-    assert _rows is not None
-    return _rows.look_up(ids)
+def _look_up(table: int, ids: Tensor) -> Tensor:
+    return _tables[table].look_up(ids)
 
 
-def _push(ids: Tensor, gradients: Tensor) -> None:
-    assert _rows is not None
-    _rows.push(ids, gradients)
+def _push(table: int, ids: Tensor, gradients: Tensor) -> None:
+    _tables[table].push(ids, gradients)
 
 
-def _serve_rpc(owner: Connection, port: int, num_rows: int, dim: int) -> None:
-    global _rows  # noqa: PLW0603 - remote calls name functions of the module
-    _rows = Rows(num_rows, dim)
+def _serve_rpc(owner: Connection, port: int, shapes: Sequence[Shape]) -> None:
+    _tables.extend(Rows(*shape) for shape in shapes)
     _join("holder", 0, port)
     owner.poll(None)
     os._exit(0)
@@ -68,23 +69,27 @@ def _join(name: str, rank: int, port: int) -> None:
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def torch_rpc(stack: ExitStack, num_rows: int, dim: int) -> Step:
-    """A step by torch.distributed.rpc over TensorPipe."""
+def torch_rpc(stack: ExitStack, shapes: Sequence[Shape]) -> list[Step]:
+    """Start a holder for torch.distributed.rpc over TensorPipe; return a step for each table.
+
+    Once per process: torch numbers the calls of init_rpc in each process, and a second one would
+    wait for ever for a holder that makes its first.
+    """
     here, there = _processes.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    process = _processes.Process(target=_serve_rpc, args=(there, port, num_rows, dim))
+    process = _processes.Process(target=_serve_rpc, args=(there, port, shapes))
     process.start()
     stack.callback(process.kill)
     stack.callback(here.close)
     _join("worker", 1, port)
     stack.callback(rpc.shutdown, graceful=False)
 
-    def step(ids: Tensor) -> None:
-        values = rpc.rpc_sync("holder", _look_up, args=(ids,))
-        rpc.rpc_sync("holder", _push, args=(ids, torch.ones_like(values)))
+    def step(table: int, ids: Tensor) -> None:
+        values = rpc.rpc_sync("holder", _look_up, args=(table, ids))
+        rpc.rpc_sync("holder", _push, args=(table, ids, torch.ones_like(values)))
 
-    return step
+    return [partial(step, table) for table in range(len(shapes))]
 
 
 class RowActor:
@@ -100,14 +105,14 @@ class RowActor:
         self._rows.push(torch.from_numpy(ids), torch.from_numpy(gradients))
 
 
-def ray_actor(stack: ExitStack, num_rows: int, dim: int) -> Step:
-    """A step by an actor of Ray, on a cluster of this machine alone."""
+def ray_actor(stack: ExitStack, shapes: Sequence[Shape]) -> list[Step]:
+    """Start actors of Ray, on a cluster of this machine alone; return a step for each table."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray  # noqa: PLC0415 - not a dependency: measured where it is installed
 
     ray.init(
         _node_ip_address="127.0.0.1",
-        num_cpus=2,
+        num_cpus=len(shapes),
         object_store_memory=1024**3,
         include_dashboard=False,
         log_to_driver=False,
@@ -116,17 +121,17 @@ def ray_actor(stack: ExitStack, num_rows: int, dim: int) -> Step:
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     stack.callback(ray.shutdown)
-    actor = ray.remote(num_cpus=1)(RowActor).remote(num_rows, dim)
-    ray.get(actor.__ray_ready__.remote(), timeout=START_S)
+    actors = [ray.remote(num_cpus=1)(RowActor).remote(*shape) for shape in shapes]
+    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=START_S)
 
-    def step(ids: Tensor) -> None:
+    def step(actor: Any, ids: Tensor) -> None:
         values = ray.get(actor.look_up.remote(ids.numpy()))
         ray.get(actor.push.remote(ids.numpy(), np.ones_like(values)))
 
-    return step
+    return [partial(step, actor) for actor in actors]
 
 
-PEERS: dict[str, Callable[[ExitStack, int, int], Step]] = {
+PEERS: dict[str, Callable[[ExitStack, Sequence[Shape]], list[Step]]] = {
     "torch-rpc": torch_rpc,
     "ray-actor": ray_actor,
 }
