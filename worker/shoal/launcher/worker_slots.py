@@ -80,8 +80,8 @@ class WorkerSlot:
     """True if a signal has halted the process."""
     lost_s: float | None = None
     """Time when the process was first seen as lost but running, by the monotonic clock."""
-    was_killed: bool = False
-    """True if the launcher has killed the process."""
+    killed_s: float | None = None
+    """Time when the launcher first killed the process, by the monotonic clock."""
     watch: ExitWatch | None = None
     start_at_s: float | None = None
     """Time at which the next process is to be started, by the monotonic clock."""
