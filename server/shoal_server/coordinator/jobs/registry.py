@@ -48,7 +48,6 @@ Found = TypeVar("Found")
 
 BACKGROUND_READS_AT_ONCE = 4
 """Few, since the coordinator serves callers meanwhile."""
-READ_AGAIN_S = 1.0
 MAX_SHOWN = 20
 
 
