@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from shoal_client.host.output_tail import OutputTail
 from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
-from shoal_client.local.process import Process, describe_exit
+from shoal_client.local.process import Process
 from shoal_proto.back_off import doubled_s
+from shoal_proto.exit_codes import describe_exit
 from shoal_proto.secrets import new_secret
 
 DRAINED = 128 + signal.SIGTERM
