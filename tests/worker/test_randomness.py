@@ -332,6 +332,17 @@ def test_seeds_of_neighbours_differ() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_seeds_are_the_same_in_each_release() -> None:
+    """A run that continues a checkpoint draws what the run before it would have drawn."""
+    assert [mix(), mix(0), mix(1, 2, 3), mix(-5, 0), mix(2**64 - 1, 9)] == [
+        0,
+        8147104208329303767,
+        3851293329796251419,
+        6238319124558162012,
+        7304427026523763826,
+    ]
+
+
 # --- training ---
 
 

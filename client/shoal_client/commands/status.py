@@ -28,6 +28,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.names import check_name
+from shoal_proto.short_lists import short_list
 from shoal_proto.terminal import printable_json
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -398,8 +399,7 @@ def _print_weights(console: Console, series: Json) -> None:
         line += f" of step {newest['step']}, {size}, {len(series['versions'])} kept"
     console.print(line, highlight=False)
     for held, names in sorted(served.items(), reverse=True):
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        console.print(f"  serve {held}: {escape(', '.join(names[:8]))}{more}", highlight=False)
+        console.print(f"  serve {held}: {escape(short_list(names, 8))}", highlight=False)
     for reader in series["readers"]:
         if reader["differs"]:
             text = f"served weights differ: {reader['reader_id']} has other bytes than version"
@@ -523,9 +523,8 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
         alike.setdefault(key, []).append(each)
     for (by, accepted_unix_s, samples_anew), shards in alike.items():
-        shown = [in_short(s["shard_id"], s["version"]) for s in shards[:MAX_SHOWN_SHARDS]]
-        more = len(shards) - len(shown)
-        which = ", ".join(shown) + (f" and {more} more" if more else "")
+        texts = (in_short(s["shard_id"], s["version"]) for s in shards)
+        which = short_list(texts, MAX_SHOWN_SHARDS, len(shards))
         samples = "samples started over" if samples_anew else "samples stayed counted"
         ago = duration(time.time() - accepted_unix_s)
         console.print(

@@ -11,7 +11,7 @@ own figures, except the number of pushes that a parameter server applied.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -181,7 +181,3 @@ def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
     """Newest generation in which a worker had trained by the time `at_s`; 0 if none had."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)
-
-
-def by_name(accounts: Iterable[WorkerAudit]) -> Mapping[str, WorkerAudit]:
-    return {account.name: account for account in accounts}

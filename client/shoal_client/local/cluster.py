@@ -273,10 +273,6 @@ class LocalCluster:
             if process.wait(timeout_s) is None:
                 raise self._failure(name, f"still there after {timeout_s:g} s", "end")
 
-    def log_tail(self, name: str) -> str:
-        """The end of a part's log."""
-        return last_lines(self._log_path(name))
-
     def _log_path(self, name: str) -> Path:
         directory = self._config.directory
         return (directory / ETCD if name == ETCD else directory) / f"{name}.log"

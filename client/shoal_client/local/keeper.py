@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_client.local.process import Process, describe_exit
+from shoal_client.local.process import Process
 from shoal_proto.back_off import doubled_s
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.exit_codes import describe_exit
 
 log = structlog.get_logger(__name__)
 

@@ -276,15 +276,6 @@ class Supervisor:
         ).start()
 
 
-def describe_exit(code: int) -> str:
-    """Description of an exit code; -N stands for signal N."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    # Real-time signals have no names.
-    known = -code in set(signal.Signals)
-    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
-
-
 def stop_all(processes: Sequence[Process], grace_s: float) -> None:
     """Stop several children, with one grace time for all of them."""
     for process in processes:

@@ -29,8 +29,9 @@ is refused with a reason.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
+from shoal_proto.short_lists import short_list
 from shoal_server.core.positions import ClockPosition, PositionIndex
 from shoal_server.core.processes import MemberProcess
 
@@ -213,7 +214,7 @@ class Clocks:
 
     def _why_not(self, name: str, member: _Member) -> str:
         if self._unreported:
-            names = _names(self._unreported, len(self._unreported))
+            names = short_list(self._unreported, MAX_NAMES)
             return f"{names} to report their clocks to the new leader"
         if member.position is None:
             return "the other members' clocks"
@@ -223,7 +224,8 @@ class Clocks:
         clock, bound = member.position.clock, member.bound
         at = (ClockPosition(first.clock), ClockPosition(first.clock, pulled=True))
         behind = [self._standing.names_at(each) for each in at if each < threshold]
-        names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
+        num = sum(len(each) for each in behind)
+        names = short_list(chain.from_iterable(behind), MAX_NAMES, num)
         condition = f"the waiting member's next round is {clock}, the bound {bound}"
         if member.position.pulled:
             condition = (
@@ -311,9 +313,3 @@ class Clocks:
 def _threshold(position: ClockPosition, bound: int) -> ClockPosition:
     """Position that all others must have reached for a member at `position` to go on."""
     return position._replace(clock=position.clock - bound)
-
-
-def _names(names: Iterable[str], how_many: int) -> str:
-    """The first MAX_NAMES names, and the number of the others. `how_many`: the number of all."""
-    more = f" and {how_many - MAX_NAMES} more" if how_many > MAX_NAMES else ""
-    return ", ".join(islice(names, MAX_NAMES)) + more

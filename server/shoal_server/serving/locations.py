@@ -123,5 +123,5 @@ def _check_segments(url: str, segments: Iterable[str]) -> None:
 def _bad(url: str, expected: str) -> InvalidSpec:
     fix = "" if url else "Name one, or start the coordinator with --snapshot-url."
     return InvalidSpec(
-        "that is no location for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
+        "that is not a location for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
     )

@@ -45,7 +45,7 @@ TEMPLATE = "reference::data:application/json;base64,eyJ2ZXJzaW9uIjoxLCJyZWZzIjp7
 def test_other_kinds_of_urls_and_paths_are_refused(url: str) -> None:
     """Only absolute paths, file:// and buckets (s3, gs, az ...) are accepted, without `..`, empty
     names, queries or chained schemes."""
-    with pytest.raises(InvalidSpec):
+    with pytest.raises(InvalidSpec, match="that is not a location for snapshots"):
         Storage(url)
 
 

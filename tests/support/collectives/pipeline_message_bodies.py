@@ -15,9 +15,10 @@ from torch import Tensor
 from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.layouts.base import World
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
+from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.shared_messages import SharedLanes, lanes_bytes
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
-from shoal_proto.errors import GenerationBroken, InternalError
+from shoal_proto.errors import GenerationBroken, InternalError, MalformedMessage
 
 
 def _layout(schedule: str, *, shares: bool = True) -> PipelineLayout:
@@ -125,3 +126,27 @@ def refused() -> str:
     except InternalError as error:
         return str(error)
     return ""
+
+
+def malformed_descriptions(sent: Sequence[str], broadcast: Sequence[str]) -> list[str]:
+    """Rank 1 sends, and then broadcasts, descriptions of tensors that cannot be read. Returns the
+    errors of rank 0."""
+    group = dist.group.WORLD
+    assert group is not None
+    near = Neighbours(group, torch.device("cpu"))
+    errors = []
+    for text, is_sent in (*((each, True) for each in sent), *((each, False) for each in broadcast)):
+        message = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        if near.rank == 1:
+            for tensor in (torch.tensor([len(message)]), message):
+                if is_sent:
+                    near.p2p.exchange([(tensor, 0)])
+                else:
+                    near.p2p.broadcast(tensor, 1)
+            continue
+        try:
+            near.receive(source=1, values=False) if is_sent else near.broadcast(None, source=1)
+        except MalformedMessage as error:
+            errors.append(str(error))
+    near.release()
+    return errors

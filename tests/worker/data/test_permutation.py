@@ -56,3 +56,17 @@ def test_orders_of_few_samples_follow_rule_1() -> None:
     small = Order(num_samples=7, global_batch_size=2, seed=1)
     assert sorted(small.indices(0, 0, 7).tolist()) == list(range(7))
     assert small.epoch_order(1)[2:5].tolist() == small.indices(1, 2, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "first"),
+    [
+        (1000, [485, 189, 749, 492, 741, 712, 523, 587]),
+        (LARGEST_KEPT_ORDER + 5, [106356, 1023375, 885606, 570363, 971680, 195437, 24159, 323359]),
+    ],
+)
+def test_an_order_is_that_of_earlier_releases(num_samples: int, first: list[int]) -> None:
+    """A checkpoint names only the rule and the seed: with another order, samples would be trained
+    on twice."""
+    order = Order(num_samples=num_samples, global_batch_size=10, seed=7)
+    assert order.indices(3, 0, 8).tolist() == first

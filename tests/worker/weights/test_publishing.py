@@ -14,6 +14,7 @@ from shoal.weights.pieces import PART_BYTES, HeldWeights, replicated_weights
 from shoal.weights.series import (
     PREPARING_NICENESS,
     PendingPublication,
+    PreparedWriters,
     Publications,
     PublisherRank,
     SeriesOptions,
@@ -223,6 +224,32 @@ def test_memory_for_the_next_version_is_allocated_with_lower_priority(
     assert niceness["prepare-segment"] == min(usual + PREPARING_NICENESS, 19)
 
 
+def test_memory_is_prepared_for_one_segment_at_a_time_and_freed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two publications in progress ask at once; the first preparation takes longer. A publication
+    that goes on after the end prepares nothing."""
+    prepare, goes_on, made = SegmentWriter.prepare, threading.Event(), list[SegmentWriter]()
+
+    def slow(num_bytes: int) -> SegmentWriter:
+        assert goes_on.wait(10)
+        made.append(prepare(num_bytes))
+        return made[-1]
+
+    monkeypatch.setattr(SegmentWriter, "prepare", slow)
+    writers = PreparedWriters()
+    for _ in range(2):
+        writers.prepare(64)
+    preparing = [each for each in threading.enumerate() if each.name == "prepare-segment"]
+    goes_on.set()
+    writers.close()
+    writers.prepare(64)
+    for each in (*preparing, *threading.enumerate()):
+        if each.name == "prepare-segment":
+            each.join(10)
+    assert [len(writer.buffer) for writer in made] == [0]
+
+
 def test_a_ticket_raises_the_error_of_its_publication(
     series: MemorySeries, publications: Publications
 ) -> None:
@@ -393,7 +420,7 @@ def test_a_tensor_that_cannot_be_written_is_refused_and_nothing_changes(
     """Writing to a meta tensor would do nothing, and the version would be reported as served."""
     publish(publications, 4.0, 1)
     target = {"b": torch.zeros(5), "n": torch.tensor(0), "w": unfit}
-    with pytest.raises(InvalidSpec, match=f"w .*{reason}"):
+    with pytest.raises(InvalidSpec, match=f"to w: .*{reason}"):
         series.subscription().fetch(into=target)
     assert not target["b"].any()
     assert series.reports == []

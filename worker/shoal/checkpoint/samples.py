@@ -64,10 +64,13 @@ class TrainedSamples:
 
     def resume(self, path: str, state_shard: StateShard) -> None:
         """Continue from a checkpoint, at its next sample. Raises InvalidSpec if the checkpoint was
-        written with other samples."""
+        written with other samples, or if its position in the samples cannot be read."""
         must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
         check_samples(path, state_shard, self._samples, must_match)
-        self.adopt(state_shard)
+        try:
+            self.adopt(state_shard)
+        except (TypeError, ValueError) as error:
+            raise _unreadable(path, ORIGIN, state_shard.values) from error
         written: Any = state_shard.values.get(SAMPLES)
         self._warn_of_other_content(path, written)
         if self._order is None or not isinstance(written, dict):
@@ -75,9 +78,13 @@ class TrainedSamples:
         before = {key: written.get(key, "") for key in BATCH_SIZE}
         if before == {key: self._samples.get(key, "") for key in BATCH_SIZE}:
             return
+        try:
+            size = int(before["global_batch"])
+        except (TypeError, ValueError) as error:
+            raise _unreadable(path, "global_batch", written) from error
         former = replace(
             self._order,
-            global_batch_size=int(before["global_batch"]),
+            global_batch_size=size,
             drop_last=before["drop_last"] == "true",
             origin=self.origin,
         )
@@ -95,6 +102,14 @@ class TrainedSamples:
                 hint="the data set has the same size as before, but other samples: samples of a"
                 " validation part may be among them now, unless the split is seeded",
             )
+
+
+def _unreadable(path: str, field: str, values: Mapping[str, Any]) -> InvalidSpec:
+    return InvalidSpec(
+        f"the position of the checkpoint {path} in the samples cannot be read",
+        seen=f"{field}={values[field]!r:.200}" if field in values else f"no field {field}",
+        fix="Continue from another checkpoint, or start over in another directory.",
+    )
 
 
 def _origin_of(values: Mapping[str, Any]) -> SamplePosition:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.permutation import KeyedPermutation
+from shoal.randomness import GAMMA, splitmix64
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -173,8 +174,5 @@ def range_of_rank(start: int, stop: int, rank: int, world_size: int) -> tuple[in
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed, such that similar pairs give unrelated seeds (splitmix64)."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF
+    """Mix two numbers into one seed. Not `mix` of both: orders are those of earlier checkpoints."""
+    return splitmix64(seed * GAMMA + epoch + 1) & (2**63 - 1)

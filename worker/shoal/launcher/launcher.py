@@ -255,7 +255,7 @@ class Launcher:
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
         slot.has_joined |= board.slots[slot.index].has_joined(process.pid)
-        slot.process, slot.halted, slot.was_killed, slot.lost_s = None, False, False, None
+        slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from typing import Any
 
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
-from shoal_client.local.process import describe_exit
 from shoal_proto.errors import AddressInUse, InvalidSpec
+from shoal_proto.exit_codes import exit_cause
 
 LOOPBACK = "127.0.0.1"
 
@@ -103,4 +103,4 @@ def _cause(exited: Exit) -> str:
         return "drained"
     if exited.code == 0:
         return "completed"
-    return describe_exit(exited.code).removeprefix("was killed by ").removeprefix("ended with ")
+    return exit_cause(exited.code)

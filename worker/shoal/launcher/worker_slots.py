@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from shoal_client.host.output_tail import OutputTail
 from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
-from shoal_client.local.process import Process, describe_exit
+from shoal_client.local.process import Process
 from shoal_proto.back_off import doubled_s
+from shoal_proto.exit_codes import describe_exit
 from shoal_proto.secrets import new_secret
 
 DRAINED = 128 + signal.SIGTERM
@@ -80,8 +81,8 @@ class WorkerSlot:
     """True if a signal has halted the process."""
     lost_s: float | None = None
     """Time when the process was first seen as lost but running, by the monotonic clock."""
-    was_killed: bool = False
-    """True if the launcher has killed the process."""
+    killed_s: float | None = None
+    """Time when the launcher first killed the process, by the monotonic clock."""
     watch: ExitWatch | None = None
     start_at_s: float | None = None
     """Time at which the next process is to be started, by the monotonic clock."""

@@ -44,16 +44,18 @@ class WorkerTermination:
         if not slots:
             return
         self._say(f"killing {len(slots)} worker{'' if len(slots) == 1 else 's'}")
-        self._leave_s = time.monotonic() + KILLED_S
+        now_s = time.monotonic()
+        self._leave_s = now_s + KILLED_S
         for slot in slots:
             assert slot.process is not None
-            slot.was_killed = True
+            if slot.killed_s is None:
+                slot.killed_s = now_s
             slot.process.kill()
 
     def take(self, status: WorkerStatus) -> None:
         """Kill a worker that was declared lost and does not end, so that it can be replaced."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
-        if slot is None or not status.is_lost or slot.was_killed:
+        if slot is None or not status.is_lost or slot.killed_s is not None:
             return
         now_s = time.monotonic()
         slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
@@ -93,11 +95,11 @@ class WorkerTermination:
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
         """Yield workers that did not end within KILLED_S of being killed. Yields none before the
         run `ends`: until then such a worker blocks nothing."""
-        if time.monotonic() < self._leave_s:
-            return
-        self._leave_s = math.inf
-        for slot in self.running:
-            if ends and slot.was_killed:
+        now_s = time.monotonic()
+        if now_s >= self._leave_s:
+            self._leave_s = math.inf
+        for slot in self.running if ends else ():
+            if slot.killed_s is not None and now_s >= slot.killed_s + KILLED_S:
                 self._say(
                     f"{slot.member_id} (pid {slot.pid}) hangs in the kernel and does not end on"
                     " SIGKILL: it is abandoned"

@@ -25,6 +25,7 @@ import torch
 
 from shoal.step_context import PresentSamples, current, set_current
 
+GAMMA = 0x9E3779B97F4A7C15
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
@@ -73,15 +74,20 @@ def set_samples(samples: PresentSamples | None) -> PresentSamples | None:
 def mix(*numbers: int) -> int:
     """Mix several numbers into one seed below 2**63; neighbouring numbers give unrelated seeds.
 
-    Applies the finaliser of splitmix64 (Steele et al. 2014) to each number in turn.
+    Applies `splitmix64` to each number in turn.
     """
     mixed = 0
     for number in numbers:
-        mixed = (mixed + 0x9E3779B97F4A7C15 + number) & _LONG
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LONG
-        mixed ^= mixed >> 31
+        mixed = splitmix64(mixed + GAMMA + number)
     return mixed >> 1
+
+
+def splitmix64(state: int) -> int:
+    """Return the output of SplitMix64 for a state (Steele et al. 2014)."""
+    mixed = state & _LONG
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LONG
+    return mixed ^ (mixed >> 31)
 
 
 def seed_torch(seed: int, step: int, share: int) -> None:

@@ -19,6 +19,7 @@ from shoal.state.shards import DTYPES, Chunk, TensorShard
 from shoal.weights.rows import PublishedRows, tables_of
 from shoal_client.weights.cut_parts import TABLES
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
+from shoal_proto.short_lists import short_list
 from shoal_proto.v1 import weights_pb2
 
 Target = Mapping[str, Tensor] | nn.Module
@@ -300,10 +301,7 @@ def _check_names(published: set[str], reader_names: set[str]) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return short_list(names, NAMED) or "none"
 
 
 def _check_fits(tensor: StoredTensor, shard: TensorShard) -> None:

@@ -234,13 +234,11 @@ class PreparedWriters:
         self._lock = threading.Lock()
         self._next: SegmentWriter | None = None
         self._preparing: threading.Thread | None = None
+        self._is_closed = False
 
     def take(self, num_bytes: int) -> SegmentWriter:
         """Return a writer of a segment of this size. Raises Overloaded if memory is short."""
-        if self._preparing is not None:
-            self._preparing.join()
-        with self._lock:
-            writer, self._next = self._next, None
+        writer = self._await_next()
         if writer is not None:
             if writer.num_bytes == num_bytes:
                 return writer
@@ -248,13 +246,17 @@ class PreparedWriters:
         return SegmentWriter.prepare(num_bytes)
 
     def prepare(self, num_bytes: int) -> None:
-        """Prepare the next writer in the background."""
-        preparing = threading.Thread(
-            target=self._prepare, args=(num_bytes,), name="prepare-segment", daemon=True
-        )
-        preparing.start()
-        # Set after the start: the trainer's thread may join only a started thread.
-        self._preparing = preparing
+        """Prepare the next writer in the background. Any thread may call this. Nothing is done
+        after `close`, nor while another writer is prepared or in preparation."""
+        with self._lock:
+            is_preparing = self._preparing is not None and self._preparing.is_alive()
+            if self._is_closed or is_preparing or self._next is not None:
+                return
+            self._preparing = threading.Thread(
+                target=self._prepare, args=(num_bytes,), name="prepare-segment", daemon=True
+            )
+            # Under the lock: another thread may join only a started thread.
+            self._preparing.start()
 
     def _prepare(self, num_bytes: int) -> None:
         # Training, and readers on this host that install the version just sent, go first.
@@ -267,15 +269,22 @@ class PreparedWriters:
             log.info("segment_not_prepared", num_bytes=num_bytes, reason=str(error))
             return
         with self._lock:
-            unused, self._next = self._next, writer
-        if unused is not None:
-            unused.close()
+            self._next = writer
 
-    def close(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
+    def _await_next(self) -> SegmentWriter | None:
+        """Wait for the writer in preparation, and return the prepared writer."""
+        with self._lock:
+            preparing = self._preparing
+        if preparing is not None:
+            preparing.join()
         with self._lock:
             writer, self._next = self._next, None
+        return writer
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        writer = self._await_next()
         if writer is not None:
             writer.close()
 

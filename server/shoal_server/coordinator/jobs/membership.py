@@ -1,7 +1,6 @@
 """The Membership service: decodes a call, submits it to the job's actor, and answers."""
 
 import math
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
@@ -11,6 +10,7 @@ from shoal_proto.errors import (
     InvalidSpec,
     ShoalError,
 )
+from shoal_proto.exit_codes import exit_cause
 from shoal_proto.incarnation import public_id
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.protocol import OWN_PROTOCOLS, ProtocolRange
@@ -305,12 +305,3 @@ def _standing(actor: JobActor) -> pb.JobStanding:
         reason=job.reason,
         member_ids=sorted(job.members),
     )
-
-
-def exit_cause(exit_code: int) -> str:
-    """Describe how a process ended, as its launcher saw it: "SIGKILL" or "exit code 1"."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    # Real-time signals have no names.
-    known = -exit_code in set(signal.Signals)
-    return signal.Signals(-exit_code).name if known else f"signal {-exit_code}"

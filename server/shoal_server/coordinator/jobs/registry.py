@@ -19,6 +19,7 @@ from shoal_proto.errors import (
     Unavailable,
     UnknownJob,
 )
+from shoal_proto.short_lists import short_list
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
 from shoal_server.coordinator.jobs.proofs import check_member
@@ -48,7 +49,6 @@ Found = TypeVar("Found")
 
 BACKGROUND_READS_AT_ONCE = 4
 """Few, since the coordinator serves callers meanwhile."""
-READ_AGAIN_S = 1.0
 MAX_SHOWN = 20
 
 
@@ -467,10 +467,7 @@ class Registry:
 
 def _one_of(names: list[str]) -> str:
     """Names of the existing jobs in a short sentence."""
-    if not names:
-        return "the name of an existing job"
-    more = len(names) - MAX_SHOWN
-    return f"one of {', '.join(names[:MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
+    return f"one of {short_list(names, MAX_SHOWN)}" if names else "the name of an existing job"
 
 
 async def _until_read(work: Callable[[], Awaitable[Found]]) -> Found:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal_proto.errors import InternalError, JobInUse
+from shoal_proto.short_lists import short_list
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.generations.roster import Generation
 from shoal_server.core.job.job import Job
@@ -93,10 +94,9 @@ def check_unused(job: str, member_ids: Iterable[str]) -> None:
     names = sorted(member_ids)
     if not names:
         return
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     raise JobInUse(
         f"job {job} has {len(names)} live member{'s' if len(names) > 1 else ''}",
-        seen=", ".join(names[:MAX_SHOWN]) + more,
+        seen=short_list(names, MAX_SHOWN),
         expected="none: a job that is removed or started over has no members",
         fix="Stop them first. To join them, use `shoal run` without --fresh.",
     )

@@ -7,6 +7,7 @@ in one line, such as "lost vm-2 (SIGKILL); 3 go on".
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from shoal_proto.short_lists import short_list
 from shoal_server.core.generations.roster import NO_GENERATION, Generation, GenerationRoster, Step
 
 MAX_NAMES = 10
@@ -82,7 +83,7 @@ class PendingChanges:
         if not lost and self.trouble:
             parts.append(shortened(self.trouble, MAX_CAUSE))
         if self.before is not None and joined:
-            parts.append(f"{_names(joined)} joined")
+            parts.append(f"{short_list(joined, MAX_NAMES)} joined")
         num = len(roster.entries)
         begin = " begin from a checkpoint" if roster.from_checkpoint else " begin"
         how = begin if self.before is None else " train" if joined else " go on"
@@ -148,10 +149,4 @@ def _grouped(departures: Iterable[Departure]) -> list[str]:
     by_cause: dict[str, list[str]] = {}
     for each in departures:
         by_cause.setdefault(each.cause, []).append(each.member_id)
-    return [f"{_names(names)} ({cause})" for cause, names in by_cause.items()]
-
-
-def _names(names: Iterable[str]) -> str:
-    known = list(names)
-    more = len(known) - MAX_NAMES
-    return ", ".join(known[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return [f"{short_list(names, MAX_NAMES)} ({cause})" for cause, names in by_cause.items()]

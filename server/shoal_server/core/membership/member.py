@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from shoal_proto.short_lists import short_list
 from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Candidate,
@@ -133,7 +134,4 @@ class MemberState:
 
 def names_of(members: Iterable[MemberState]) -> str:
     """The first ten ids in order, and how many more; "nobody" for none."""
-    names = sorted(m.member_id for m in members)
-    shown = ", ".join(names[:MAX_NAMES])
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return shown + more or "nobody"
+    return short_list(sorted(m.member_id for m in members), MAX_NAMES) or "nobody"

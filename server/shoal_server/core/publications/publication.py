@@ -3,6 +3,7 @@
 import hashlib
 from enum import Enum
 
+from shoal_proto.short_lists import short_list
 from shoal_server.core.publications.protocol import Call, PublicationPart
 
 
@@ -50,8 +51,7 @@ class Publication:
         """Text that lists up to 8 ranks whose parts are missing, and counts the others; empty if no
         part has arrived or none is missing."""
         world = next(iter(self._parts.values())).world if self._parts else 0
-        ranks = [str(rank) for rank in range(world) if rank not in self._parts]
-        return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return short_list((str(rank) for rank in range(world) if rank not in self._parts), 8)
 
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
         """Add a rank's part, and the call that waits for the version. Until the verification of the

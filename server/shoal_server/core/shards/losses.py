@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from shoal_proto.short_lists import short_list
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
     JobAssignments,
@@ -159,8 +160,7 @@ def known_version(loss: ShardLoss | None) -> str:
 
 def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
     """List shards with their known versions: "shard 3 (at least version 812)"."""
-    listed = [f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return short_list((f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards), 8)
 
 
 def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:

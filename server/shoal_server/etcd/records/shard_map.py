@@ -124,26 +124,21 @@ async def read(store: Keyspace, job: str) -> ShardMap | None:
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
-async def read_current(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout with each shard's current primary, epoch and address; None if there is no layout.
+async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments | None] | None:
+    """The layout with each shard's current primary, epoch and address, and the shard assignments,
+    if there are any; None if there is no layout.
 
     If the shards are not placed, the layout is returned as it was written. If a primary is not
     registered, its address is the written one, or empty if the written layout names another server.
     Raises InternalError if a record is missing or does not parse, and what the store raises.
     """
-    found = await read(store, job)
-    return None if found is None else await fill(store, found)
-
-
-async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments | None] | None:
-    """Like `read_current`, with the shard assignments, if there are any."""
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
     """A copy of the layout with the current primaries, their epochs and addresses. Raises what
-    `read_current` raises."""
+    `read_held` raises."""
     return (await _held(store, layout))[0]
 
 

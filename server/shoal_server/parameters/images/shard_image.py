@@ -172,11 +172,6 @@ class ShardImage:
         return self._content.size_of(index - self._num_rest)
 
     @property
-    def total_bytes(self) -> int:
-        """Size of all chunks in bytes."""
-        return sum(map(self.num_bytes, range(self.num_chunks)))
-
-    @property
     def held_bytes(self) -> int:
         """Memory that the image takes in addition to the shard."""
         return 0 if self._is_closed else len(self._rest) + self._content.held_bytes

@@ -4,8 +4,9 @@ Nothing is unpickled, and the size of a description is bounded.
 """
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,14 +47,19 @@ class Neighbours:
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
         """Receive the tensors that rank `source` sends; without `values`, return zeros of the same
-        shapes. Raises MalformedMessage for a description whose size is out of bounds."""
+        shapes. Raises MalformedMessage for a description of impossible size or content."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _text_buffer(length, source)
         self.p2p.exchange([], [(text, source)])
+        with _reading(source):
+            described = [
+                (_meta(dtype, shape), bool(requires_grad))
+                for dtype, shape, requires_grad in json.loads(bytes(text.tolist()))
+            ]
         tensors = []
-        for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
-            tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
+        for (dtype, shape), requires_grad in described:
+            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
             if values:
                 self.p2p.exchange([], [(tensor, source)])
             tensors.append(tensor.requires_grad_(requires_grad))
@@ -76,20 +82,39 @@ class Neighbours:
         if self.rank != source:
             text = _text_buffer(length, source)
         self.p2p.broadcast(text, source)
-        description = json.loads(bytes(text.tolist()))
-        if self.rank != source:
-            leaves = [self._made(leaf) for leaf in description["leaves"]]
+        with _reading(source):
+            description = json.loads(bytes(text.tolist()))
+            spec = pytree.treespec_loads(description["tree"])
+            if self.rank != source:
+                leaves = [_leaf(described) for described in description["leaves"]]
+            if len(leaves) != spec.num_leaves:
+                raise ValueError(f"{len(leaves)} leaves, the tree has {spec.num_leaves}")
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, _Meta):
+                leaves[index] = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                self.p2p.broadcast(leaves[index], source)
+            elif isinstance(leaf, Tensor):
                 leaves[index] = leaf.detach().contiguous()
                 self.p2p.broadcast(leaves[index], source)
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(description["tree"]))
+        return pytree.tree_unflatten(leaves, spec)
 
-    def _made(self, described: Any) -> Any:
-        if "value" in described:
-            return described["value"]
-        dtype, shape = described["tensor"]
-        return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
+
+class _Meta(NamedTuple):
+    """Dtype and shape of a tensor that is to be received."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _meta(dtype: str, shape: Sequence[int]) -> _Meta:
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"the shape {shape!r:.100}")
+    return _Meta(DTYPES[dtype], tuple(shape))
+
+
+def _leaf(described: Any) -> Any:
+    """Return a value of the output, or the `_Meta` of a tensor."""
+    return described["value"] if "value" in described else _meta(*described["tensor"])
 
 
 def _described(leaf: Any) -> dict[str, Any]:
@@ -102,6 +127,18 @@ def _described(leaf: Any) -> dict[str, Any]:
         seen=type(leaf).__name__,
         expected="tensors, numbers and text in tuples, lists and dicts",
     )
+
+
+@contextmanager
+def _reading(source: int) -> Iterator[None]:
+    """Turn what reading a description of stage `source` raises into MalformedMessage."""
+    try:
+        yield
+    # NotImplementedError: torch's, for an unknown kind of container.
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise MalformedMessage(
+            f"stage {source} sent a description that cannot be read", seen=repr(error)[:200]
+        ) from error
 
 
 def _text(described: Any, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,10 @@ from torch import nn
 
 from shoal.layouts.pipeline.outline import ModelSegment, Outline
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.short_lists import short_list
+
+MAX_NAMED = 12
+"""Number of layers that a message names."""
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
@@ -106,7 +110,7 @@ class StageSplitter:
                 raise InvalidSpec(
                     f"the model cannot be cut before {cut!r}",
                     seen=f"split_at={list(self._split_at)}",
-                    expected=f"names among {_some(names)}",
+                    expected=f"names among {short_list(names, MAX_NAMED)}",
                 )
             starts.append(matches[0])
         return sorted(set(starts))
@@ -133,9 +137,10 @@ class StageSplitter:
 
     def _too_few(self, outline: Outline, num_stages: int) -> InvalidSpec:
         num_parts = self._num_parts(outline)
+        layers = short_list(_names(outline.segments), MAX_NAMED)
         return InvalidSpec(
             f"the model cannot be cut into {num_stages} stages",
-            seen=f"{num_parts} layers that can be cut apart: {_some(_names(outline.segments))}"
+            seen=f"{num_parts} layers that can be cut apart: {layers}"
             if self._split_at is None
             else f"{num_parts} parts by split_at={list(self._split_at)}",
             expected=f"at least one for each of {num_stages} ranks",
@@ -168,7 +173,3 @@ def _has_layers(part: nn.Module) -> bool:
 
 def _names(segments: Sequence[ModelSegment]) -> list[str]:
     return [segment.name for segment in segments]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import structlog
 
 from shoal_client.parameters.dense import PushResult
+from shoal_proto.short_lists import short_list
 
 log = structlog.get_logger(__name__)
 
@@ -26,10 +27,9 @@ class RollbackWatch:
             return
         shards = sorted(back)
         listed = [f"shard {shard} from {seen[shard]} to {back[shard]}" for shard in shards]
-        more = len(listed) - MAX_LISTED
         log.warning(
             "values_rolled_back",
-            reason=", ".join(listed[:MAX_LISTED]) + (f" and {more} more" if more > 0 else ""),
+            reason=short_list(listed, MAX_LISTED),
             num_shards=len(back),
             num_updates_undone=max(seen[shard] - back[shard] for shard in shards),
             fix="Every server of these shards was lost: a snapshot was restored, or their loss was"
