@@ -171,7 +171,7 @@ kubernetes-test: $(VENV)/.installed ## the manifests and the chart on a real Kub
 
 # The packages would start an sshd: the test has its own, in network namespaces.
 SSH ?=
-ssh-test: $(VENV)/.installed ## run `shoal run --hosts` over real sshds of three hosts (needs root; installs Debian's OpenSSH; SSH="--only lost")
+ssh-test: $(VENV)/.installed ## run `shoal run --hosts` and `up --hosts` over real sshds of three hosts (needs root; installs Debian's OpenSSH; SSH="--only lost")
 	@test "$$(id -u)" = 0 || { echo "make ssh-test: network namespaces and sshd need root"; exit 2; }
 	command -v sshd ssh ip > /dev/null || { apt-get update && \
 		RUNLEVEL=1 apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2; }

@@ -1,4 +1,5 @@
-"""Runs `shoal run --hosts` over real sshds, with the events that hosts and jobs meet there.
+"""Runs `shoal run --hosts` and `shoal up --hosts` over real sshds, with the events that hosts and
+jobs meet there.
 
     make ssh-test                          # installs Debian's OpenSSH first; needs root
     make ssh-test SSH="--only lost"        # one case
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,13 +55,19 @@ class Case:
         if self.run is not None:
             self.run.kill()
 
-    def start(self, hosts: str, *options: str, strategy: str = "ddp") -> None:
+    def shoal(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run a `shoal` command on the user's machine."""
+        return self.hosts.run(HEAD, sys.executable, "-m", "shoal_client", *words, within_s=300)
+
+    def start(
+        self, hosts: str, *options: str, strategy: str = "ddp", before: Sequence[str] = ()
+    ) -> None:
         self.folder.mkdir()
         (self.folder / "train.py").write_text(TRAINING)
         words = ("--hosts", hosts, *options, "--job", self.name, "train.py", strategy, "0.1")
         self.run = self.hosts.popen(
             HEAD,
-            (sys.executable, "-m", "shoal_client", "run", *words),
+            (*before, sys.executable, "-m", "shoal_client", "run", *words),
             self.folder,
             self.folder / "output",
         )
@@ -134,7 +141,7 @@ def status(case: Case) -> None:
     """`shoal status` and `shoal stop` on the machine of the command reach the job."""
     case.start("a,b", "--ps", "0")
     case.await_steps(2)
-    shown = case.hosts.run(HEAD, sys.executable, "-m", "shoal_client", "status", case.name)
+    shown = case.hosts.run(HEAD, sys.executable, "-m", "shoal_client", "status", "--job", case.name)
     assert shown.returncode == 0, shown
     assert all(member in shown.stdout for member in case.members()), shown.stdout
     coordinator = case.output.partition("coordinator at ")[2].partition(",")[0]
@@ -203,8 +210,34 @@ def servers(case: Case) -> None:
     case.facts |= {"exit code": code}
 
 
+def up(case: Case) -> None:
+    """A job trains with a control plane on three hosts; one loses its processes, and the others go
+    on. `shoal down` leaves no process."""
+    shared = ("--dir", str(case.hosts.root / "plane"))
+    started = case.shoal("up", "--hosts", "a,b,c", "--ps", "0", *shared)
+    assert started.returncode == 0, started
+    exported = [each for each in started.stdout.splitlines() if each.startswith("  export ")]
+    values = dict(line.removeprefix("  export ").split("=", 1) for line in exported)
+    coordinators = values["SHOAL_COORDINATOR"]
+    tls = ("env", f"SHOAL_TLS={values['SHOAL_TLS']}")
+    case.start("a,b", "--coordinator", coordinators, before=tls)
+    before = case.await_steps(2)
+    case.hosts.kill("c")
+    began_s = time.monotonic()
+    case.await_steps(2, after=before)
+    case.facts["seconds to go on"] = round(time.monotonic() - began_s, 1)
+    case.finish()
+    code = case.await_end()
+    assert code == 0, f"{code}: {case.output}"
+    ended = case.shoal("down", *shared)
+    assert ended.returncode == 0, ended
+    assert "c: nothing ran" in ended.stdout, ended
+    case.check_nothing_left()
+    case.facts |= {"exit code": code}
+
+
 # The last case loses a host, which stays lost.
-CASES = (clean, status, ctrl_c, killed, servers, lost)
+CASES = (clean, status, ctrl_c, killed, servers, up, lost)
 
 
 @contextmanager

@@ -99,7 +99,9 @@ class SshHosts:
         self._started.append(process)
         return process
 
-    def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, name: str, *command: str, within_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host."""
         return subprocess.run(
             self._inside(name, command),
@@ -107,7 +109,7 @@ class SshHosts:
             check=False,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=within_s,
         )
 
     def temporary_files(self, name: str) -> list[str]:
@@ -122,6 +124,10 @@ class SshHosts:
             ["nsenter", f"--net={path}", "ip", "link", "set", "eth0", "down"], check=True
         )
         self._kill_all(name)
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a host but its sshd."""
+        kill_all(partial(self.processes, name), f"on {name}")
 
     def processes(self, name: str) -> dict[int, str]:
         """The command lines of the processes on a host, without its sshd."""

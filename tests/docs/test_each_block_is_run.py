@@ -146,6 +146,7 @@ TABLE = {
     ),
     ("docs/pipeline.md", "with shoal.join"): WAYS,
     ("docs/run.md", "shoal run --hosts"): "tests/worker/launcher/test_run_hosts.py",
+    ("docs/run.md", "shoal up --hosts"): "tests/client/remote/test_control_plane.py",
     ("docs/quickstart.md", "make demo"): DEMO,
     (
         "docs/quickstart.md",

@@ -9,7 +9,13 @@ _DEMO = "shoal_client.demo.command"
 def add(command: Callable[[str, str, str, str], None]) -> None:
     """Add every command that needs no server and no worker package."""
     for name, summary, config, run in (
-        ("up", "run a cluster on this machine until Ctrl-C", "up:UpConfig", "up:up"),
+        (
+            "up",
+            "run a cluster on this machine until Ctrl-C, or a control plane on several hosts",
+            "up:UpConfig",
+            "up:up",
+        ),
+        ("down", "end a control plane of `shoal up --hosts`", "down:DownConfig", "down:down"),
         (
             "status",
             "show jobs, members, generations and shards",

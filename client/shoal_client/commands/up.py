@@ -1,8 +1,9 @@
-"""`shoal up`: a cluster on this machine, until Ctrl-C."""
+"""`shoal up`: a cluster on this machine, until Ctrl-C, or a control plane on several hosts."""
 
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from shoal_client.commands.address import DEFAULT_URL
 from shoal_client.host.reports import check_reachable
@@ -23,6 +24,14 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
+from shoal_client.remote.control_plane import (
+    ControlPlane,
+    ControlPlaneConfig,
+    ControlPlaneHosts,
+    check_number,
+    start,
+)
+from shoal_client.remote.ssh import HostNames
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
 from shoal_proto.tls import identity
@@ -31,22 +40,30 @@ from shoal_proto.tls.names import CertificateRole
 
 GRPC_PORT = 7700
 HTTP_PORT = 7780
+MAX_BASE_PORT = 2**16 - 4
 CONNECTS_WITHIN_S = 3.0
 SIGNALS_SEEN_S = 1.0
 LEADS_WITHIN_S = 15.0
 """Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
+_HOSTS = Group(
+    "Several hosts, over ssh",
+    help="Hosts have Shoal and an etcd program, and accept your ssh key without a password.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
     """Runs etcd, coordinators and parameter servers on this machine until Ctrl-C. A part that dies
-    is restarted."""
+    is restarted. With --hosts: starts an etcd member, a coordinator and a share of the parameter
+    servers on each host over ssh, and returns; `shoal down` ends them."""
 
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """Directory for logs and etcd's data. By default a temporary one."""
+    """Directory for logs and etcd's data. By default a temporary one. With --hosts: directory on a
+    local disk of each host, by default in /var/tmp, and for certificates on this machine, by
+    default in ~/.shoal."""
     port: Annotated[int | None, Parameter(metavar="PORT")] = None
     """Port of the coordinator; 0: any free port. By default 7700, or any free port if that is
-    taken."""
+    taken. With --hosts: the first of four ports on each host, by default any free ones."""
     http_port: Annotated[int | None, Parameter(metavar="PORT")] = None
     """Port of the status page and its API; 0: any free port. By default 7780, or any free port if
     that is taken."""
@@ -69,6 +86,11 @@ class UpConfig:
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File of tokens, made by `shoal token`, with which other users of this machine access the
     status page. By default only the user that runs this command can, and root."""
+    hosts: Annotated[HostNames, Parameter(group=_HOSTS)] = ()
+    """1, 3 or 5 hosts of a control plane. All are needed at its start; then it serves as long as
+    more than half of them do. localhost: this machine."""
+    python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_HOSTS)] = ""
+    """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
 
     def __post_init__(self) -> None:
@@ -76,6 +98,7 @@ class UpConfig:
             if port is not None and not 0 <= port < 2**16:
                 raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
         check_prefix(self.prefix)
+        self._check_hosts()
         if self.tls and self.cluster.insecure:
             raise InvalidSpec(
                 "--insecure contradicts --tls", seen="both", expected="one of them, or neither"
@@ -88,9 +111,38 @@ class UpConfig:
             if not re.fullmatch(r"[^/]+:\d{1,5}", endpoint):
                 raise InvalidSpec("bad --etcd", seen=endpoint, expected="host:port,...")
 
+    def _check_hosts(self) -> None:
+        if not self.hosts:
+            if self.python:
+                raise InvalidSpec("--host-python is for --hosts", seen="no --hosts")
+            return
+        check_number(self.hosts)
+        one_machine = {
+            "--http-port": self.http_port is not None,
+            "--coordinators": self.num_coordinators != 1,
+            "--etcd": bool(self.etcd),
+            "--insecure": self.cluster.insecure,
+            "--http-tokens": self.http_tokens is not None,
+        }
+        if given := [option for option, is_given in one_machine.items() if is_given]:
+            raise InvalidSpec(
+                f"{' and '.join(given)} cannot be used with --hosts",
+                seen="both",
+                expected="options for a control plane on several hosts",
+                fix="Each host has an etcd member and a coordinator, with TLS; its page has the"
+                " port after that of --port.",
+            )
+        if self.port and self.port > MAX_BASE_PORT:
+            raise InvalidSpec(
+                "bad --port", seen=str(self.port), expected=f"at most {MAX_BASE_PORT} with --hosts"
+            )
+
 
 def up(config: UpConfig) -> int:
-    """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, 1 if a part of it does not stay up."""
+    """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, or once a control plane on several hosts is
+    up; 1 if a part of the cluster does not stay up."""
+    if config.hosts:
+        return _up_on_hosts(config)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     orders = StopOrders()
 
@@ -136,6 +188,49 @@ def up(config: UpConfig) -> int:
         except KeyboardInterrupt:
             print("stopping", flush=True)
             return 0
+
+
+def _up_on_hosts(config: UpConfig) -> int:
+    # A relative path would have another meaning on the hosts.
+    directory = "" if config.directory is None else str(config.directory.absolute())
+    hosts = ControlPlaneHosts(names=config.hosts, directory=directory, python=config.python)
+    control_plane = start(
+        ControlPlaneConfig(
+            hosts=hosts,
+            base_port=config.port or 0,
+            num_parameter_servers=config.cluster.num_parameter_servers,
+            snapshot_roots=config.snapshot_roots,
+            prefix=config.prefix,
+            limits=config.cluster.limits,
+            verbose=config.verbose,
+        ),
+        _say,
+    )
+    option = f" --dir {shlex.quote(directory)}" if directory else ""
+    print(_welcome_on_hosts(control_plane, f"shoal down{option}"), flush=True)
+    return 0
+
+
+def _welcome_on_hosts(control_plane: ControlPlane, down: str) -> str:
+    logs = "\n".join(
+        f"logs on {name}: {directory}" for name, directory in control_plane.directories.items()
+    )
+    coordinators = ",".join(control_plane.coordinators)
+    return f"""\
+coordinators       {coordinators}
+status pages       {",".join(control_plane.pages)}
+etcd               {",".join(control_plane.etcd)}
+certificates       {control_plane.certificates}, on this machine
+{logs}
+
+For commands on this machine, and for workers:
+  export SHOAL_COORDINATOR={coordinators}
+  export SHOAL_TLS={shlex.quote(str(control_plane.certificates))}
+  shoal status
+  shoal run --hosts HOST,HOST --job first your_script.py
+
+It goes on after this command, as long as more than half of its hosts do. `{down}` ends it.\
+"""
 
 
 def _check_ports(config: UpConfig) -> None:

@@ -39,20 +39,23 @@ class LocalTls:
 
 class LocalAccess:
     """Access to a local cluster. Without a folder of certificates, its parts use no TLS. With a
-    given folder, all but etcd use TLS. With a folder made here, etcd uses TLS too; the certificates
-    are renewed until `close`, and this user's commands on this machine find them."""
+    given folder, all but etcd use TLS, and etcd too if the folder has certificates for it
+    (`has_etcd`). With a folder made here, etcd uses TLS too; the certificates are renewed until
+    `close`, and this user's commands on this machine find them."""
 
     def __init__(
         self,
         environment: Mapping[str, str],
         *,
         given: Path | None = None,
+        has_etcd: bool = False,
         made: Path | None = None,
         http_tokens: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.certificates = given or made
         self._made = made
+        self._with_etcd = given if has_etcd else made
         self._http_tokens = http_tokens
         self._say = say
         self.environment = without_tls(environment)
@@ -68,7 +71,7 @@ class LocalAccess:
         if self._made is None:
             return
         _make(CertificateFolder(self._made), _shoal_holders())
-        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), _etcd_holders())
+        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), etcd_holders())
         self._renewing = threading.Thread(target=self._renew, name="shoal-certs", daemon=True)
         self._renewing.start()
 
@@ -84,14 +87,14 @@ class LocalAccess:
     @property
     def etcd_options(self) -> EtcdOptions:
         """Options of an etcd that is started for the cluster."""
-        if self._made is None:
+        if self._with_etcd is None:
             return EtcdOptions()
-        return EtcdOptions(tls=_etcd_tls(self._made))
+        return EtcdOptions(tls=_etcd_tls(self._with_etcd))
 
     def etcd_arguments(self, existing: str) -> Sequence[str]:
         """Arguments for access to etcd: the cluster's own, or an existing one at host:port,...
         that was started for another local cluster of this user."""
-        folder = self._made
+        folder = self._with_etcd
         if existing:
             found = local_clusters.find(existing.split(","))
             folder = None if found is None else found.certificates
@@ -147,12 +150,13 @@ def _shoal_holders(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHold
     ]
 
 
-def _etcd_holders(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
+def etcd_holders(
+    hosts: Sequence[str] = (HOST, "localhost"), valid: timedelta = DEFAULT_VALID
+) -> Sequence[CertificateHolder]:
+    """Return the holders of etcd's certificates: its members at these hosts, and its clients."""
     # etcd ignores the roles: it accepts every certificate of its own authority.
     return [
-        CertificateHolder(
-            caller=Caller(CertificateRole.SERVER, "etcd"), hosts=[HOST, "localhost"], valid=valid
-        ),
+        CertificateHolder(caller=Caller(CertificateRole.SERVER, "etcd"), hosts=hosts, valid=valid),
         CertificateHolder(caller=Caller(CertificateRole.OPERATOR, "etcd-client"), valid=valid),
     ]
 

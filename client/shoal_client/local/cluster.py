@@ -25,7 +25,15 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal_client.local.access import CERTIFICATES, LocalAccess, LocalTls
-from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
+from shoal_client.local.etcd import (
+    ETCD,
+    EtcdAddresses,
+    EtcdMember,
+    RunningEtcd,
+    plan_member,
+    start_etcd,
+    start_members,
+)
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import ChildCommand, Process, Supervisor, stop_all
@@ -33,7 +41,6 @@ from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 LOG_TAIL_LINES = 20
-ETCD = "etcd"
 COORDINATOR = "coordinator"
 ANY_PORT = "127.0.0.1:0"
 
@@ -45,12 +52,17 @@ class LocalClusterConfig:
     directory: Path
     """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
+    first_parameter_server: int = 0
+    """Number in the id of the first server; machines of one cluster have different ones."""
     parameters: bool = True
     """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
     num_coordinators: int = 1
     """Number of coordinators. One of them leads; another takes over if it ends."""
     etcd: str = ""
     """host:port,... of an existing etcd; empty: one is started."""
+    etcd_member: EtcdAddresses | None = None
+    """Member to start of the etcd at `etcd`, whose other members are on other machines. It has the
+    data of its last start, if there are any."""
     prefix: str = ""
     """Prefix of every key in etcd: clusters that share an etcd have different ones."""
     listen: str = "127.0.0.1:0"
@@ -62,7 +74,8 @@ class LocalClusterConfig:
     listen on all interfaces, with TLS. Empty: only this machine reaches them."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
-    `snapshots` in the directory."""
+    `snapshots` in the directory; with `etcd_member`, whose servers share no directory, they are
+    refused."""
     start_timeout_s: float = 60.0
     """Maximum time for a coordinator or server to come up if it makes no progress; with progress,
     ten minutes."""
@@ -74,7 +87,8 @@ class LocalClusterConfig:
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None
     """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
-    the page included. etcd is on loopback, without TLS."""
+    the page included. etcd is on loopback, without TLS; with `etcd_member`, its certificates are in
+    `etcd` in the folder."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Time limits of the coordinator to set, by option: {"--join-s": 600.0}. If they contradict
     each other, the cluster does not come up."""
@@ -134,6 +148,7 @@ class LocalCluster:
         self._access = LocalAccess(
             config.environment,
             given=config.certificates,
+            has_etcd=config.etcd_member is not None,
             made=config.directory / CERTIFICATES if config.tls is not None else None,
             http_tokens=config.tls.http_tokens if config.tls is not None else None,
             say=say,
@@ -148,7 +163,7 @@ class LocalCluster:
         self._servers: dict[str, str] = {}
         self._ended: set[str] = set()
         """Names of the servers that are not to be started again."""
-        self._num_servers = 0
+        self._num_servers = config.first_parameter_server
         self._keepers: dict[str, Keeper] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -278,12 +293,9 @@ class LocalCluster:
         return (directory / ETCD if name == ETCD else directory) / f"{name}.log"
 
     def _start(self) -> None:
-        own_etcd = None
         self._access.make()
-        if not self._config.etcd:
-            options = self._access.etcd_options
-            (own_etcd,) = start_etcd(self._spawn_command, self._config.directory / ETCD, options)
-        self.etcd = own_etcd.endpoint if own_etcd is not None else self._config.etcd
+        own_etcd = self._start_etcd()
+        self.etcd = self._config.etcd or (own_etcd.endpoint if own_etcd is not None else "")
         self._etcd_serves.set()
         # Start all at once: none of them needs another to come up.
         coordinators = self._spawn_coordinators()
@@ -308,6 +320,19 @@ class LocalCluster:
             self._keep(process, partial(self._restart_coordinator, name))
         for name, server in servers.items():
             self._keep(server, partial(self._restart_server, name))
+
+    def _start_etcd(self) -> RunningEtcd | None:
+        """Start etcd, or the member of this machine; return None if another one is used."""
+        directory, options = self._config.directory / ETCD, self._access.etcd_options
+        if self._config.etcd_member is not None:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            member = plan_member(directory, ETCD, options, self._config.etcd_member)
+            (etcd,) = start_members(self._spawn_command, [member])
+        elif not self._config.etcd:
+            (etcd,) = start_etcd(self._spawn_command, directory, options)
+        else:
+            return None
+        return etcd
 
     def _announce(self, etcd: Sequence[str]) -> None:
         addresses = [each.grpc for each in self.coordinators]
@@ -383,7 +408,7 @@ class LocalCluster:
         return self._spawn(
             name,
             *("--listen", self._listen_address(listen), "--http", http),
-            *("--snapshot-url", str(self.snapshots)),
+            *(() if self._config.etcd_member else ("--snapshot-url", str(self.snapshots))),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
             # The cluster ends as a whole: a coordinator need not wait for members that drain.
             "--drain-s=0",
@@ -426,7 +451,7 @@ class LocalCluster:
         command = (
             *(sys.executable, "-m", "shoal_client", program),
             *("--etcd", self.etcd, "--ready-file", str(ready_path), *arguments),
-            *self._access.etcd_arguments(self._config.etcd),
+            *self._access.etcd_arguments("" if self._config.etcd_member else self._config.etcd),
             *(("--prefix", self._config.prefix) if self._config.prefix else ()),
         )
         return self._spawn_command(

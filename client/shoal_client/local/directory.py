@@ -35,7 +35,7 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     try:
         yield directory
     except (Unavailable, RefusedError):
-        _keep_logs(directory)
+        keep_logs(directory)
         raise
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
@@ -65,7 +65,7 @@ def _remove_unlocked(directory: Path) -> None:
         os.close(lock)
 
 
-def _keep_logs(directory: Path) -> None:
+def keep_logs(directory: Path) -> None:
     """Remove all but logs: keys and etcd's data are of no use to a reader."""
     logs = [path for path in directory.rglob("*.log") if path.is_file()]
     if not logs:

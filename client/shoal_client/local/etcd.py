@@ -28,6 +28,8 @@ Spawn = Callable[[ChildCommand], Process]
 
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
+ETCD = "etcd"
+"""Name of a member that is alone on its machine."""
 # With these options a member without peers elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
@@ -84,6 +86,20 @@ class EtcdOptions:
     """Further arguments of etcd, such as its certificate files."""
     tls: EtcdTls | None = None
     """Mutual TLS for clients and peers, instead of `credentials` and `arguments`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdAddresses:
+    """Addresses of one member of an etcd and of its peers."""
+
+    name: str
+    """Name of the member among its peers."""
+    token: str
+    """Tells this etcd apart from others at the same addresses."""
+    client: str
+    """host:port for clients."""
+    peers: Mapping[str, str]
+    """host:port of each member for the others, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,51 +205,59 @@ def _start(spawn: Spawn, member: EtcdMember) -> RunningEtcd:
 
 
 def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdMember]:
-    program = find_etcd()
-    ports = _free_ports(2 * num_members)
-    names = [f"etcd-{index}" if num_members > 1 else "etcd" for index in range(num_members)]
-    host = options.host
-    peer_scheme = "http" if options.tls is None else "https"
-    peers = {
-        name: f"{peer_scheme}://{host}:{port}" for name, port in zip(names, ports, strict=False)
-    }
-    scheme = peer_scheme if options.credentials is None else "https"
-    clients = {
-        name: f"{host}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
-    }
+    ports = iter(_free_ports(2 * num_members))
+    names = [f"etcd-{index}" if num_members > 1 else ETCD for index in range(num_members)]
+    peers = {name: f"{options.host}:{next(ports)}" for name in names}
     # Distinguishes this etcd from another one that has taken the port just before.
     token = secrets.token_hex(4)
     return [
-        EtcdMember(
-            name=f"{name}-{token}",
-            endpoint=clients[name],
-            data_directory=directory / f"{name}.etcd",
-            options=options,
-            command=ChildCommand(
-                name=name,
-                arguments=(
-                    str(program),
-                    *("--name", f"{name}-{token}"),
-                    *("--data-dir", str(directory / f"{name}.etcd")),
-                    *("--listen-client-urls", f"{scheme}://{clients[name]}"),
-                    *("--advertise-client-urls", f"{scheme}://{clients[name]}"),
-                    *("--listen-peer-urls", peers[name]),
-                    *("--initial-advertise-peer-urls", peers[name]),
-                    "--initial-cluster",
-                    ",".join(f"{each}-{token}={url}" for each, url in peers.items()),
-                    *("--initial-cluster-token", token),
-                    *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
-                    *(_ALONE if num_members == 1 else ()),
-                    *(() if options.fsync else ("--unsafe-no-fsync",)),
-                    *(() if options.tls is None else options.tls.server_arguments),
-                    *options.arguments,
-                ),
-                environment=_environment(),
-                log_path=directory / f"{name}.log",
+        plan_member(
+            directory,
+            name,
+            options,
+            EtcdAddresses(
+                name=name, token=token, client=f"{options.host}:{next(ports)}", peers=peers
             ),
         )
         for name in names
     ]
+
+
+def plan_member(
+    directory: Path, name: str, options: EtcdOptions, addresses: EtcdAddresses
+) -> EtcdMember:
+    """Return a member whose files in `directory` have this name. Raises InvalidSpec if there is no
+    etcd program."""
+    peer_scheme = "http" if options.tls is None else "https"
+    scheme = peer_scheme if options.credentials is None else "https"
+    token = addresses.token
+    client = f"{scheme}://{addresses.client}"
+    peer = f"{peer_scheme}://{addresses.peers[addresses.name]}"
+    own = f"{addresses.name}-{token}"
+    peers = (f"{each}-{token}={peer_scheme}://{at}" for each, at in addresses.peers.items())
+    return EtcdMember(
+        name=own,
+        endpoint=addresses.client,
+        data_directory=directory / f"{name}.etcd",
+        options=options,
+        command=ChildCommand(
+            name=name,
+            arguments=(
+                *(str(find_etcd()), "--name", own),
+                *("--data-dir", str(directory / f"{name}.etcd")),
+                *("--listen-client-urls", client, "--advertise-client-urls", client),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", ",".join(peers), "--initial-cluster-token", token),
+                *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
+                *(_ALONE if len(addresses.peers) == 1 else ()),
+                *(() if options.fsync else ("--unsafe-no-fsync",)),
+                *(() if options.tls is None else options.tls.server_arguments),
+                *options.arguments,
+            ),
+            environment=_environment(),
+            log_path=directory / f"{name}.log",
+        ),
+    )
 
 
 def _environment() -> Mapping[str, str]:

@@ -1,6 +1,5 @@
 """Hosts of `shoal run --hosts`, as a user writes them, and the number of workers of each."""
 
-import ipaddress
 import os
 import re
 from collections.abc import Sequence
@@ -10,19 +9,14 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from shoal_client.remote.ssh import HOST_NAME, LOCALHOST, bare_name, check_once
 from shoal_proto.errors import InvalidSpec
 
-LOCALHOST = "localhost"
-"""Name of this machine in --hosts: its workers are started without ssh."""
 MAX_HOSTS = 1000
 MAX_WORKERS = 1024
 """Largest number of workers of one host."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
-# A name that begins with "-" would be an option of ssh.
-_HOST = re.compile(
-    r"(?P<name>([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]))"
-    r"(:(?P<num_workers>[A-Za-z0-9]+))?"
-)
+_HOST = re.compile(rf"(?P<name>{HOST_NAME})(:(?P<num_workers>[A-Za-z0-9]+))?")
 _GROUP = Group(
     "Several hosts, over ssh",
     help="Hosts have the script, the current directory and Shoal at the same paths as this machine,"
@@ -96,13 +90,7 @@ def parse_hosts(text: str) -> tuple[RunHost, ...]:
     """Return the hosts in `HOST[:N],...`. Raises InvalidSpec for a bad host, a host that is given
     twice, and for no or more than MAX_HOSTS hosts."""
     hosts = tuple(_host_of(part.strip()) for part in text.split(",") if part.strip())
-    names = [host.name for host in hosts]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InvalidSpec(
-            "a host is given twice",
-            seen=", ".join(twice),
-            expected="each host once, with its number of workers: HOST:N",
-        )
+    check_once([host.name for host in hosts], "each host once, with its number of workers: HOST:N")
     if not 0 < len(hosts) <= MAX_HOSTS:
         raise InvalidSpec(
             "bad --hosts", seen=f"{len(hosts)} hosts", expected=f"1 to {MAX_HOSTS} hosts"
@@ -112,25 +100,15 @@ def parse_hosts(text: str) -> tuple[RunHost, ...]:
 
 def _host_of(text: str) -> RunHost:
     match = _HOST.fullmatch(text)
-    if match is None or not _is_address(match["name"]):
+    name = None if match is None else bare_name(match["name"])
+    if match is None or name is None:
         raise InvalidSpec(
             "bad host",
             seen=repr(text),
             expected="HOST, HOST:N, USER@HOST:N or [IPv6 ADDRESS]:N, with names of letters, digits,"
             " '.', '_' and '-' that do not start with '-'",
         )
-    return RunHost(match["name"].replace("[", "").replace("]", ""), match["num_workers"] or "")
-
-
-def _is_address(name: str) -> bool:
-    """True if the name has no brackets, or has an IPv6 address in them."""
-    if not name.endswith("]"):
-        return True
-    try:
-        ipaddress.IPv6Address(name[name.index("[") + 1 : -1])
-    except ValueError:
-        return False
-    return True
+    return RunHost(name, match["num_workers"] or "")
 
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:

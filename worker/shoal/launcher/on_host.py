@@ -24,10 +24,9 @@ from types import FrameType
 from shoal.launcher.hosts import num_workers_of
 from shoal_client.cli import main as run_command
 from shoal_client.local.directory import temporary_directory
+from shoal_client.remote.ssh import MARK
 from shoal_proto.tls.identity import FOLDER_VARIABLE
 
-MARK = "shoal-host: "
-"""Start of the lines that are messages to the connecting `shoal run`; other lines are output."""
 MAX_ORDER_BYTES = 1 << 24
 BAD_ARGUMENTS = 2
 

@@ -8,8 +8,6 @@ without an exit code, the host was lost.
 import json
 import os
 import queue
-import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -24,28 +22,20 @@ from importlib.metadata import version
 from ipaddress import ip_address
 from types import TracebackType
 
-from shoal.launcher.hosts import LOCALHOST, RunHost, WorkerCount
-from shoal.launcher.on_host import MARK, HostEnding, HostGreeting, LaunchOrder
+from shoal.launcher.hosts import RunHost, WorkerCount
+from shoal.launcher.on_host import HostEnding, HostGreeting, LaunchOrder
 from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.commands.jobs import phase_of
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.process import ChildCommand, Process, Supervisor
+from shoal_client.remote.ssh import ADVICE, MARK, check_ssh, command_on
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_proto.terminal import printable
 from shoal_proto.tls.identity import CA_FILE, VARIABLES
 from shoal_proto.tls.names import Caller, CertificateRole
 
-SSH_OPTIONS = (
-    "-T",
-    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
-    # Override ~/.ssh/config: a connection that is the master of others would not end before them.
-    # A master that exists is used.
-    *("-o", "RemoteCommand=none", "-o", "ControlMaster=no"),
-    # A host that is cut off counts as lost after half a minute.
-    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
-)
 GREETING_S = 90.0
 """Time for a host to connect and greet: a busy host may take long to start Python."""
 SLOW_S = 10.0
@@ -158,14 +148,7 @@ class HostLaunchers:
         """Connect to the hosts, leave out hosts that cannot be used, and return the config with
         bounds for the other hosts. Raises Unavailable if too few hosts remain, and InvalidSpec for
         bad bounds, and if ssh is needed and not installed."""
-        needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
-        if needs_ssh and shutil.which("ssh") is None:
-            raise InvalidSpec(
-                "no ssh on this machine",
-                seen="no `ssh` on PATH",
-                expected="OpenSSH's client",
-                fix="Debian: apt-get install openssh-client",
-            )
+        check_ssh([*self._by_name])
         for each in self._connections:
             each.start(self._command(each.host), self._supervisor, self._sink(each))
         self._await_greetings()
@@ -180,8 +163,7 @@ class HostLaunchers:
                 "too few hosts can be used",
                 seen=f"{len(usable)} of {len(self._connections)}",
                 expected=f"at least {least}",
-                fix="Try `ssh -o BatchMode=yes HOST true`: ssh must not ask for a password or for"
-                " the host's key.",
+                fix=ADVICE,
             )
         self._connections = usable
         counts = [(each.host.name, _greeted(each).num_workers) for each in usable]
@@ -222,10 +204,7 @@ class HostLaunchers:
             *(python, "-P", "-u", "-m", "shoal.launcher.on_host"),
             *(os.getcwd(), host.num_workers or usual, *script),  # noqa: PTH109 - text, not a path
         )
-        line = f"exec {shlex.join(words)}"
-        if host.name == LOCALHOST:
-            return ("sh", "-c", line)
-        return ("ssh", *SSH_OPTIONS, "--", host.name, line)
+        return command_on(host.name, words)
 
     def _await_greetings(self) -> None:
         begun_s, waiting, limit_s = time.monotonic(), set(self._connections), SLOW_S

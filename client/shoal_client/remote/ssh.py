@@ -1,0 +1,105 @@
+"""Commands on other hosts with the system's ssh: names of hosts, the command line, and the mark of
+messages in the output."""
+
+import ipaddress
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from shoal_proto.errors import InvalidSpec
+
+LOCALHOST = "localhost"
+"""Name of this machine among hosts: it is used without ssh."""
+MARK = "shoal-host: "
+"""Start of the lines that are messages to the connecting command; other lines are output."""
+# A name that begins with "-" would be an option of ssh.
+HOST_NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
+"""Pattern of a host: HOST or USER@HOST, with brackets around an IPv6 address."""
+SSH_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
+    # Override ~/.ssh/config: a connection that is the master of others would not end before them.
+    # A master that exists is used.
+    *("-o", "RemoteCommand=none", "-o", "ControlMaster=no"),
+    # A host that is cut off counts as lost after half a minute.
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
+)
+ADVICE = (
+    "Try `ssh -o BatchMode=yes HOST true`: ssh must not ask for a password or for the host's key."
+)
+
+
+def command_on(host: str, words: Sequence[str]) -> Sequence[str]:
+    """Return the command that runs `words` on the host, as this user."""
+    line = f"exec {shlex.join(words)}"
+    if host == LOCALHOST:
+        return ("sh", "-c", line)
+    return ("ssh", *SSH_OPTIONS, "--", host, line)
+
+
+def check_ssh(hosts: Sequence[str]) -> None:
+    """Raise InvalidSpec if ssh is needed for a host and not installed."""
+    if any(host != LOCALHOST for host in hosts) and shutil.which("ssh") is None:
+        raise InvalidSpec(
+            "no ssh on this machine",
+            seen="no `ssh` on PATH",
+            expected="OpenSSH's client",
+            fix="Debian: apt-get install openssh-client",
+        )
+
+
+def bare_name(name: str) -> str | None:
+    """Return a name that matches HOST_NAME without its brackets; None if these contain something
+    other than an IPv6 address."""
+    if name.endswith("]"):
+        try:
+            ipaddress.IPv6Address(name[name.index("[") + 1 : -1])
+        except ValueError:
+            return None
+    return name.replace("[", "").replace("]", "")
+
+
+def check_once(names: Sequence[str], expected: str) -> None:
+    """Raise InvalidSpec if a host is given twice."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidSpec("a host is given twice", seen=", ".join(twice), expected=expected)
+
+
+def parse_host_names(text: str) -> tuple[str, ...]:
+    """Return the hosts in `HOST,...`. Raises InvalidSpec for a bad host, and for a host that is
+    given twice."""
+    names = []
+    for part in (each.strip() for each in text.split(",") if each.strip()):
+        name = bare_name(part) if re.fullmatch(HOST_NAME, part) else None
+        if name is None:
+            raise InvalidSpec(
+                "bad host",
+                seen=repr(part),
+                expected="HOST, USER@HOST or [IPv6 ADDRESS], with names of letters, digits, '.',"
+                " '_' and '-' that do not start with '-'",
+            )
+        names.append(name)
+    check_once(names, "each host once")
+    return tuple(names)
+
+
+def _parsed(kind: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
+    return parse_host_names(str(tokens[-1].value))
+
+
+HostNames = Annotated[
+    Sequence[str],
+    Parameter(
+        name="--hosts",
+        metavar="HOST,...",
+        converter=_parsed,
+        n_tokens=1,
+        json_list=False,
+        json_dict=False,
+    ),
+]
+"""The option --hosts of a command that starts no workers."""
