@@ -121,9 +121,15 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument(
+        "--systems",
+        default=",".join(SYSTEMS),
+        help=f"names with commas between them (all by default): {', '.join(SYSTEMS)}",
+    )
     parser.add_argument("--pause", type=seconds, default=PAUSE_S, help="seconds in each step")
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument(
+        "--record", action="store_true", help="write the figures for docs/report.md"
+    )
     asked = parser.parse_args()
     changes, length_s = changes_asked(parser, asked)
     systems = list(dict.fromkeys(asked.systems.split(",")))

@@ -235,13 +235,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the changes to replay."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node: 0,add,a")
-    source.add_argument("--mtbf", type=positive, help="minutes between two losses, on average")
+    source.add_argument(
+        "--mtbf",
+        type=positive,
+        help="minutes of the trace's time between two losses, on average: 10 at --speed 60 is a"
+        " loss every 10 s",
+    )
     parser.add_argument("--speed", type=positive, default=60.0, help="trace time over real time")
     parser.add_argument(
         "--max", type=positive_number, default=MOST_MACHINES, help="machines at once, at most"
     )
     parser.add_argument("--seconds", type=positive, help="length of the run (600 without a trace)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="draws the changes of machines")
     parser.add_argument("--notice", type=seconds, default=0.0, help="seconds from SIGTERM to loss")
 
 
