@@ -289,12 +289,34 @@ OF_KILLS = ("shoal-ddp", "shoal-fsdp", "torchft")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("protocol", choices=("steps", "kills"))
-    parser.add_argument("--systems")
-    parser.add_argument("--steps", type=positive_number, default=NUM_STEPS)
-    parser.add_argument("--kills", type=positive_number, default=NUM_KILLS)
-    parser.add_argument("--minutes", type=positive, default=math.inf)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument(
+        "--systems",
+        help=f"names with commas between them (all by default): {', '.join(SYSTEMS)};"
+        f" for kills: {', '.join(OF_KILLS)}",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_number,
+        default=NUM_STEPS,
+        help=f"steps: length of the run ({NUM_STEPS}); the first kill comes after"
+        f" {BETWEEN_KILLS[0]} to {BETWEEN_KILLS[1]} steps, so a shorter run has none",
+    )
+    parser.add_argument(
+        "--kills",
+        type=positive_number,
+        default=NUM_KILLS,
+        help=f"kills: number of kills ({NUM_KILLS})",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=positive,
+        default=math.inf,
+        help="kills: begin no further kills after this time, without the start of the machines",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="draws when and which machine is lost")
+    parser.add_argument(
+        "--record", action="store_true", help="write the figures for docs/report.md"
+    )
     asked = parser.parse_args()
     possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
     systems = list(dict.fromkeys(asked.systems.split(","))) if asked.systems else list(possible)

@@ -1,7 +1,7 @@
 """Tables of rows by id, in bench/results/tables.json.
 
     make bench NAME=tables
-    .venv/bin/python bench/tables.py workers             # `worker_rows` only
+    .venv/bin/python bench/tables.py workers             # `worker_rows`, `worker_wide_rows` only
     .venv/bin/python bench/tables.py workers --record    # and docs/benchmarks/results/rows.json
 
 Rates are in millions per second. Those of one shard are measured in batches of 65,536 ids in random
@@ -22,11 +22,11 @@ order, rows of 16 floats:
   row already.
 """
 
+import argparse
 import importlib.util
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +133,7 @@ def shard_rows() -> list[Row]:
         gradient = random.standard_normal((BATCH, DIM), np.float32).tobytes()
 
         def push(ids: np.ndarray, *, shard=shard, sequences=sequences, data=gradient) -> None:  # type: ignore[no-untyped-def,type-arg]
-            births = shard.read(partial(shard.body.look_up, ids.tobytes())).births
+            births = bytes(shard.read(partial(shard.body.look_up, ids.tobytes())).births)
             shard.push(
                 TablePush(
                     session="bench",
@@ -309,9 +309,17 @@ def _with_ids(step: Step, id_range: int) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "part", nargs="?", choices=["workers"], help="only worker_rows and worker_wide_rows"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="also write docs/benchmarks/results/rows.json"
+    )
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    if "workers" not in sys.argv[1:]:
+    if asked.part is None:
         rows += [row for num_rows in INDEX_ROWS for row in index_rows(num_rows)]
         rows += [*shard_rows(), initial_rows()]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -323,7 +331,7 @@ def main() -> None:
             peers = {peer: of_table[number] for peer, of_table in steps.items()}
             rows += worker_rows(cluster, metric, shape, peers)
     publish("tables", rows)
-    if "--record" in sys.argv:
+    if asked.record:
         compared = [row.as_json() for row in rows if row.peer]
         record("rows", compared, keys=("metric", "peer"))
 

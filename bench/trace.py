@@ -4,13 +4,14 @@
     .venv/bin/python bench/trace.py --mtbf 10 --seconds 600 --seed 1 --record
 
 Replays changes on real processes (`training/machines.py`), the same changes for each system. With
-`--trace` they are read from a trace (`milliseconds,add|remove,node`), whose numbers of nodes are
-mapped to 1 to `--max` machines by quantile. With `--mtbf` they are drawn by `--seed`: losses are a
-Poisson process with a mean of `--mtbf` minutes between two losses of the job, and a lost machine is
-replaced after 5 minutes on average. Changes are replayed `--speed` times as fast; the start of
-Python and torch takes its real time. A loss is a SIGKILL of all processes of the machine; with
-`--notice S`, its launcher gets a SIGTERM S seconds before. One settled machine always stays, and
-the coordinator or rendezvous of a system is not lost.
+`--trace` they are read from a trace (`milliseconds,add|remove,node`), of which the number of nodes
+at each time counts; numbers above `--max` anywhere in it are mapped to 1 to `--max` by quantile.
+With `--mtbf` they are drawn by `--seed`: losses are a Poisson process with a mean of `--mtbf`
+minutes between two losses of the job, and a lost machine is replaced after 5 minutes on average.
+Changes are replayed `--speed` times as fast; the start of Python and torch takes its real time. A
+loss is a SIGKILL of all processes of the machine; with `--notice S`, its launcher gets a SIGTERM S
+seconds before. One settled machine always stays, and the coordinator or rendezvous of a system is
+not lost.
 
 All systems train the model of bench/exactness.py on the same batches with the same pause in each
 step, which stands for a device: 4 workers fit on two cores. torchrun restarts all workers at each
@@ -120,9 +121,15 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument(
+        "--systems",
+        default=",".join(SYSTEMS),
+        help=f"names with commas between them (all by default): {', '.join(SYSTEMS)}",
+    )
     parser.add_argument("--pause", type=seconds, default=PAUSE_S, help="seconds in each step")
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument(
+        "--record", action="store_true", help="write the figures for docs/report.md"
+    )
     asked = parser.parse_args()
     changes, length_s = changes_asked(parser, asked)
     systems = list(dict.fromkeys(asked.systems.split(",")))

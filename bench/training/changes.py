@@ -83,10 +83,12 @@ def _at_ms(row: _Row) -> int:
 
 
 def scaled(levels: Sequence[Level], most: int) -> list[Level]:
-    """Map the levels to 1 to `most` machines, each of these numbers for an equal share of the time.
+    """Map the levels to 1 to `most` machines.
 
-    A number of machines is mapped by its quantile, the share of the trace's time with that many or
-    fewer. The time before the first machine and the instant of the last change do not count.
+    A trace of at most `most` machines keeps its numbers. In a larger one each number of 1 to `most`
+    has an equal share of the time: a number of machines is mapped by its quantile, the share of the
+    trace's time with that many or fewer. The time before the first machine and the instant of the
+    last change do not count. A time without machines continues with the number before it.
     """
     weights: dict[int, float] = {}
     for before, after in pairwise(levels):
@@ -96,13 +98,18 @@ def scaled(levels: Sequence[Level], most: int) -> list[Level]:
     if not total_s:
         raise ValueError("the trace needs two changes at different times, the first not to 0 nodes")
 
-    def quantile(machines: int) -> float:
-        return sum(share for each, share in weights.items() if each <= machines) / total_s
+    fits = max(level.machines for level in levels) <= most
+
+    def number(machines: int) -> int:
+        if fits:
+            return machines
+        quantile = sum(share for each, share in weights.items() if each <= machines) / total_s
+        # The margin allows for sums that are rounded up above a whole number.
+        return max(1, math.ceil(most * quantile - 1e-9))
 
     found: list[Level] = []
     for level in levels:
-        # The margin allows for sums that are rounded up above a whole number.
-        machines = max(1, math.ceil(most * quantile(level.machines) - 1e-9))
+        machines = number(level.machines)
         if level.machines and (not found or found[-1].machines != machines):
             found.append(Level(at_s=level.at_s, machines=machines))
     start_s = found[0].at_s
@@ -227,14 +234,19 @@ def seconds(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the changes to replay."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node")
-    source.add_argument("--mtbf", type=positive, help="minutes between two losses, on average")
+    source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node: 0,add,a")
+    source.add_argument(
+        "--mtbf",
+        type=positive,
+        help="minutes of the trace's time between two losses, on average: 10 at --speed 60 is a"
+        " loss every 10 s",
+    )
     parser.add_argument("--speed", type=positive, default=60.0, help="trace time over real time")
     parser.add_argument(
         "--max", type=positive_number, default=MOST_MACHINES, help="machines at once, at most"
     )
     parser.add_argument("--seconds", type=positive, help="length of the run (600 without a trace)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="draws the changes of machines")
     parser.add_argument("--notice", type=seconds, default=0.0, help="seconds from SIGTERM to loss")
 
 

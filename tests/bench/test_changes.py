@@ -88,6 +88,15 @@ def test_each_number_of_machines_has_an_equal_share_of_the_scaled_time(changes: 
     assert levels_of(scaled) == [(0.0, 1), (80.0, 2), (160.0, 3), (240.0, 4)]
 
 
+def test_a_trace_of_no_more_machines_than_are_asked_for_keeps_their_numbers(changes: Any) -> None:
+    """A night of four machines of which one is lost is not replayed as one of larger losses."""
+    lines = ["0,add,a", "0,add,b", "0,add,c", "0,add,d", "90,remove,a", "100,add,e", "200,add,f"]
+    levels = changes.read_trace(lines[:-1], 1.0)
+    assert levels_of(changes.scaled(levels, 4)) == [(0.0, 4), (0.09, 3), (0.1, 4)]
+    larger = changes.read_trace(lines, 1.0)
+    assert {level.machines for level in changes.scaled(larger, 4)} != {3, 4}
+
+
 def test_a_scaled_trace_begins_with_its_first_machine_and_never_has_none(changes: Any) -> None:
     lines = [
         "5000,add,a",

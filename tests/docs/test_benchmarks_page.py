@@ -67,9 +67,12 @@ def test_a_run_on_a_gpu_is_shown_with_its_device_and_versions(
     assert f"| K1: kills in backward | no | 9 | {fault} |" in page
 
 
-def test_without_any_result_there_is_no_page(report: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no results in"):
-        report.main()
+def test_without_any_result_there_is_no_page(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report of peers is still written, from committed results: this is no failure."""
+    report.main()
+    assert "no results in" in capsys.readouterr().out
     assert not (tmp_path / "benchmarks.md").exists()
 
 
