@@ -28,7 +28,7 @@ from rows import print_entries, record
 from torch import Tensor
 from training.changes import KEYS, Change, add_arguments, changes_asked, described, starting
 from training.jobs import logs_in
-from training.machines import Machines, NotTraining, Plan, shoal_async_sgd
+from training.machines import Machines, NotTraining, Plan, end_on_sigterm, shoal_async_sgd
 
 PAUSE_S = 0.03
 END_S = 60.0
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     changes, length_s = changes_asked(parser, asked)
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as name:
         plan = Plan(
             directory=Path(name) / "shoal-async-sgd",

@@ -140,8 +140,9 @@ def result(steps: Steps, directory: Path) -> tuple[int, dict[str, Tensor]]:
 
 
 def difference(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest absolute difference over all weights."""
-    return max(float((own[name] - expected[name]).abs().max()) for name in expected)
+    """The largest absolute difference over all weights; NaN if one of them is."""
+    # `max` of Python skips a NaN that is not the first value.
+    return float(torch.stack([(own[name] - expected[name]).abs().max() for name in expected]).max())
 
 
 def newest(job: ShoalJob) -> Step:

@@ -52,6 +52,7 @@ from training.machines import (
     Plan,
     Running,
     descendants,
+    end_on_sigterm,
     kill,
 )
 from training.usage import Usage, growth_per_kill, shared_memory, usage_of
@@ -198,9 +199,12 @@ class KilledRun:
         return next((pids for size in sizes if (pids := steps.training(size, 1))), [])
 
     def sample(self) -> None:
-        """Sample the usage of the processes that stay, once all workers train."""
+        """Sample the usage of the processes that stay, once all workers train. Raises NotTraining
+        if the survivor is another process than at the start."""
         self._machines.await_training(NUM_WORKERS, STEPS_BEFORE, STEP_WITHIN_S)
         own = family(self._machines, SURVIVOR)
+        if own[-1] != self._survivor:
+            raise NotTraining("the worker that is never killed was restarted")
         pids = {**self._running.services, "survivor": own[-1]}
         if len(own) > 1:
             other = family(self._machines, "machine-1")
@@ -328,6 +332,7 @@ def main() -> None:
     if not systems:
         raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
+    end_on_sigterm()
     if asked.protocol == "steps":
         name, entries, columns = "long_run", measure_steps(asked, systems), STEPS_COLUMNS
     else:

@@ -5,6 +5,7 @@ from docs/benchmarks/results/NAME.json; there are none if that bench has not bee
 between `<!-- ahead -->` and `<!-- /ahead -->` is made from all of them.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,9 @@ def distance(entries: Entries) -> str:
     """The largest distance, and the number of runs in which nothing trained at the end."""
     found = [entry["distance"] for entry in entries if entry["distance"] is not None]
     stopped = len(entries) - len(found)
-    parts = [f"{max(found):.1e}"] if found else []
+    # A NaN is the largest: `max` alone skips one that is not the first.
+    largest = max(found, key=lambda each: (math.isnan(each), each), default=0.0)
+    parts = [f"{largest:.1e}"] if found else []
     return " ".join([*parts, f"({stopped} had stopped)"] if stopped else parts)
 
 
@@ -202,7 +205,7 @@ def long_run_table(entries: Entries) -> str:
                 f"{middle(own, 'relative'):.3f}",
                 round(middle(own, "steps_twice")),
                 max(entry["steps_lost"] for entry in own),
-                f"{max(entry['distance'] for entry in own):.1e}",
+                distance(own),
             )
         )
     head = (
@@ -250,8 +253,10 @@ class Compared:
     of: Callable[[Iterable[float]], float] = median
     is_more_better: bool = False
 
-    def value(self, entries: Entries) -> float:
-        return self.of(entry[self.key] for entry in entries)
+    def value(self, entries: Entries) -> float | None:
+        """The figure of these runs; None if no run has it."""
+        found = [entry[self.key] for entry in entries if entry[self.key] is not None]
+        return self.of(found) if found else None
 
     def text(self, value: float) -> str:
         return self.form.format(value).replace("%", " %")
@@ -264,6 +269,8 @@ SECONDS = "{:.4g} s"
 IN_TRACE = (
     Compared(key="effective", name="effective time", form="{:.1%}", is_more_better=True),
     Compared(key="steps_per_s", name="useful steps a second", is_more_better=True),
+    Compared(key="step_s", name="step", form=SECONDS),
+    Compared(key="paused_per_change_s", name="paused per change", form=SECONDS),
     Compared(key="longest_pause_s", name="longest pause", form=SECONDS, of=max),
     Compared(key="steps_twice", name="steps trained twice"),
     Compared(key="steps_lost", name="steps lost", of=max),
@@ -308,9 +315,9 @@ def lines_ahead(protocol: str, entries: Entries, compared: Sequence[Compared]) -
             better = [
                 f"{peer} {figure.text(other)}"
                 for peer, other in others.items()
-                if figure.is_better(other, value)
+                if value is not None and other is not None and figure.is_better(other, value)
             ]
-            if better:
+            if value is not None and better:
                 found.append(f"{figure.name} {figure.text(value)} ({', '.join(better)})")
         if found:
             lines.append(f"- {protocol}, `{system}`: {'; '.join(found)}.")

@@ -50,7 +50,7 @@ from training.changes import (
 )
 from training.effective import checkpoint_every, effective
 from training.exactness import checkpoint_and_step_s, one_process_at
-from training.machines import ONE_PROCESS, SYSTEMS, Machines, NotTraining, Plan
+from training.machines import ONE_PROCESS, SYSTEMS, Machines, NotTraining, Plan, end_on_sigterm
 
 PAUSE_S = 0.03
 
@@ -141,6 +141,7 @@ def main() -> None:
     if not systems:
         raise SystemExit("no system is left to measure")
     torch.set_num_threads(1)
+    end_on_sigterm()
     entries = measure(asked, systems, changes, length_s)
     print_entries(
         "trace",

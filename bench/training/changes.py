@@ -255,7 +255,7 @@ def changes_asked(
 ) -> tuple[list[Change], float]:
     """Return the changes, and the length of the replay in seconds. Ends the program with a message
     if the trace cannot be read."""
-    if asked.trace:
+    if asked.trace is not None:
         try:
             with Path(asked.trace).open() as lines:
                 levels = read_trace(lines, asked.speed)
@@ -279,8 +279,8 @@ def described(asked: argparse.Namespace) -> dict[str, Any]:
     """Return the options under the names that entries of the results use. An entry without
     `max_machines` has MOST_MACHINES."""
     return {
-        "trace": Path(asked.trace).stem if asked.trace else "poisson",
-        "mtbf_min": None if asked.trace else asked.mtbf,
+        "trace": "poisson" if asked.trace is None else Path(asked.trace).stem,
+        "mtbf_min": asked.mtbf,
         "speed": asked.speed,
         "seed": asked.seed,
         "notice_s": asked.notice,

@@ -211,7 +211,8 @@ def torchrun_agent(
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--rdzv-id={directory.name}-{attempt}", f"--nnodes=1:{max_nodes}"),
-            "--nproc-per-node=1",
+            # An agent that is killed leaves its folder of logs behind, by default in /tmp.
+            *("--nproc-per-node=1", f"--log-dir={directory}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
             *(f"--rdzv-conf={conf}", "--max-restarts=1000"),
             *(str(HERE / script[0]), *script[1:]),

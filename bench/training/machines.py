@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from torch.distributed import TCPStore
@@ -315,6 +315,19 @@ class Machines:
                     kill_machine(each)
             for name in names:
                 self._present[name] = self._supervisor.spawn(self._command(name))
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this program by SystemExit, as SIGINT does by KeyboardInterrupt.
+
+    Otherwise the program ends at once: workers of torchrun, which outlive their agents, then train
+    for ever, and the temporary folder stays.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def kill_machine(process: Process) -> None:

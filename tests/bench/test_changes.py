@@ -167,3 +167,14 @@ def test_machines_of_the_start_are_separated_from_those_that_join(changes: Any) 
     assert first == ["machine-0", "machine-1", "machine-2"]
     assert all(change.at_s > 0 for change in later)
     assert changes.interruption_s(later, 60.0) == 60.0 / len(later)
+
+
+def test_a_trace_without_a_name_is_an_error(
+    changes: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--trace "$TRACE"` of an unset variable ends with a message."""
+    parser = ArgumentParser()
+    changes.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        changes.changes_asked(parser, parser.parse_args(["--trace", ""]))
+    assert "--trace" in capsys.readouterr().err

@@ -1,12 +1,16 @@
 """The harness that compares systems; the longer test runs it on real processes for some seconds."""
 
 import json
+import math
 import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
+from random import Random
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -58,3 +62,39 @@ def test_a_record_replaces_the_entry_of_the_same_options_only(
         entry = {**described(asked), "system": "torchrun", "number": number}
         path = rows.record("trace", [entry], keys=keys)
     assert [entry["number"] for entry in json.loads(path.read_text())] == [1, 2, 3, 4]
+
+
+def test_weights_that_are_no_numbers_have_no_distance() -> None:
+    """A NaN in any of the weights shows in the distance, also after a weight without one."""
+    import exactness  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    expected = {name: torch.zeros(2) for name in ("first", "second", "third")}
+    assert exactness.difference({**expected, "second": torch.tensor([0.0, -3.0])}, expected) == 3.0
+    broken = {**expected, "second": torch.tensor([0.0, math.nan])}
+    assert math.isnan(exactness.difference(broken, expected))
+
+
+def test_a_survivor_that_was_restarted_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would otherwise be that of a new process, and its row say otherwise."""
+    import long_run  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    pids = [1, 2]
+    monkeypatch.setattr(long_run, "family", lambda machines, name: list(pids))
+    monkeypatch.setattr(long_run, "usage_of", lambda pid: pid)
+    machines, running = Mock(), Mock(services={"etcd": 9})
+    run = long_run.KilledRun(machines, running, Random(1))
+    run.sample()
+    assert run.samples[0]["survivor"] == 2
+    pids[1] = 3
+    with pytest.raises(long_run.NotTraining, match="was restarted"):
+        run.sample()
+
+
+def test_torchrun_writes_into_the_folder_of_its_job_only(tmp_path: Path) -> None:
+    """A killed agent does not remove its folder of logs, which is in /tmp by default."""
+    from training.jobs import torchrun_agent  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    command = torchrun_agent(
+        tmp_path, name="machine-0", port=1, max_nodes=1, conf="", script=("on_torchrun.py",)
+    )
+    assert f"--log-dir={tmp_path}" in command.arguments

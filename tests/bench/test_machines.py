@@ -2,6 +2,9 @@
 is started again."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,3 +149,39 @@ def test_the_steps_of_a_dropped_worker_are_no_longer_read(tmp_path: Path) -> Non
     steps.read()
     assert steps.newest() is None
     assert not (tmp_path / "steps-7").exists()
+
+
+TERMINATED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from training import machines
+from shoal_client.local.process import ChildCommand
+place = Path(sys.argv[1])
+machines.end_on_sigterm()
+plan = machines.Plan(directory=place, pause_s=0.0, max_machines=4, checkpoint_every=1)
+arguments = ("sh", "-c", sys.argv[3])
+running = machines.Running(command=lambda name: ChildCommand(name=name, arguments=arguments))
+with machines.Machines(plan, running) as found:
+    found.join("machine-0")
+    time.sleep(600)
+"""
+
+
+def test_a_bench_that_gets_sigterm_leaves_no_worker(tmp_path: Path) -> None:
+    """The worker leads a session of its own: it would outlive the launcher that dies with the
+    bench."""
+    bench = Path(__file__).parents[2] / "bench"
+    launcher = WITH_A_SESSION.format(place=tmp_path)
+    arguments = (sys.executable, "-c", TERMINATED, str(tmp_path), str(bench), launcher)
+    with subprocess.Popen(arguments) as started:
+        await_true(lambda: num_starts(tmp_path) == 1)
+        (worker,) = workers(tmp_path)
+        try:
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(WITHIN_S) == 128 + signal.SIGTERM
+            assert not is_running(worker)
+        finally:
+            started.kill()
+            if is_running(worker):
+                os.kill(worker, signal.SIGKILL)

@@ -84,6 +84,14 @@ def test_a_run_in_which_nothing_trained_at_the_end_is_counted(peer_report: Any) 
     assert alone.endswith("| (1 had stopped) |")
 
 
+def test_a_distance_that_is_no_number_is_shown(peer_report: Any) -> None:
+    entries = [
+        {**OF_TRACE, "system": "torchrun", "effective": 0.1, "seed": seed, "distance": distance}
+        for seed, distance in ((1, 1e-6), (2, float("nan")))
+    ]
+    assert peer_report.trace_table(entries).splitlines()[-1].endswith("| nan |")
+
+
 def test_a_run_without_changes_has_no_pause_per_change(peer_report: Any) -> None:
     entry = {**OF_TRACE, "system": "one-process", "effective": 0.9, "seed": 1}
     (alone,) = peer_report.trace_table([{**entry, "changes": 0}]).splitlines()[-1:]
@@ -128,6 +136,12 @@ def test_each_figure_in_which_a_peer_is_better_is_listed(peer_report: Any) -> No
     own = {**OF_TRACE, "system": "shoal-ddp", "seed": 1, "effective": 0.95}
     better = {**own, "system": "torchft", "effective": 0.97, "longest_pause_s": 0.4}
     alone = {**own, "system": "one-process", "effective": 0.99}
+    quicker = {**own, "system": "torchrun", "step_s": 0.01, "paused_per_change_s": 0.1}
+    (text_of_quicker,) = peer_report.ahead({"trace": [own, quicker]})
+    assert "(torchrun 0.01 s)" in text_of_quicker
+    assert "paused per change 0.125 s (torchrun 0.1 s)" in text_of_quicker
+    unchanged = [{**each, "paused_per_change_s": None} for each in (own, quicker)]
+    assert "paused per change" not in peer_report.ahead({"trace": unchanged})[0]
     (text,) = peer_report.ahead({"trace": [own, better, alone]})
     assert text == (
         "- a loss every 10 min, 60 x, `shoal-ddp`: effective time 95.0 % (torchft 97.0 %);"
