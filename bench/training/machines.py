@@ -68,6 +68,8 @@ class Running:
     start_anew: Callable[[], None] | None = None
     """Called after a machine's launcher failed, before all machines are started again; None if
     that launcher alone is restarted."""
+    has_checkpoints: bool = False
+    """True if the training outlives the loss of all machines."""
 
 
 @contextmanager
@@ -125,6 +127,7 @@ def torchrun(plan: Plan) -> Iterator[Running]:
 
     yield Running(
         start_anew=start_anew,
+        has_checkpoints=True,
         command=lambda name: torchrun_agent(
             plan.directory,
             name=name,
@@ -196,6 +199,7 @@ class Machines:
 
     def __init__(self, plan: Plan, running: Running) -> None:
         self._command, self._start_anew = running.command, running.start_anew
+        self._has_checkpoints = running.has_checkpoints
         self._directory = plan.directory
         self._present: dict[str, Process] = {}
         self._lock = threading.Lock()
@@ -264,7 +268,8 @@ class Machines:
     def _follow(
         self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
     ) -> int:
-        """Make the changes at their times. Returns after `length_s` the number of changes made."""
+        """Make the changes at their times. Returns after `length_s` the number of changes made.
+        Raises NotTraining instead of a loss that no system without checkpoints could outlive."""
         number = 0
         for change in changes:
             if change.at_s >= length_s:
@@ -272,12 +277,25 @@ class Machines:
             time.sleep(max(0.0, start_s + change.at_s - time.monotonic()))
             if change.joins:
                 self.join(change.machine)
-            else:
+            elif self._has_checkpoints or self._others_have_trained(change.machine):
                 self.lose(change.machine, notice_s)
+            else:
+                raise NotTraining(
+                    f"at {change.at_s:g} s {change.machine} is to be lost, and no other machine has"
+                    " taken a step: starts take longer here than the changes assume. Measure on a"
+                    " less busy machine."
+                )
             number += 1
             print(f"{self._directory.name}: {change}", flush=True)
         time.sleep(max(0.0, start_s + length_s - time.monotonic()))
         return number
+
+    def _others_have_trained(self, name: str) -> bool:
+        """True if a worker that now runs on another machine has taken a step."""
+        self.steps.read()
+        others = [self.pid(other) for other in self.names if other != name]
+        pids = {*others, *(pid for each in others for pid in descendants(each))}
+        return not pids.isdisjoint(self.steps.by_pid)
 
     def await_training(self, num_machines: int, num_steps: int, within_s: float) -> None:
         """Return once the machines have taken `num_steps` steps together. Raises NotTraining."""

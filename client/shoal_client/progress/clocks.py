@@ -130,7 +130,7 @@ class Clock:
         raise DeadlineExceeded(
             f"this member may not begin its step in round {self._round}",
             seen=f"a wait of {self._wait_s:g} s for {reason}",
-            expected=f"every member at most {self._bound} rounds behind this one",
+            expected=f"every member at most {self._bound} rounds before this one",
             fix="`shoal status` shows the slowest member; or raise the bound.",
         )
 

@@ -62,7 +62,7 @@ class JobReader:
     clocks: Mapping[str, int] = field(default_factory=dict)
     """Round in which each member trains, if the job has a staleness bound."""
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """What members wait for outside of the core, such as shards or samples, and since when."""
+    """Reason and start of waits outside of the core, such as for shards or samples."""
     now_s: float | None = None
     """The moment, on the core's clock. With it, views say how long members have been paused or in
     their own code."""

@@ -78,7 +78,7 @@ async def test_a_member_that_waits_is_shown_with_the_reason() -> None:
         waits = asyncio.create_task(fast.step())
         await until(lambda: bool(world.parameters.clock_service.waiting("j")))
         (job,) = world.coordinator.view.jobs()
-        shown = {member.member_id: member for member in job.members}
+        shown = {detail.member.member_id: detail.member for detail in job.members}
         reason = "b in round 0: the waiting member's next round is 2, the bound 1"
         assert shown["a"].waiting_for == reason
         assert (shown["a"].clock, shown["b"].clock) == (2, 0)

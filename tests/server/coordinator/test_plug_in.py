@@ -74,7 +74,7 @@ async def test_members_train_and_calls_for_parameters_are_refused() -> None:
                 assert isinstance(error, NoServers)
                 assert "--no-parameters" in str(error)
         view = world.coordinator.view
-        assert [member.state for member in view.jobs()[0].members] == ["training"]
-        assert view.samples("j") is None
+        assert [detail.member.state for detail in view.jobs()[0].members] == ["training"]
+        assert view.jobs()[0].samples is None
         assert await view.shards("j") is None
         assert a.token.generation == 1

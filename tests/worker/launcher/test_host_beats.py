@@ -102,7 +102,8 @@ class World:
     def member(self, pid: int) -> MemberView | None:
         """Return the status page's entry for the process."""
         jobs = self._coordinator.coordinator.view.jobs()
-        found = [each for job in jobs for each in job.members if each.process.pid == pid]
+        members = [detail.member for job in jobs for detail in job.members]
+        found = [each for each in members if each.process.pid == pid]
         return found[0] if found else None
 
     def reasons(self) -> str:

@@ -78,8 +78,8 @@ class JoinConfig:
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
     reconfigure: bool = False
-    """In each generation, reconfigure the previous generation's process group instead of making a
-    new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
+    """True to reconfigure, in each generation, the previous generation's process group instead of
+    making a new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""

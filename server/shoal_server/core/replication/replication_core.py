@@ -126,7 +126,7 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """Shards that this server claims because its journal has them, if it has their records."""
+        """Return the shards of open claims whose records the journal has."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:

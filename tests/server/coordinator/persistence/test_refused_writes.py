@@ -27,8 +27,9 @@ async def test_only_the_job_whose_record_is_too_large_is_quarantined() -> None:
             await asyncio.to_thread(propose, client)
             await asyncio.to_thread(client.await_generation, 0, 10.0)
         assert not world.coordinator.term.deposed.is_set()
-        (shown,) = [view for view in world.coordinator.view.jobs() if view.job == "huge"]
-        assert (shown.phase, "request is too large" in shown.reason) == ("quarantined", True)
+        (shown,) = [view for view in world.coordinator.view.jobs() if view.summary.job == "huge"]
+        summary = shown.summary
+        assert (summary.phase, "request is too large" in summary.reason) == ("quarantined", True)
         job = world.coordinator.registry.find("j").job
         assert (job.phase.value, sorted(job.members)) == ("running", ["a", "b"])
         assert all(not trainer.is_broken(1) for trainer in trainers)
