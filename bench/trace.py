@@ -59,7 +59,7 @@ def replay(
     system: str, plan: Plan, changes: Sequence[Change], length_s: float, notice_s: float
 ) -> tuple[dict[str, Any], int, Any]:
     """Return the figures of one system, and the steps and weights at its end; 0 and None if it does
-    not train at the end."""
+    not train at the end. No step was useful then."""
     plan.directory.mkdir()
     first, later = starting(changes)
     if system == ONE_PROCESS:
@@ -78,7 +78,8 @@ def replay(
             return figures, *result(machines.steps, plan.directory)
         except Stuck as error:
             print(f"{system} does not train at the end: {error}", flush=True)
-            return figures, 0, None
+            nothing = effective([], run.start_s, run.start_s + length_s)
+            return {**figures, **asdict(nothing)}, 0, None
 
 
 def measure(

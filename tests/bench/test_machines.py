@@ -1,12 +1,16 @@
 """Machines of the comparisons: a lost machine ends as a whole, and a launcher that ends by itself
 is started again."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +116,75 @@ def test_a_job_that_starts_anew_restarts_all_machines(machines: Any, tmp_path: P
     assert (tmp_path / "anew").exists()
     assert machines.names == ["machine-0", "machine-1"]
     assert machines.num_relaunches == 1
+
+
+def test_the_last_machine_that_has_trained_is_not_killed(machines: Any, tmp_path: Path) -> None:
+    """No system without checkpoints could outlive that: the replay ends with the reason."""
+    from training.changes import Change  # noqa: PLC0415
+    from training.machines import STEPS_BEFORE, NotTraining, descendants  # noqa: PLC0415
+
+    def trained(name: str) -> None:
+        (worker,) = descendants(machines.pid(name))
+        step = {"pid": worker, "agent": machines.pid(name), "formation": 1, "world_size": 1}
+        lines = [
+            json.dumps({**step, "at_s": time.monotonic(), "step": number})
+            for number in range(STEPS_BEFORE)
+        ]
+        (tmp_path / f"steps-{worker}").write_text("".join(f"{line}\n" for line in lines))
+
+    changes = [
+        Change(at_s=0.0, machine="machine-1", joins=True),
+        Change(at_s=0.0, machine="machine-0", joins=False),
+    ]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        replay = pool.submit(machines.replay, ["machine-0"], changes, 1.0, 0.0)
+        await_true(lambda: num_starts(tmp_path) == 1)
+        trained("machine-0")
+        with pytest.raises(NotTraining, match="no other machine has taken a step"):
+            replay.result(WITHIN_S)
+    assert machines.names == ["machine-0", "machine-1"]
+
+
+STEPPING = """
+import json, os, pathlib, sys, time
+step = {"pid": os.getpid(), "agent": os.getppid(), "formation": 0, "world_size": 1}
+with pathlib.Path(sys.argv[1], f"steps-{os.getpid()}").open("w") as file:
+    for number in range(10**6):
+        print(json.dumps({**step, "at_s": time.monotonic(), "step": number}), file=file, flush=True)
+        time.sleep(0.01)
+"""
+
+
+def test_without_training_at_the_end_no_step_was_useful(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: Any
+) -> None:
+    """The steps are lost with the state, however many were taken."""
+    import trace as bench_trace  # noqa: PLC0415
+
+    from recovery import Stuck  # noqa: PLC0415
+    from training.changes import Change  # noqa: PLC0415
+    from training.machines import Plan, Running  # noqa: PLC0415
+
+    from shoal_client.local.process import ChildCommand  # noqa: PLC0415
+
+    @contextmanager
+    def stepping(plan: Plan) -> Iterator[Running]:
+        arguments = (sys.executable, "-c", STEPPING, str(plan.directory))
+        yield Running(command=lambda name: ChildCommand(name=name, arguments=arguments))
+
+    def ends_without_state(*_: Any) -> None:
+        raise Stuck("the state is lost")
+
+    monkeypatch.setattr(bench_trace, "SYSTEMS", {"stepping": stepping})
+    plan = Plan(directory=tmp_path / "run", pause_s=0.0, max_machines=1, checkpoint_every=1)
+    start = Change(at_s=0.0, machine="machine-0", joins=True)
+    monkeypatch.setattr(bench_trace, "result", lambda *_: (1, {}))
+    figures, *_ = bench_trace.replay("stepping", plan, [start], 0.5, 0.0)
+    assert figures["useful_steps"] > 0
+    monkeypatch.setattr(bench_trace, "result", ends_without_state)
+    again = replace(plan, directory=tmp_path / "again")
+    figures, num_steps, weights = bench_trace.replay("stepping", again, [start], 0.5, 0.0)
+    assert (figures["useful_steps"], figures["effective"], num_steps, weights) == (0, 0.0, 0, None)
 
 
 def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
