@@ -125,6 +125,9 @@ def record(name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[st
     for entry in entries:
         merged[tuple(entry.get(key) for key in keys)] = {**entry, **stamp}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
+    # A full disk leaves the older entries.
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
+    whole.replace(path)
     print(f"written to {path}")
     return path
