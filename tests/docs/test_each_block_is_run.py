@@ -90,6 +90,8 @@ TABLE = {
     ("docs/deploy.md", "docker compose build"): CLUSTER,
     ("docs/deploy.md", "sbatch"): "tests/deploy/test_slurm.py",
     ("docs/deploy.md", "kubectl create namespace"): "tests/deploy/test_cert_manager.py",
+    ("docs/deploy.md", "kubectl -n shoal delete deployment,role"): NOT_RUN
+    + "removes what an earlier apply left in a cluster",
     ("docs/deploy.md", "shoal certs init --dir ~/.shoal/sky"): "tests/deploy/test_skypilot.py",
     ("docs/deploy.md", "etcdctl role add"): "tests/server/etcd/test_etcd_access.py",
     ("docs/deploy.md", "PIP_EXTRA_INDEX_URL"): NOT_RUN
