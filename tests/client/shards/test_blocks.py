@@ -22,6 +22,7 @@ SHARD = Shard(
     ],
 )
 NUM_BYTES = 4 * (2 + 699_000 + 64)
+PIECE_BYTES = 1 << 20
 
 
 def buffers(fill: int | None = None) -> dict[str, memoryview]:
@@ -40,7 +41,9 @@ def piece(offset_bytes: int, data: bytes) -> Piece:
 
 
 def gathered(source: Mapping[str, memoryview]) -> list[Piece]:
-    return [piece(at, b"".join(parts)) for at, parts in ShardBlocks(SHARD).gather(source)]
+    return [
+        piece(at, b"".join(parts)) for at, parts in ShardBlocks(SHARD).gather(source, PIECE_BYTES)
+    ]
 
 
 def test_gathered_bytes_are_scattered_to_the_same_places() -> None:

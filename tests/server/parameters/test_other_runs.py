@@ -96,7 +96,7 @@ def test_a_member_of_the_last_run_is_refused(servers: ParameterServers, call: st
         old.begin(0.0)
         begin_anew(servers, job)
         new.begin(2.0)
-        with pytest.raises(Fenced, match="another run") as refused:
+        with pytest.raises(Fenced, match="was replaced") as refused:
             CALLS[call](old)
         assert refused.value.details["run"] == new.dense.shard_map.run
         new.dense.push(MODEL.filled(1.0))

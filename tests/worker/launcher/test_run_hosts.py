@@ -223,7 +223,7 @@ def test_fewer_hosts_than_nnodes_needs_never_train(
     if min_members is not None:
         assert config.on_hosts(num_workers).min_members == min_members
         return
-    with pytest.raises(InvalidSpec, match=r"fewer of these hosts.*4 on 2 others.*Give --min"):
+    with pytest.raises(InvalidSpec, match=r"fewer hosts than --nnodes.*4 are enough.*Give --min"):
         config.on_hosts(num_workers)
 
 

@@ -146,8 +146,7 @@ async def test_a_member_that_makes_the_roster_too_large_is_refused_and_the_other
             return "3 entries" if len(roster.entries) > 2 else ""
 
         job = world.coordinator.registry.find("j").job
-        checks = replace(job._attempts._checks, size_problem=of_three)
-        monkeypatch.setattr(job._attempts, "_checks", checks)
+        monkeypatch.setattr(job, "size_problem", of_three)
         late = await world.joined("c")
         with pytest.raises(InvalidSpec, match="a generation of 3 members of job j could not be"):
             await asyncio.to_thread(late.await_generation, 0, 20.0)
