@@ -21,7 +21,7 @@ STRATEGIES = ("async-sgd", "ssp")
 NUM_RUNS = 5
 NUM_WORKERS = (3, 8)
 LIMIT_S = 600.0
-RIGHT = re.compile(r"([0-9.]+)% right")
+RIGHT = re.compile(r"([0-9.]+)% correct")
 
 
 def accuracy(strategy: str, num_workers: int) -> float:

@@ -60,4 +60,4 @@ with shoal.join() as session:
     module.eval()
     with torch.no_grad():
         right = float((module.layers(images).argmax(dim=1) == labels).float().mean())
-    print(f"rank {session.rank}: {right:.1%} right after {session.step_number} steps")
+    print(f"rank {session.rank}: {right:.1%} correct after {session.step_number} steps")

@@ -26,4 +26,4 @@ with shoal.join() as session:
             loss = cross_entropy(model(batch.inputs), batch.targets)
             session.backward(loss)
     right = (model(images).argmax(dim=1) == labels).float().mean().item()
-    print(f"rank {session.rank}: {right:.1%} right after {session.step_number} steps")
+    print(f"rank {session.rank}: {right:.1%} correct after {session.step_number} steps")

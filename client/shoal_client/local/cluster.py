@@ -7,9 +7,9 @@ All parts are stopped at the end of the block, and none survives a crash of this
 takes free ports; its log, and etcd's data, are in the directory.
 
 With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
-its addresses, a parameter server under its id, at its address if that is still free. A server comes
-back empty: backups have taken over its shards, and it gets copies again. Without `restart` a part
-that ends is not replaced; tests and benchmarks need that.
+its addresses, a parameter server under its id, at its address if that is still free and it has not
+ended just before. A server comes back empty: backups have taken over its shards, and it gets copies
+again. Without `restart` a part that ends is not replaced; tests and benchmarks need that.
 """
 
 import json
@@ -61,8 +61,8 @@ class LocalClusterConfig:
     etcd: str = ""
     """host:port,... of an existing etcd; empty: one is started."""
     etcd_member: EtcdAddresses | None = None
-    """Member to start of the etcd at `etcd`, whose other members are on other machines. It has the
-    data of its last start, if there are any."""
+    """The etcd server to start on this machine. It belongs to the etcd at `etcd`, whose other
+    servers are on other machines. It keeps the data of its last start, if there are any."""
     prefix: str = ""
     """Prefix of every key in etcd: clusters that share an etcd have different ones."""
     listen: str = "127.0.0.1:0"
@@ -74,8 +74,8 @@ class LocalClusterConfig:
     listen on all interfaces, with TLS. Empty: only this machine reaches them."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
-    `snapshots` in the directory; with `etcd_member`, whose servers share no directory, they are
-    refused."""
+    `snapshots` in the directory. With `etcd_member` they are refused, because the parameter servers
+    are on several machines and share no directory."""
     start_timeout_s: float = 60.0
     """Maximum time for a coordinator or server to come up if it makes no progress; with progress,
     ten minutes."""

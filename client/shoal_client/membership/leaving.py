@@ -20,8 +20,7 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason why this member is to leave in agreement with the others; empty: it is to
-        stay."""
+        """Reason for which this member is drained; empty while it is not."""
         self.is_noticed = False
         """True if the leave has been logged."""
         self.unreplaced = False

@@ -1,7 +1,8 @@
-"""Listings: the packed content of a digest in a proposal. They show the first entry in which two
-members differ.
+"""Listings: the lines from which a digest in a proposal was computed, packed.
 
-A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
+If the digests of two members differ, the coordinator compares their listings, and names the first
+line that differs. A listing is a sequence of lines, "name: value", in the order in which they were
+hashed. Packed, 100,000
 parameters of a transformer have some 10 kB: each number in a line is written as its difference from
 the number at the same position in the nearest earlier line with the same text around the numbers,
 and the result is compressed. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
@@ -30,7 +31,7 @@ _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 
 
 class UnreadableListing(ValueError):
-    """Bytes that `pack` did not write."""
+    """Bytes that `pack` did not write, or whose lines are too long together."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ Shoal gets that high."""
 
 
 class UnreadableRecord(ValueError):
-    """Raised for bytes that are not a record of their key; the text says what was seen."""
+    """Raised if the value of a key is no valid record of the kind that this key has; the text says
+    what was seen."""
 
 
 class LaterFormat(UnreadableRecord):

@@ -34,7 +34,7 @@ class Term:
 
     def __init__(self) -> None:
         self.deposed = asyncio.Event()
-        """Set when a write showed that this coordinator does not lead any longer."""
+        """Set when a transaction showed that this coordinator does not lead any longer."""
         self.why_deposed = ""
         self._conditions: Sequence[Compare] | None = None
 
@@ -147,6 +147,6 @@ class LeaderStore:
             expected="this coordinator's key",
             fix="Ask another coordinator.",
         )
-        log.warning("write_refused", reason=str(error))
+        log.warning("transaction_refused", reason=str(error))
         self._on_deposed(str(error))
         return error

@@ -497,7 +497,7 @@ def test_the_lightning_example_trains_with_two_workers(cluster: LocalCluster) ->
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    shares = re.findall(r"rank \d: ([\d.]+)% right after 380 steps", done.stdout + done.stderr)
+    shares = re.findall(r"rank \d: ([\d.]+)% correct after 380 steps", done.stdout + done.stderr)
     assert len(shares) == 2
     assert all(float(share) > 95 for share in shares)
 

@@ -43,10 +43,10 @@ class ChosenStep:
 def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """Choose the newest step at which every element of every tensor is held by some rank.
 
-    A tensor of the model exists at every step. Any other tensor exists from the first step on at
-    which a rank reports it: a later step without it is not whole. Plain values of an optimizer, and
-    tensors within them, may come and go. Raises StateLost if no step is whole, and ShapeMismatch or
-    DtypeMismatch if ranks contradict one another.
+    A tensor of the model exists at every step. Any other tensor exists from the first step at
+    which a rank reports it, and at each later step: a later step without it is not whole. Plain
+    values of an optimizer, and tensors within them, may come and go. Raises StateLost if no step is
+    whole, and ShapeMismatch or DtypeMismatch if ranks contradict one another.
     """
     metas: dict[str, Meta] = {}
     # By identity: inventories with equal tables share one decoded table.

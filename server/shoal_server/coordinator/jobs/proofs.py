@@ -35,7 +35,7 @@ def check_asker(job: str, secret_digest: str, who: CallerProof) -> None:
         raise AccessDenied(
             f"job {job} has a secret",
             seen="another secret" if who.job_secret else "no secret",
-            expected="the job's secret, or an operator: by a certificate, or a token over HTTP",
+            expected="the job's secret; or an operator's certificate, or over HTTP a token",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
         )
 

@@ -89,8 +89,8 @@ class WeightDisk:
         path.unlink(missing_ok=True)
 
     def all(self) -> list[tuple[str, bytes]]:
-        """Return series and digest of each segment on disk. Removes drafts, so `write` must not run
-        meanwhile."""
+        """Return series and digest of each segment that is held on disk. Removes drafts, so
+        `write` must not run meanwhile."""
         return [each for each in self._found() if self.holds(*each)]
 
     def _found(self) -> Iterator[tuple[str, bytes]]:

@@ -173,7 +173,8 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Sends and receives keep this timeout, so `_within_limit` limits the time for connecting.
+        # The group keeps this timeout for all later operations, so that it cannot be the limit for
+        # connecting: `_within_limit` sets that one.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():

@@ -36,7 +36,8 @@ class HybridPlan:
 
     mesh: MeshShape
     cut: tuple[Outline, Sequence[int]] | None
-    """The model's outline and the stage of each segment; None if there is one stage."""
+    """The model's traced forward pass (`Outline`), and the stage of each of its segments; None if
+    there is one stage."""
     tensor: TensorPlan
     """Plan of the whole model, for `mesh.tensor` ranks."""
     schedule: ScheduleSpec
@@ -211,7 +212,7 @@ def _splitter(
 def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
     """Return the entries of the whole model's plan that concern this stage's modules."""
     own = dict(stage.named_modules())
-    # A module may be called here although its parameters are on another stage.
+    # A stage may run a module whose parameters are on another stage: it splits none of these.
     kept = [
         entry
         for entry in plan.entries

@@ -75,8 +75,8 @@ class IncomingImage:
 
 @dataclass(slots=True)
 class _PendingOffers:
-    """Offers that wait, because this server's record does not name the sender as primary yet, or
-    because the copy is settling."""
+    """Offers that wait: the assignment that this server last read does not name the sender as
+    primary, or the copy is settling."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
