@@ -1,5 +1,6 @@
 """A cluster of real processes, shared by the tests of this folder."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,15 @@ from support.processes.load import unhurried
 from support.training.pause_bodies import LIMITS
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_as_by_default() -> Iterator[None]:
+    """A session installs its handler only where the process has none, and one that is not closed
+    leaves it behind."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,6 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import StateLost
 
 
-@pytest.fixture(autouse=True)
-def _sigterm_as_by_default() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 def train(session: shoal.Session) -> Iterator[int]:
     """Yield after each step of a training that does not end by itself."""
     replica, _ = session.distribute(*rank_bodies.model_and_optimizer())
