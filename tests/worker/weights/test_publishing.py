@@ -10,7 +10,7 @@ import torch
 from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
-from shoal.weights.pieces import PART_BYTES, HeldWeights, replicated_weights
+from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal.weights.series import (
     PREPARING_NICENESS,
     PendingPublication,
@@ -22,6 +22,7 @@ from shoal.weights.series import (
 )
 from shoal.weights.subscription import Subscription
 from shoal.weights.version import WeightVersion
+from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -87,13 +88,13 @@ def test_a_version_has_the_values_at_the_return_of_publish(
 def test_tensors_of_all_kinds_arrive_as_they_were(
     series: MemorySeries, publications: Publications
 ) -> None:
-    """Large tensors are copied in parts, which are digested meanwhile."""
-    embedding = torch.arange(5 * PART_BYTES // 16 + 3, dtype=torch.int64)
+    """Large tensors span several chunks."""
+    embedding = torch.arange(5 * CHUNK_BYTES // 16 + 3, dtype=torch.int64)
     state = {
         "embedding": embedding,
         "tied": embedding,
-        "large_complex": torch.randn(2 * PART_BYTES // 8 + 1, dtype=torch.complex64).conj(),
-        "large_transposed": torch.arange(2 * PART_BYTES, dtype=torch.uint8).view(16, -1).t(),
+        "large_complex": torch.randn(2 * CHUNK_BYTES // 8 + 1, dtype=torch.complex64).conj(),
+        "large_transposed": torch.arange(2 * CHUNK_BYTES, dtype=torch.uint8).view(16, -1).t(),
         "none": torch.zeros(0, 4),
         "scalar": torch.tensor(True),
         "mask": torch.tensor([True, False, True]),

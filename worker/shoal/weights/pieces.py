@@ -4,7 +4,7 @@ Each rank computes its part from the tensors that it holds, without communicatio
 parts have each element exactly once, which the coordinator verifies.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,8 +18,6 @@ from shoal_proto.v1.weights_pb2 import Layout, Slice, TensorSpec
 
 ALIGNMENT_BYTES = 64
 """Alignment of each piece in a segment, so that it can be viewed in any dtype."""
-PART_BYTES = 8 * 1024 * 1024
-"""Size of the parts in which a large tensor is copied."""
 _KEPT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Floating point dtypes of quantized values, which are published without conversion."""
 
@@ -120,32 +118,13 @@ class RankPart:
         return int(self.layout.segment_bytes[0])
 
     @torch.no_grad()
-    def copy_into(
-        self, memory: Tensor, on_copied: Callable[[int], object] = lambda num_bytes: None
-    ) -> None:
-        """Copy the pieces' present values into a segment's bytes. Calls `on_copied` with the number
-        of leading bytes that are complete, again and again; the last time with all."""
+    def copy_into(self, memory: Tensor) -> None:
+        """Copy the pieces' present values into a segment's bytes."""
         targets = [
             memory[at : at + piece.num_bytes].view(piece.dtype).view(piece.chunk.sizes)
             for at, piece in zip(self.offsets, self.pieces, strict=True)
         ]
-        sources = [piece.tensor for piece in self.pieces]
-        if any(source.is_cuda for source in sources):
-            copy_staged(targets, sources)  # in one call, which overlaps its batches
-        else:
-            for target, source in zip(targets, sources, strict=True):
-                for part, values in _parts(target, source):
-                    part.copy_(values)
-                    on_copied(part.data_ptr() + part.nbytes - memory.data_ptr())
-        on_copied(self.num_bytes)
-
-
-def _parts(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a large tensor and its source into parts of PART_BYTES, if they are contiguous."""
-    if target.nbytes < 2 * PART_BYTES or type(source) is not Tensor or not source.is_contiguous():
-        return iter([(target, source)])
-    flat, num_elements = (target.view(-1), source.view(-1)), PART_BYTES // target.itemsize
-    return zip(*(torch.split(each, num_elements) for each in flat), strict=True)
+        copy_staged(targets, [piece.tensor for piece in self.pieces])
 
 
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:

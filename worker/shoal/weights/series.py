@@ -296,8 +296,6 @@ class _Publication:
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
-    digests: DigestsInOrder
-    """Digests of the writer's memory."""
     ticket: PendingPublication
     before: PendingPublication | None
     """The previous publication, which is to be committed first."""
@@ -356,20 +354,14 @@ class Publications:
         if not self._await_turn(is_over):
             return self._abandoned(held.step)
         writer = self._writers.take(part.num_bytes)
-        digests = DigestsInOrder(writer.buffer, writer.protect)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
-        try:
-            part.copy_into(memory, digests.advance)
-        except BaseException:
-            digests.close()
-            raise
+        part.copy_into(memory)
         del memory
         ticket = PendingPublication(number or self._next_number(held.step), held.step, self._look)
         publication = _Publication(
             contributor=self._contributors[self._num_sent % len(self._contributors)],
             part=part,
             writer=writer,
-            digests=digests,
             ticket=ticket,
             before=self._tickets[-1] if self._tickets else None,
             metadata=own_metadata,
@@ -433,7 +425,11 @@ class Publications:
     def _send(self, publication: _Publication) -> None:
         ticket = publication.ticket
         try:
-            segment = publication.writer.seal(publication.digests.result())
+            # Not during the copy, for which the trainer waits: it would take its processors.
+            writer = publication.writer
+            digests = DigestsInOrder(writer.buffer, writer.protect)
+            digests.advance(publication.part.num_bytes)
+            segment = writer.seal(digests.result())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)
