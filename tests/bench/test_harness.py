@@ -75,7 +75,7 @@ def test_weights_that_are_no_numbers_have_no_distance() -> None:
 
 
 def test_a_survivor_that_was_restarted_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory would otherwise be that of a new process, and its row say otherwise."""
+    """The row of the survivor would otherwise have the memory of a new process."""
     import long_run  # noqa: PLC0415 - bench/ is on the path of a test only
 
     pids = [1, 2]

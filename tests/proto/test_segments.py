@@ -18,7 +18,6 @@ from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage
 from shoal_proto.segments import sealed
 from shoal_proto.segments.digests import (
     DIGEST_BYTES,
-    DigestsInOrder,
     check_chunk,
     chunk_digests,
     root_digest,
@@ -180,17 +179,11 @@ def test_a_forked_process_does_not_unmap_what_it_has_not_inherited() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 17])
-def test_digests_in_order_are_those_of_the_whole(num_bytes: int) -> None:
+def test_digests_in_place_are_those_of_the_whole(num_bytes: int) -> None:
     data = drawn(num_bytes)
     writer = SegmentWriter(num_bytes)
-    digests = DigestsInOrder(writer.buffer, writer.protect)
-    written = 0
-    for end in (5, CHUNK_BYTES - 1, CHUNK_BYTES + 3, num_bytes):
-        if written < end <= num_bytes:
-            writer.buffer[written:end] = data[written:end]
-            written = end
-            digests.advance(end)
-    found = digests.result()
+    writer.buffer[:] = data
+    found = writer.digest_in_place()
     assert found == chunk_digests(data)
     assert " rw-s " not in mappings_of_segments(), "digested memory is write-protected"
     assert writer.seal(found).digest == root_digest(found)

@@ -40,7 +40,7 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """One little-endian uint64 for each row: the version that created the row; 0 for a row that
+    """Little-endian uint64 for each row: the version that created the row; 0 for a row that
     does not exist yet and is returned with initial values.
     """
     values: bytes

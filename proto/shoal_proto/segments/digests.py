@@ -1,8 +1,8 @@
 """Digests of a segment: xxh3-128 of each chunk, and of these digests together."""
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from xxhash import xxh3_128_digest
 
@@ -39,45 +39,6 @@ def chunk_digests(data: Buffer) -> bytes:
         return b"".join(map(chunk_digest, chunks_of(data)))
     with ThreadPoolExecutor(threads, thread_name_prefix="shoal-digests") as pool:
         return b"".join(pool.map(chunk_digest, chunks_of(data)))
-
-
-class DigestsInOrder:
-    """Digests of memory that is being written in order, computed on threads meanwhile. A chunk
-    that was just written is still in a cache."""
-
-    def __init__(self, data: memoryview, protect: Callable[[int, int], object]) -> None:
-        """`protect(start, num_bytes)` write-protects a chunk, before it is digested."""
-        self._protect = protect
-        self._chunks = list(chunks_of(data))
-        # Half of the processors are left to the writer.
-        threads = max(min(AT_ONCE, (os.cpu_count() or 1) // 2), 1)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shoal-digests")
-        self._digests: list[Future[bytes]] = []
-
-    def advance(self, num_bytes: int) -> None:
-        """Digest the chunks within the first `num_bytes`, which are written."""
-        while (number := len(self._digests)) < len(self._chunks):
-            chunk = self._chunks[number]
-            start = number * CHUNK_BYTES
-            if start + len(chunk) > num_bytes:
-                return
-            self._protect(start, len(chunk))
-            self._digests.append(self._pool.submit(chunk_digest, chunk))
-
-    def result(self) -> bytes:
-        """Return the concatenated digests of all chunks, once all are written. Nothing refers to
-        the memory afterwards."""
-        try:
-            return b"".join(each.result() for each in self._digests)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End the threads, and release the memory."""
-        self._pool.shutdown(cancel_futures=True)
-        for chunk in self._chunks:
-            chunk.release()
-        self._chunks = []
 
 
 def root_digest(of_chunks: bytes) -> bytes:

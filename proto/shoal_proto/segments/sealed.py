@@ -225,11 +225,13 @@ class SegmentWriter:
         """Writable view of the bytes. Everything made from it must be released before `seal`."""
         return self._buffer
 
-    def protect(self, start: int, num_bytes: int) -> None:
-        """Write-protect a part that is complete, from a chunk's beginning to a chunk's end. No
-        other process has the memory, so from now on its bytes cannot change."""
+    def digest_in_place(self) -> bytes:
+        """Write-protect the memory, and return the digests of its chunks for `seal`, so that it
+        need not be mapped again. No other process has the memory: its bytes cannot change any
+        more."""
         if self._mapped is not None:
-            protect(self._mapped, start, num_bytes)
+            protect(self._mapped, 0, self.num_bytes)
+        return chunk_digests(self._buffer)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
         """Make the bytes immutable, and return them as a segment. `of_chunks`: the digests of its

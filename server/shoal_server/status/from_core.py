@@ -111,7 +111,7 @@ class JobReader:
         )
 
     def member(self, member: MemberState) -> MemberView:
-        """One member of the job."""
+        """Return the view of a member of the job."""
         info, proposed = member.info, member.proposal
         roster, seen = _roster_of(self.job, member), self.heartbeats.get(member.member_id)
         state, waiting_for, since_s = self._wait(member)

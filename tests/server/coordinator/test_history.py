@@ -69,8 +69,8 @@ async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> N
 
 
 async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -> None:
-    """It is the step of an asynchronous job. Processes that were replaced or have left count on;
-    a process that reports again counts once, also to a coordinator that led before."""
+    """The sum is the step of an asynchronous job. Processes that were replaced or have left count
+    on; a process that reports again counts once, also to a coordinator that led before."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.training("a", "b")

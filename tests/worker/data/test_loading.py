@@ -130,7 +130,7 @@ def test_random_numbers_of_a_sample_are_the_same_whichever_process_loads_it() ->
 def test_loading_processes_are_forked_though_pythons_default_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From Python 3.14 on it is forkserver, to which this dataset could not be sent."""
+    """The default from Python 3.14 on is forkserver, to which this dataset could not be sent."""
     methods = multiprocessing.context._default_context
     forkserver = multiprocessing.context._concrete_contexts["forkserver"]
     monkeypatch.setattr(methods, "_default_context", forkserver)

@@ -859,7 +859,7 @@ def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run
 
 
 def test_options_may_be_written_with_underscores() -> None:
-    """As with torchrun, and also if the value is a word of its own."""
+    """Options of torchrun work so, too. The value may be a word of its own."""
     words = ["run", "--nproc_per_node", "3", "--max_restarts=5", "train.py", "--lr_max", "1"]
     config = read_config(words, installed_commands())
     assert config.num_workers == 3 and config.restart.max_restarts == 5

@@ -25,7 +25,6 @@ from shoal_proto.errors import (
     ShoalError,
 )
 from shoal_proto.numbers_given import as_index
-from shoal_proto.segments.digests import DigestsInOrder
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1 import weights_pb2
 
@@ -426,10 +425,7 @@ class Publications:
         ticket = publication.ticket
         try:
             # Not during the copy, for which the trainer waits: it would take its processors.
-            writer = publication.writer
-            digests = DigestsInOrder(writer.buffer, writer.protect)
-            digests.advance(publication.part.num_bytes)
-            segment = writer.seal(digests.result())
+            segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)

@@ -68,7 +68,8 @@ async def test_a_push_to_a_dropped_replica_is_not_acknowledged() -> None:
 
 
 async def test_the_answer_of_an_abandoned_wait_is_freed() -> None:
-    """It may have the values of a whole shard, and the version may not become safe for minutes."""
+    """The answer may have the values of a whole shard, and the version may stay unsafe for
+    minutes."""
     driver = RecordingDriver()
     acknowledgements = Acknowledgements(cast(CoreDriver, driver), ME)
     answer = Answer()

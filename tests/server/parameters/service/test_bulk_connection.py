@@ -68,7 +68,7 @@ def connection(
 
 
 async def test_a_push_of_a_client_that_is_gone_ends() -> None:
-    """Its parts may wait for minutes for a backup: they need not be kept for so long."""
+    """The push's parts may wait for minutes for a backup: nobody needs them for so long."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
