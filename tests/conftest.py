@@ -1,8 +1,10 @@
 """Hooks and fixtures that apply to all tests."""
 
+import faulthandler
 import hashlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -24,6 +26,8 @@ ORDER = os.environ.get("SHOAL_TESTS_ORDER", "")
 """A text that orders the files of tests: the day of the newest commit. So a limit leaves out other
 files on another day."""
 CRASHES: list[object] = []
+AFTER_FAILURE_S = 120.0
+"""Seconds that the fixtures of a failed test have to end."""
 
 # A shell that starts the tests in the background makes them, and every process that they start,
 # ignore SIGINT. Tests of Ctrl-C would then not work.
@@ -46,6 +50,31 @@ def pytest_runtest_setup() -> None:
     """Skip the remaining tests once the time is over: the report of a slow machine names them."""
     if WITHIN_S and time.monotonic() - BEGUN_S > WITHIN_S:
         pytest.skip(f"not run: the {WITHIN_S:.0f} s for further combinations were over")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Limit what a failed test still does: pytest and pytest-timeout stop their clocks once a test
+    has failed, and a fixture that waits for a thread of that test would wait for ever."""
+    if not isinstance(node, pytest.Item):
+        return
+
+    def interrupt(*_: object) -> None:
+        faulthandler.dump_traceback(sys.__stderr__)
+        pytest.fail(f"the fixtures of this test did not end within {AFTER_FAILURE_S:g} s")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    # Repeated, since an event loop drops what a signal raises in a callback.
+    signal.setitimer(signal.ITIMER_REAL, AFTER_FAILURE_S, AFTER_FAILURE_S / 4)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    """Stop the clock of `pytest_exception_interact` once the test has ended."""
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 @pytest.hookimpl(optionalhook=True)

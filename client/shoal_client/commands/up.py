@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from cyclopts import Group, Parameter
 
 from shoal_client.commands.address import DEFAULT_URL
 from shoal_client.host.reports import check_reachable
-from shoal_client.host.stop_orders import StopOrders
+from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
@@ -42,7 +42,6 @@ GRPC_PORT = 7700
 HTTP_PORT = 7780
 MAX_BASE_PORT = 2**16 - 4
 CONNECTS_WITHIN_S = 3.0
-SIGNALS_SEEN_S = 1.0
 LEADS_WITHIN_S = 15.0
 """Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
 _HOSTS = Group(
@@ -183,7 +182,7 @@ def up(config: UpConfig) -> int:
                 _await_leader(cluster, config.etcd)
             cluster.call_on_failure(ended.put)
             print(_welcome(cluster, directory), flush=True)
-            _say(f"stopping the cluster: {_next_of(ended)}")
+            _say(f"stopping the cluster: {next_of(ended)}")
             return 1
         except KeyboardInterrupt:
             print("stopping", flush=True)
@@ -275,14 +274,6 @@ def _await_leader(cluster: LocalCluster, etcd: str) -> None:
             expected=f"an etcd that answers at {etcd}",
             fix="Check --etcd, and that this machine can reach it.",
         ) from error
-
-
-def _next_of(ended: "queue.SimpleQueue[str]") -> str:
-    """Wait for the next entry. A signal that arrives just before a wait does not end that wait, so
-    each wait is short."""
-    while True:
-        with suppress(queue.Empty):
-            return ended.get(timeout=SIGNALS_SEEN_S)
 
 
 def _say(text: str) -> None:

@@ -3,14 +3,35 @@
 may have received it already.
 """
 
+import math
+import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SAME_ORDER_S = 2.0
 """Time after the first signal of an order in which a SIGTERM belongs to the same order."""
+SIGNALS_SEEN_S = 1.0
+"""Longest single wait of a main thread that handles signals: a signal that arrives just before a
+wait, or at another thread, does not end that wait."""
+
+
+def next_of(entries: "queue.SimpleQueue[T]", within_s: float = math.inf) -> T:
+    """Wait for the next entry; handlers of signals run within SIGNALS_SEEN_S. Raises queue.Empty
+    after `within_s`."""
+    until_s = time.monotonic() + within_s
+    while True:
+        left_s = max(0.0, until_s - time.monotonic())
+        try:
+            return entries.get(timeout=min(left_s, SIGNALS_SEEN_S))
+        except queue.Empty:
+            if left_s <= SIGNALS_SEEN_S:
+                raise
 
 
 class StopOrders:

@@ -28,6 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
+from shoal_client.host.stop_orders import next_of
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_lines
 from shoal_client.local.directory import keep_logs
 from shoal_client.local.etcd import EtcdAddresses
@@ -302,11 +303,8 @@ def serve(directory: Path) -> int:
             with tempfile.NamedTemporaryFile("w", dir=directory, delete=False) as file:
                 json.dump([each.advertised for each in cluster.coordinators], file)
             Path(file.name).rename(directory / READY)
-            while True:
-                # A signal just before a wait does not end it, so each wait is short.
-                with suppress(queue.Empty):
-                    _say(ended.get(timeout=1.0))
-                    return 1
+            _say(next_of(ended))
+            return 1
     except ShoalError as error:
         _say(str(error))
         return 1

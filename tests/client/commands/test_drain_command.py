@@ -25,15 +25,27 @@ from shoal_proto.errors import (
 from shoal_proto.v1.membership_pb2 import DrainRequest, GenerationRecord
 
 
-def train_on(member: MemberSession) -> GenerationRecord:
-    """Take steps until the members agree to stop; return the record of the next generation."""
+def train_on(member: MemberSession, draining: "asyncio.Task[int]") -> GenerationRecord | None:
+    """Take steps until the members agree to stop, and return the record of the next generation;
+    None if the command ends first."""
     for step in count():
         record = member.begin_step(step)
-        if record is not None:
+        if record is not None or draining.done():
             return record
         member.progress(step + 1)
         time.sleep(0.001)  # a step
     raise AssertionError("no end")
+
+
+async def drained(member: MemberSession, draining: "asyncio.Task[int]") -> GenerationRecord:
+    """Train until the command has returned 0; return the record of the generation without the
+    drained member."""
+    record = await asyncio.to_thread(train_on, member, draining)
+    if record is not None:
+        await asyncio.to_thread(member.ready, record)
+    assert await draining == 0
+    assert record is not None, "the command ended before the member left"
+    return record
 
 
 @pytest.mark.long
@@ -44,9 +56,7 @@ async def test_the_command_returns_once_the_member_has_left(
     async with served_over_http() as at:
         a, _ = await at.members.training("a", "b")
         draining = asyncio.create_task(at.shoal("drain", "b", "--job", "j"))
-        record = await asyncio.to_thread(train_on, a)
-        await asyncio.to_thread(a.ready, record)
-        assert await draining == 0
+        record = await drained(a, draining)
         assert [entry.member_id for entry in record.roster.entries] == ["a"]
         # The output has log lines of a member as well.
         lines = capsys.readouterr().out.splitlines()
@@ -63,12 +73,10 @@ async def test_each_request_goes_to_the_coordinator_that_leads_then(
         a, _ = await at.members.training("a", "b")
         leaders = chain(["127.0.0.1:1"], repeat(at.members.address))
         monkeypatch.setattr(StatusClient, "leader", lambda client: next(leaders))
-        monkeypatch.setattr(command, "ANSWER_WITHIN_S", 0.3)
+        monkeypatch.setattr(command, "ANSWER_WITHIN_S", unhurried(0.3))
         run = parse(["drain", "b", "--job", "j", "--http", at.url])
         draining = asyncio.create_task(asyncio.to_thread(run))
-        record = await asyncio.to_thread(train_on, a)
-        await asyncio.to_thread(a.ready, record)
-        assert await draining == 0
+        await drained(a, draining)
 
 
 @pytest.mark.long

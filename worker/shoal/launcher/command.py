@@ -20,7 +20,7 @@ from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.connection.admission import ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
-from shoal_client.host.stop_orders import StopOrders
+from shoal_client.host.stop_orders import SIGNALS_SEEN_S, StopOrders
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
@@ -81,7 +81,7 @@ def run(config: RunConfig) -> int:
             file.touch()
             _say(f"wrote {file}; waiting for SIGTERM")
             while True:
-                signal.pause()
+                time.sleep(SIGNALS_SEEN_S)
         return code
 
 

@@ -38,7 +38,7 @@ from shoal_client.connection.admission import ADMISSION_VARIABLE
 from shoal_client.host.beats import HostBeats, WorkerStatus
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, FINISHED, HostReporter
-from shoal_client.host.stop_orders import StopOrders
+from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.liveness.beat_board import BeatBoard, MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
 from shoal_client.local.directory import temporary_directory
@@ -161,10 +161,8 @@ class Launcher:
         """Return the next event; None when a worker is due to be started or ended."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
         until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
-        if until_s == math.inf:
-            return self._events.get()
         try:
-            return self._events.get(timeout=max(0.0, until_s - time.monotonic()))
+            return next_of(self._events, until_s - time.monotonic())
         except queue.Empty:
             return None
 

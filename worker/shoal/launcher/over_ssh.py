@@ -6,6 +6,7 @@ without an exit code, the host was lost.
 """
 
 import json
+import math
 import os
 import queue
 import signal
@@ -28,7 +29,7 @@ from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.commands.jobs import phase_of
-from shoal_client.host.stop_orders import StopOrders
+from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.remote.ssh import ADVICE, MARK, check_ssh, command_on
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
@@ -124,7 +125,7 @@ class HostLaunchers:
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=5.0)
         self._output = threading.Lock()
         self._interrupted: list[int] = []
-        self._give_up_s: float | None = None
+        self._give_up_s = math.inf
         self._given_up = ""
         self._codes: list[int] = []
 
@@ -211,7 +212,7 @@ class HostLaunchers:
         while waiting:
             left_s = max(0.0, begun_s + limit_s - time.monotonic())
             try:
-                connection, message = self._events.get(timeout=left_s)
+                connection, message = next_of(self._events, left_s)
             except queue.Empty:
                 if limit_s == GREETING_S:
                     return
@@ -248,7 +249,7 @@ class HostLaunchers:
                 each.write(json.dumps(asdict(order)).encode() + b"\n")
             while not all(each.is_over for each in self._connections):
                 try:
-                    connection, message = self._events.get(timeout=self._left_s())
+                    connection, message = next_of(self._events, self._left_s())
                 except queue.Empty:
                     names = [each.host.name for each in self._connections if not each.is_over]
                     self._say(f"not ended in time, left behind: {', '.join(names)}")
@@ -314,8 +315,8 @@ class HostLaunchers:
         least = self._config.min_members
         self.give_up(f"{num_left} workers left, at least {least} needed, and no other can join")
 
-    def _left_s(self) -> float | None:
-        return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
+    def _left_s(self) -> float:
+        return self._give_up_s - time.monotonic()
 
     def _exit_code(self) -> int:
         """Return the run's exit code. If the job is finished, lost hosts do not count."""
