@@ -1,9 +1,9 @@
-"""Charts of jobs, second by second, stored in etcd for the next leader.
+"""Charts of jobs, stored in etcd for the next leader.
 
 While it leads, the coordinator records each second what members of running jobs reported last. A
-job's history has at most 256 intervals and a hundred changes. Twice a minute it is written to etcd,
-compressed, in one key of the job. A new leader continues from the last write: as a rule, at most
-the last half minute is missing.
+job's history has at most 256 intervals, which get longer as the job goes on, and a hundred changes.
+Twice a minute it is written to etcd, compressed, in one key of the job. A new leader continues from
+the last write: as a rule, at most the last half minute is missing.
 """
 
 import asyncio

@@ -98,9 +98,9 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # The garbage collector stops the loop. Objects made so far are frozen and never scanned
-        # again; the state of thousands of members is scanned a few times only, not with each new
-        # member.
+        # The event loop stands still while the garbage collector scans objects. Objects made so far
+        # are frozen and never scanned again; the state of thousands of members is scanned a few
+        # times only, not with each new member.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

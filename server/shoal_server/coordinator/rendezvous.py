@@ -169,7 +169,7 @@ class RendezvousService(RendezvousServicer):
             self._spaces.pop(key).give_up(
                 GenerationBroken(
                     f"generation {key[1]} of job {job} is over",
-                    fix="Settle and wait for the next generation.",
+                    fix="Report your step (`Settle`), and wait for the next generation.",
                 )
             )
 

@@ -240,7 +240,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
             raise InvalidSpec(f"{kind} is not a valid name", seen=repr(name), expected=NAME_RULE)
     if request.token.job != request.spec.job:
         raise InvalidSpec(
-            "token and bounds name different jobs",
+            "the token and the spec name different jobs",
             seen=request.token.job,
             expected=request.spec.job,
         )

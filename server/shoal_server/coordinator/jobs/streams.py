@@ -49,8 +49,8 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the notice's roster is large, or if the newest Prepare on this stream named
-        it."""
+        """True if the notice's roster is large; or, for an outcome, if the newest Prepare of this
+        stream was for the same roster."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False

@@ -389,7 +389,7 @@ def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStam
         missing = sorted(set(expected) - set(taken))
         raise SnapshotFailed(
             f"not every shard of job {layout.job} has exactly one primary",
-            seen=f"{len(taken)} taken, without {missing[:10]}" if missing else "some taken twice",
+            seen=f"{len(taken)} frozen, without {missing[:10]}" if missing else "some frozen twice",
             expected=f"{len(expected)} shards that have their values",
             fix="Wait until the members have created them, or until they have been moved.",
         )
