@@ -1,7 +1,7 @@
 """The shutdown of a coordinator: it keeps leading while members drain.
 
-A preemption, a time limit or the stop of a service signals all processes of a job at once, the
-control plane included. If the coordinator ended first, members could not agree on a generation
+At a preemption, a time limit or the stop of a service, all processes of a job get a signal at once,
+the control plane included. If the coordinator ended first, members could not agree on a generation
 without the leavers, or on a last checkpoint.
 """
 
@@ -24,7 +24,7 @@ ASK_AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class Presence:
-    """The members of all jobs that a coordinator leads."""
+    """Members and unconfirmed changes, counted over all jobs that a coordinator leads."""
 
     num_members: int = 0
     num_draining: int = 0

@@ -219,8 +219,8 @@ class JobActor:
         return self._driver.liveness.heartbeats
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may train at their own pace now: members of the newest committed and the
-        running roster, if these are asynchronous."""
+        """Processes that may train at their own pace now: the members of the newest committed
+        roster and of the running one, as far as these are asynchronous."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]

@@ -52,7 +52,7 @@ class MembershipService(MembershipServicer):
         http_url: Callable[[], str],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`call_wait_s`: maximum wait for a record."""
+        """`call_wait_s`: maximum wait for the record of a generation."""
         self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)

@@ -96,8 +96,8 @@ class KnownLeader:
 
 
 class Registry:
-    """Jobs and their actors, served while this coordinator leads: from `begin`, after `read`, to
-    `step_down`."""
+    """Jobs and their actors. They are served while this coordinator leads: from `begin`, which
+    follows `read`, to `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies

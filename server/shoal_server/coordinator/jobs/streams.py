@@ -118,7 +118,8 @@ class NewestRosters:
             self._answers.pop(oldest, None)
 
     def answer(self, digest: str) -> bytes:
-        """An encoded PackedRoster. Raises UnknownGeneration for a roster that is not kept."""
+        """The roster with this digest, as an encoded PackedRoster. Raises UnknownGeneration if it
+        is not kept."""
         if digest not in self._answers:
             if digest not in self._rosters:
                 raise self._unknown(digest)

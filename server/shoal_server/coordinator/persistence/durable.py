@@ -169,8 +169,8 @@ def operations_of(write: JobWrite) -> list[Operation]:
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Split the operations, in order, into transactions of at most MAX_TRANSACTION operations and,
-    if there are several, MAX_TRANSACTION_BYTES."""
+    """Split the operations, in order, into transactions of at most MAX_TRANSACTION operations and
+    MAX_TRANSACTION_BYTES. A value of more bytes gets a transaction of its own."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:

@@ -184,8 +184,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Return the samples of an incarnation that was lost or has left to the ledger. The
-        incarnation gets no further samples."""
+        """Free the samples of an incarnation that was lost or has left. The incarnation gets no
+        further samples."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:

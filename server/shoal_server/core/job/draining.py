@@ -1,4 +1,4 @@
-"""Members that are to leave, and the time at which each is notified; the same in every phase."""
+"""Members that are to leave, in every phase; and the time at which each is notified."""
 
 from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.job import endings

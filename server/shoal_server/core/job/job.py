@@ -166,7 +166,7 @@ class Job(JobState):
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
         """Note the state of the member's trainer in a heartbeat. Has no effects.
 
-        Cheap, since it is called for every heartbeat.
+        Takes constant time, since it is called for every heartbeat.
         """
         member = self.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:
