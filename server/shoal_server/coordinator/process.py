@@ -51,9 +51,9 @@ GC_THRESHOLDS = (10_000, 10, 10)
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT, and then until no member drains, for `drain_s` at most; a
-    second signal ends the wait. Raises AddressInUse, InvalidSpec for the file of tokens, and
-    AccessDenied from etcd.
+    """Serve until SIGTERM or SIGINT, and then while members drain (`wait_for_drains`), for
+    `drain_s` at most; a second signal ends the wait. Raises AddressInUse, InvalidSpec for the file
+    of tokens, and AccessDenied from etcd.
 
     While etcd does not answer, the coordinator serves without leading, and says why.
     """

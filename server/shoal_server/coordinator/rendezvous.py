@@ -157,7 +157,7 @@ class RendezvousService(RendezvousServicer):
 
     @property
     def held(self) -> tuple[int, int]:
-        """Number of bytes and of keys of all generations in force."""
+        """The number of bytes, and the number of keys, that the stores of all generations hold."""
         spaces = self._spaces.values()
         return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 

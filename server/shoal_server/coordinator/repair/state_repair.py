@@ -32,9 +32,10 @@ def repaired_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations in etcd (`generations`) and their readable records (`records`). Fields
-    that a later release added are kept.
+    """Reconstruct a job's record from its readable fields. If the last generation or the progress
+    cannot be read, it follows from the numbers of the job's generations in etcd (`generations`) and
+    their readable records (`records`). Other unreadable fields get their defaults. Fields that a
+    later release added are kept.
 
     If the record does not say which synchronous generation ran last (`trained_in`), this function
     assumes the newest one that may have run: it leaves out generations whose own record shows that

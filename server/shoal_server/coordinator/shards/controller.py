@@ -342,8 +342,9 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 
 
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
-    """Number of shards changed in each way. `rescued` counts every new epoch: a backup became
-    primary, or the shard was marked lost."""
+    """Number of shards changed in each way. `rescued`: a backup became primary, or the shard was
+    marked lost; `recruiting`: a server is joining; `handing_over`: a backup is to become primary;
+    `relieved`: a backup was removed."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     return {
         "rescued": sum(a.epoch != b.epoch for b, a in pairs),

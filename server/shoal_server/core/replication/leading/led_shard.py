@@ -74,8 +74,8 @@ class _Disk:
 
 
 class _Waiters:
-    """Callers that wait until a version of the shard is safe at one level. Abandoned waiters are
-    skipped once their version is safe."""
+    """Callers that wait until a version of the shard is safe at one `AckLevel`. Abandoned waiters
+    are skipped once their version is safe."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []
