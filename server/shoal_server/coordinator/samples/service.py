@@ -75,7 +75,7 @@ def _log_failure(job: str, error: Exception) -> None:
 
 
 class _OpenLedger:
-    """One job's ledger in memory, and the state of its copy in etcd."""
+    """The ledger of one job in memory, and the state of its copy in etcd."""
 
     def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger

@@ -258,8 +258,8 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """For a job that has ended: an etcd condition that its record has not changed since. None
-        if the job may continue."""
+        """Condition in etcd that the record of the job, which has ended, has not changed since it
+        was read here. None if the job may continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -344,7 +344,7 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
     """Number of shards changed in each way. `rescued`: a backup became primary, or the shard was
     marked lost; `recruiting`: a server is joining; `handing_over`: a backup is to become primary;
-    `relieved`: a backup was removed."""
+    `relieved`: there are fewer backups than before."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     return {
         "rescued": sum(a.epoch != b.epoch for b, a in pairs),

@@ -363,7 +363,8 @@ class SnapshotTaker:
     async def _ask_all(
         self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Every server's answer. Raises the first failure, once all have answered or failed."""
+        """Return the servers' answers by id. Raises the first failure, once all servers have
+        answered or failed."""
         replies = await gather_settled(
             *(
                 self._calls.call(address, method, request, timeout_s)

@@ -164,7 +164,7 @@ class GenerationRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """One field in which members differ: each value seen, and the members that have it."""
+    """A field in which members differ: each value seen, and the members that have it."""
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]

@@ -402,8 +402,8 @@ def deadlines(job: JobState) -> Iterator[float]:
 
 
 def notify_waiting(job: JobState) -> None:
-    """If torchrun started the members: notify them of the number of members that wait to join,
-    whenever it changes. Call after each event."""
+    """Notify members that torchrun started of the number of members that wait to join, if that
+    number has changed. Call after each event."""
     running = job.running
     first = next(iter(job.table.candidates.values()), None)
     if running is None or first is None or first.proposal is None:
