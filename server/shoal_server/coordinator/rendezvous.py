@@ -89,7 +89,8 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set, even if one was deleted since. Raises the error given
+        """Return once each key has been set, even if one was deleted since. But if another call for
+        the same keys begins after the deletion, that key must be set again. Raises the error given
         to `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
