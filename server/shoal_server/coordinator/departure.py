@@ -1,7 +1,7 @@
 """The shutdown of a coordinator: it keeps leading while members drain.
 
-A preemption, a time limit or the stop of a service signals all processes of a job at once, the
-control plane included. If the coordinator ended first, members could not agree on a generation
+At a preemption, a time limit or the stop of a service, all processes of a job get a signal at once,
+the control plane included. If the coordinator ended first, members could not agree on a generation
 without the leavers, or on a last checkpoint.
 """
 
@@ -24,12 +24,13 @@ ASK_AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class Presence:
-    """The members of all jobs that a coordinator leads."""
+    """Members and unconfirmed changes, counted over all jobs that a coordinator leads."""
 
     num_members: int = 0
     num_draining: int = 0
     num_writing: int = 0
-    """Number of jobs with changes that etcd has not confirmed: their callers wait for an answer."""
+    """Number of jobs with changes that etcd has not confirmed. The callers that made these changes
+    wait for an answer."""
 
 
 def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
@@ -50,8 +51,8 @@ async def wait_for_drains(registry: Registry, drain_s: float) -> None:
     `drain_s`. If there are members and none of them drains, wait for NOTICE_S: they may be about
     to. Return at once if this coordinator does not lead.
 
-    A coordinator that is deposed meanwhile (etcd was restarted) stays, so that it can be elected
-    again.
+    A coordinator that is deposed meanwhile (etcd was restarted) decides by its last count of
+    members, so that it can be elected again while they drain.
     """
     began_s, logged_reason, presence = time.monotonic(), "", _presence(registry, Presence())
     while reason := why_stay(presence, time.monotonic() - began_s, drain_s):

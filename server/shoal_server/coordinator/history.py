@@ -1,9 +1,9 @@
-"""Charts of jobs, second by second, stored in etcd for the next leader.
+"""Charts of jobs, stored in etcd for the next leader.
 
 While it leads, the coordinator records each second what members of running jobs reported last. A
-job's history has at most 256 intervals and a hundred changes. Twice a minute it is written to etcd,
-compressed, in one key of the job. A new leader continues from the last write: as a rule, at most
-the last half minute is missing.
+job's history has at most 256 intervals, which get longer as the job goes on, and the last hundred
+changes of its generation. Twice a minute it is written to etcd, compressed, in one key of the job.
+A new leader continues from the last write: as a rule, at most the last half minute is missing.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ class HistoryKeeper:
 def _reading(
     roster: GenerationRoster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
-    """Reading from the fresh reports of the roster's members; None if there is none."""
+    """Reading from the fresh reports of the roster's members; None if no report is fresh."""
     fresh = {
         entry.rank: health
         for entry in roster.entries

@@ -120,8 +120,8 @@ class JobReset:
         return True, earlier.last_generation
 
     async def forget_runs(self, before_unix_s: float) -> None:
-        """Delete the records of earlier runs of names that were last reset before `before_unix_s`
-        and that no job uses.
+        """Delete the record of earlier runs of each name that was last reset before
+        `before_unix_s`, unless a job uses the name now.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """

@@ -34,9 +34,10 @@ class KeptHistory:
     logged: tuple[LoggedView, ...] = ()
     run: RunOrigin | None = None
     gone_steps: int = 0
-    """Sum of the steps of processes that were replaced."""
+    """Sum of the steps of processes that are gone."""
     steps_by_process: Mapping[str, int] = field(default_factory=dict)
-    """Steps of other processes, by public id: the step of an asynchronous job is the sum of all."""
+    """Steps of each process that is not gone, by public id. The step of an asynchronous job is the
+    sum of these and `gone_steps`."""
 
 
 _KEPT = TypeAdapter(KeptHistory)

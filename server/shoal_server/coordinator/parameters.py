@@ -162,7 +162,7 @@ class ParametersPlugIn(PlugIn):
 
 
 def samples_view(counts: LedgerCounts) -> SamplesView:
-    """View of the sample ledger: a second form, since common code cannot import `core.samples`."""
+    """The ledger's counts in the type of the status page, which cannot import `core.samples`."""
     numbers = asdict(counts)
     epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)

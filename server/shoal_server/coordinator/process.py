@@ -51,9 +51,9 @@ GC_THRESHOLDS = (10_000, 10, 10)
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT, and then until no member drains, for `drain_s` at most; a
-    second signal ends the wait. Raises AddressInUse, InvalidSpec for the file of tokens, and
-    AccessDenied from etcd.
+    """Serve until SIGTERM or SIGINT, and then while members drain (`wait_for_drains`), for
+    `drain_s` at most; a second signal ends the wait. Raises AddressInUse, InvalidSpec for the file
+    of tokens, and AccessDenied from etcd.
 
     While etcd does not answer, the coordinator serves without leading, and says why.
     """
@@ -98,9 +98,9 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # The garbage collector stops the loop. Objects made so far are frozen and never scanned
-        # again; the state of thousands of members is scanned a few times only, not with each new
-        # member.
+        # The event loop stands still while the garbage collector scans objects. Objects made so far
+        # are frozen and never scanned again; the state of thousands of members is scanned a few
+        # times only, not with each new member.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

@@ -89,7 +89,8 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set, even if one was deleted since. Raises the error given
+        """Return once each key has been set, even if one was deleted since. But if another call for
+        the same keys begins after the deletion, that key must be set again. Raises the error given
         to `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
@@ -157,7 +158,7 @@ class RendezvousService(RendezvousServicer):
 
     @property
     def held(self) -> tuple[int, int]:
-        """Number of bytes and of keys of all generations in force."""
+        """The number of bytes, and the number of keys, that the stores of all generations hold."""
         spaces = self._spaces.values()
         return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 
@@ -169,7 +170,7 @@ class RendezvousService(RendezvousServicer):
             self._spaces.pop(key).give_up(
                 GenerationBroken(
                     f"generation {key[1]} of job {job} is over",
-                    fix="Settle and wait for the next generation.",
+                    fix="Report your step (`Settle`), and wait for the next generation.",
                 )
             )
 

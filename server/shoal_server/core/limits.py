@@ -23,8 +23,8 @@ class Limits:
     """Seconds for which a newcomer waits for a generation before it gets an error with the reason.
     The limits on forming a generation, bringing it up and leaving follow from it."""
     collective_s: float = 0.0
-    """Seconds that a collective may take before it counts as hung, and that a trainer has to stop
-    after its generation broke. 0: a quarter of --join-s."""
+    """Seconds after which a collective counts as hung, and within which a trainer has to stop after
+    its generation broke. 0: a quarter of --join-s."""
     wait_for_members_s: float | None = None
     """Seconds for which the members of a job that has trained wait while they are fewer than --min.
     Then they all end, and the job's state is lost with them, unless there is a checkpoint. By

@@ -27,7 +27,8 @@ class RetentionLimits:
     abandon_after_s: float
     """Time without members after which a job has failed."""
     records_s: float
-    """Time after a job's end for which everything of the job is kept."""
+    """Time after a job's end for which all its records are kept, except that the parameters of a
+    finished job are removed at its end."""
     summary_s: float
     """Time after a job's end for which the job's own record is kept."""
 

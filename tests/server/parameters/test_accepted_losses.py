@@ -450,7 +450,7 @@ def test_samples_are_leased_again_if_no_trained_shard_is_left(
     assert trained_on(servers) == (-1 if anew else 80)
     assert {each.samples_anew for each in read_view(servers).accepted_losses} == {anew}
     (event,) = [reason for _, kind, reason in servers.events if kind == "loss_accepted"]
-    message = "its samples start over" if anew else "its samples stay counted"
+    message = "the job's samples start over" if anew else "the job's samples stay counted"
     assert f"{message} (80 of 100 samples were trained on)" in event
 
     earlier.report(earlier.held)

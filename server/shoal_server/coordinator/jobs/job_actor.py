@@ -141,8 +141,8 @@ class JobActor:
         await self._decided(partial(self._driver.keep_result, result))
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
-        """Allow members to join the job again. Raises the refusal of a job that is finished or has
-        members, and without `from_scratch` of a job whose records were removed."""
+        """Allow members to join the job again. Raises the job's refusal if it is finished or has
+        members; also if its records were removed, unless `from_scratch` is true."""
         await self._decided(partial(self._driver.retry, reason, from_scratch=from_scratch))
 
     async def _decided(
@@ -219,8 +219,8 @@ class JobActor:
         return self._driver.liveness.heartbeats
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may train at their own pace now: members of the newest committed and the
-        running roster, if these are asynchronous."""
+        """Processes that may train at their own pace now: the members of the newest committed
+        roster and of the running one, as far as these are asynchronous."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
@@ -253,7 +253,7 @@ class JobActor:
                 f"generation {token.generation} of job {token.job} is not in force",
                 seen=f"generation {token.generation}",
                 expected=f"one of {in_force}" if in_force else "the next one to form",
-                fix="Settle and wait for the next generation.",
+                fix="Report your step (`Settle`), and wait for the next generation.",
                 details={"generation": str(self.job.last_generation)},
             )
 

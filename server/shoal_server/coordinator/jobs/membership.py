@@ -52,7 +52,7 @@ class MembershipService(MembershipServicer):
         http_url: Callable[[], str],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`call_wait_s`: maximum wait for a record."""
+        """`call_wait_s`: maximum wait for the record of a generation."""
         self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)
@@ -240,7 +240,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
             raise InvalidSpec(f"{kind} is not a valid name", seen=repr(name), expected=NAME_RULE)
     if request.token.job != request.spec.job:
         raise InvalidSpec(
-            "token and bounds name different jobs",
+            "the token and the spec name different jobs",
             seen=request.token.job,
             expected=request.spec.job,
         )

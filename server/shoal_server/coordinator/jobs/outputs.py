@@ -1,4 +1,4 @@
-"""Output of members: requests to their launchers, and the last lines of ended launchers.
+"""Output of members: fetched from their launchers, or the last lines that ended launchers left.
 
 A launcher keeps a stream open for requests, and answers each request with a call (`Give`). Nothing
 is stored in etcd: launchers that still run connect to the next leader.
@@ -38,9 +38,9 @@ MAX_PENDING = 256
 MAX_WAITING = 64
 """Maximum number of requests queued for one launcher."""
 MAX_SERVED = 1 << 17
-"""Maximum number of members that launchers serve."""
+"""Maximum of `OutputsService.num_served`."""
 MAX_KEPT_BYTES = 16 << 20
-"""Maximum size of the last lines of ended launchers, over all jobs; the oldest are dropped
+"""Maximum size of the last lines that launchers left, over all jobs; the oldest are dropped
 first."""
 
 MemberKey = tuple[str, str]
@@ -88,7 +88,7 @@ class OutputsService(OutputsServicer):
         """Launchers that serve each member, the newest last: after a reconnect, the launcher's
         earlier stream may still be open."""
         self.num_served = 0
-        """Number of members whose outputs launchers serve."""
+        """Number of members whose outputs launchers serve, counted once for each open stream."""
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""
         self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()

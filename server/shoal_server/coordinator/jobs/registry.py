@@ -77,7 +77,7 @@ class KnownLeader:
         self._newest = ""
 
     def note(self, address: str) -> None:
-        """Record which coordinator leads; empty: none."""
+        """Count a change of leader. `address`: the leader's; empty if nobody leads."""
         if address and self._newest and address != self._newest:
             self.num_changes += 1
         self._newest = address or self._newest
@@ -96,8 +96,8 @@ class KnownLeader:
 
 
 class Registry:
-    """Jobs and their actors, served while this coordinator leads: from `begin`, after `read`, to
-    `step_down`."""
+    """Jobs and their actors. They are served while this coordinator leads: from `begin`, which
+    follows `read`, to `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies
@@ -471,8 +471,8 @@ def _one_of(names: list[str]) -> str:
 
 
 async def _until_read(work: Callable[[], Awaitable[Found]]) -> Found:
-    """Repeat a reading of etcd until it succeeds: etcd may not answer, and an operator may correct
-    permissions."""
+    """Read from etcd, and repeat that while etcd does not answer or denies access: an operator may
+    correct permissions."""
     return await until_answered(
         work,
         lambda error: log.warning("job_not_read_yet", reason=str(error)),

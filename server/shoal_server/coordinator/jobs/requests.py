@@ -133,7 +133,11 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.MemberPause
 def _seconds(name: str, value: float, above: float = -1.0) -> float:
     """A duration from a member's call. Raises InvalidSpec if it is out of range."""
     if not (math.isfinite(value) and value > above):
-        raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
+        raise InvalidSpec(
+            f"{name} is out of range",
+            seen=f"{value:g}",
+            expected=f"a finite number of seconds above {above:g}",
+        )
     return max(value, 0.0)
 
 

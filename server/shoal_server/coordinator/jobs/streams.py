@@ -49,8 +49,8 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the notice's roster is large, or if the newest Prepare on this stream named
-        it."""
+        """True if the notice's roster is large; or, for an outcome, if the newest Prepare of this
+        stream was for the same roster."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False
@@ -118,7 +118,8 @@ class NewestRosters:
             self._answers.pop(oldest, None)
 
     def answer(self, digest: str) -> bytes:
-        """An encoded PackedRoster. Raises UnknownGeneration for a roster that is not kept."""
+        """The roster with this digest, as an encoded PackedRoster. Raises UnknownGeneration if it
+        is not kept."""
         if digest not in self._answers:
             if digest not in self._rosters:
                 raise self._unknown(digest)

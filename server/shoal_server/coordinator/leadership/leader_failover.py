@@ -6,9 +6,9 @@ new ones to its port. So each coordinator that does not lead keeps a call to the
 call breaks, and a new connection is then *refused*, the leader is gone.
 
 In all other cases the lease has to expire. A call breaks on a flaky network too, an address that
-does not answer may be cut off from this host alone, and a process that is stopped keeps its port. A
-refusal counts only if the leader has answered this coordinator before: behind a firewall that
-always refuses, two coordinators would otherwise end each other's terms again and again.
+does not answer may be cut off from this host alone, and a suspended process (SIGSTOP) keeps its
+port. A refusal counts only if the leader has answered this coordinator before: behind a firewall
+that always refuses, two coordinators would otherwise end each other's terms again and again.
 
 Safety does not depend on this check: see `end_term`.
 """

@@ -102,8 +102,9 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
-        # Each transaction is repeated by itself: if all were repeated after the one that writes the
-        # job's record, those before it would fail, since they compare the record's old revision.
+        # Each transaction is repeated by itself. Suppose that the one that writes the job's record
+        # took effect, and its answer was lost: if all were repeated, those before it would fail,
+        # since they would compare the record's old revision.
         for batch in _batches(operations):
             await until_answered(
                 partial(self.apply_to, job, batch),
@@ -168,7 +169,8 @@ def operations_of(write: JobWrite) -> list[Operation]:
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Split into as few transactions as etcd's bounds allow."""
+    """Split the operations, in order, into transactions of at most MAX_TRANSACTION operations and
+    MAX_TRANSACTION_BYTES. A value of more bytes gets a transaction of its own."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:

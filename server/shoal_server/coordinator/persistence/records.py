@@ -37,8 +37,8 @@ class Records:
         """Set at the next record, and then replaced by a new event."""
 
     async def fill(self) -> None:
-        """Read the other records, at the first call that succeeds. Raises JobQuarantined,
-        Unavailable."""
+        """Read the other records; does nothing if an earlier call has read them. Raises
+        JobQuarantined, Unavailable."""
         if self._read is None:
             return
         older = await self._read()

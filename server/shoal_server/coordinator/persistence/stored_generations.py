@@ -1,4 +1,4 @@
-"""Decided generations as stored in etcd: one value each, for any number of members.
+"""Decided generations as stored in etcd: one value each, even with thousands of members.
 
 The value is JSON, so that a person can read with etcdctl what was decided, when and why. The roster
 in it, with the members' incarnations, is deflated: 10,000 members take 0.6 MB of the 1.5 MiB that

@@ -47,7 +47,7 @@ _SERVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCut:
-    """A cut of a job's tables that servers keep as segments, in the order of shards."""
+    """A cut of a job's shards that servers keep as segments, in the order of shards."""
 
     segments: Sequence[CutSegment]
     layout: ShardMap
@@ -135,8 +135,8 @@ class PlugIn:
     async def publish_cut(
         self, job: str, request_to: Callable[[str], PublishCutRequest]
     ) -> PublishedCut:
-        """Have servers keep a cut of the job's tables as segments; `request_to` makes the request
-        to a server. Without an override, raises NoServers."""
+        """Have servers keep a cut of the job's shards as segments. `request_to` returns the request
+        for a server id. Without an override, raises NoServers."""
         raise _not_served()
 
     # --- retention, reset and repair ---

@@ -45,7 +45,7 @@ def layout_from_pb(message: pb.Layout) -> PublishedLayout:
 
 
 def layout_to_pb(layout: PublishedLayout) -> pb.Layout:
-    """Return the layout as a message, without `item_bytes`: they follow from the element type."""
+    """Return the layout as a message, without `item_bytes`, which follows from the dtype."""
     return pb.Layout(
         tensors=(pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in layout.tensors),
         slices=(

@@ -89,7 +89,7 @@ def publisher_of(series: str, message: pb.Publisher) -> Publisher:
     token = message.token
     if token.job != job_of(series):
         raise InvalidSpec(
-            f"series {series} is not of the publisher's job",
+            f"series {series} does not belong to the publisher's job",
             seen=f"a member of job {token.job!r}",
             expected=f"a member of job {job_of(series)!r}",
         )

@@ -361,7 +361,7 @@ class WeightSeriesService(WeightSeriesServicer):
             await self._authorize(publisher.token)
         elif self._is_job(job):
             raise SeriesHeld(
-                f"series {series} is of job {job}: only its members publish it",
+                f"series {series} belongs to job {job}: only its members publish it",
                 seen="a plain script",
                 expected=f"a member of job {job}",
                 fix="Choose another name before the slash.",

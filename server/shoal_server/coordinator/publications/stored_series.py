@@ -36,7 +36,8 @@ class SeriesWriter:
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the layout stored last, which is kept: the next version may use it."""
+        """Digest of the layout given to `keep_layout` last. It is not deleted, since the next
+        version may use it."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:

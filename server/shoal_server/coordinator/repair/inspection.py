@@ -76,8 +76,8 @@ class FaultyRecord:
 
 
 def kind_of(job: str, key: str) -> RecordKind | None:
-    """Kind of record at a key of the job; None for keys that coordinators of this version do not
-    read."""
+    """Kind of record at a key of the job. None for a key that is not checked by itself: deltas and
+    chunks are checked with the ledger or shard map that they belong to, other keys not at all."""
     single = {
         keys.job_state(job): RecordKind.STATE,
         keys.sample_ledger(job): RecordKind.SAMPLES,
@@ -105,8 +105,8 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
 def unreadable_records(
     job: str, items: Sequence[KeyValue], check_other: CheckRecord
 ) -> list[FaultyRecord]:
-    """Records of a job that cannot be read; each is read by itself. `check_other` checks the
-    plug-in's records."""
+    """Records of a job that cannot be read. All are checked, also after one was found unreadable.
+    `check_other` checks the plug-in's records."""
     bad = []
     for item in items:
         kind = kind_of(job, item.key)

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 100
 COPIES_AT_ONCE = 32
-EXPECTED = "a record as a coordinator of this version writes it"
+EXPECTED = "a record as a coordinator of this release writes it"
 
 TakeUp = Callable[[str], Awaitable[str]]
 """Continues a job from its keys in etcd; returns the job's phase."""

@@ -32,15 +32,16 @@ def repaired_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations in etcd (`generations`) and their readable records (`records`). Fields
-    that a later release added are kept.
+    """Reconstruct a job's record from its readable fields. If the last generation or the progress
+    cannot be read, it follows from the numbers of the job's generations in etcd (`generations`) and
+    their readable records (`records`). Other unreadable fields get their defaults. Fields that a
+    later release added are kept.
 
-    If the record does not say in which generation the job trained last, this function assumes the
-    newest generation that may have trained: it leaves out generations whose own record shows that
-    they did not train. So the job never starts again from initial values. Raises UnreadableRecord
-    if neither the record nor `bounds` gives the bounds, or if the digest of the job's secret cannot
-    be read.
+    If the record does not say which synchronous generation ran last (`trained_in`), this function
+    assumes the newest one that may have run: it leaves out generations whose own record shows that
+    they were aborted, or are asynchronous. So the job never starts again from initial values.
+    Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
+    the job's secret cannot be read.
     """
     try:
         fields = Fields.parsed(data)

@@ -42,7 +42,7 @@ def check(request: samples_pb2.LeaseRequest) -> None:
         )
     if request.reserve_samples > request.dataset_size * request.num_epochs:
         raise InvalidSpec(
-            "more samples to be held than the job has",
+            "the reserve is larger than the job has samples",
             seen=f"reserve_samples {request.reserve_samples}",
             expected=f"at most {request.dataset_size * request.num_epochs}",
         )

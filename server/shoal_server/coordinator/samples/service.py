@@ -75,7 +75,7 @@ def _log_failure(job: str, error: Exception) -> None:
 
 
 class _OpenLedger:
-    """One job's ledger in memory, and the state of its copy in etcd."""
+    """The ledger of one job in memory, and the state of its copy in etcd."""
 
     def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
@@ -184,8 +184,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Give the samples of an incarnation that was lost or left back to the ledger. The
-        incarnation gets no further samples."""
+        """Free the samples of an incarnation that was lost or has left. The incarnation gets no
+        further samples."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:
@@ -263,7 +263,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         async with self._opening_lock(job):
             async with self._writing:
                 self._close(job)
-            # Without `_writing`, other ledgers are written meanwhile; this one is not open.
+            # `_writing` is released: other ledgers are written meanwhile, this one is not open.
             yield
 
     def _opening_lock(self, job: str) -> asyncio.Lock:
@@ -398,8 +398,9 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 continue
 
     async def write_all(self, *, whole: bool = False) -> int:
-        """Write the ledgers that have changes; with `whole`, those with deltas as well. Returns
-        their number, written or not."""
+        """Write the ledgers that have changes. With `whole`, also write ledgers that have deltas
+        but no changes, and write each as a base. Returns the number of ledgers that were to be
+        written, even if the write failed."""
         async with self._writing:
             due = [
                 (job, opened)

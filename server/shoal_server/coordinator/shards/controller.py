@@ -45,8 +45,9 @@ JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
-"""Interval for a job whose last reconciliation failed; and for a job with an absent or suspected
-server: below LONGEST_GAP_S, so that an absence counts as unbroken."""
+"""Time until a job is looked at again if a RetryError or the time limit ended its reconciliation,
+if a server is absent or was dropped by a peer, or if shards wait to be loaded. It is below
+LONGEST_GAP_S: after a longer gap, an absence counts from zero again."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -162,7 +163,8 @@ class ShardController:
                 self._wake.set()
 
     async def _look_for_ever(self) -> None:
-        """Look at all jobs every MEASURE_EACH_S: absent servers become dead, and loads change."""
+        """Look at all jobs every MEASURE_EACH_S, since without any change in etcd an absent server
+        counts as dead after some time, and loads change."""
         while True:
             await asyncio.sleep(MEASURE_EACH_S)
             await self._measure()
@@ -256,7 +258,8 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """Condition that the job stays over; None if it may continue."""
+        """Condition in etcd that the record of the job, which has ended, has not changed since it
+        was read here. None if the job may continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -272,8 +275,8 @@ class ShardController:
         return self._weights[job]
 
     async def _measure(self) -> None:
-        """Measure the shards of all jobs: pushed bytes for their weights, and versions, which are
-        reported if a shard is lost."""
+        """Measure the shards of all jobs: pushed bytes, from which their share of the load is
+        computed, and versions, which are reported if a shard is lost."""
         if self._ask is not None:
             # Concurrently, since a server that hangs delays each job that has shards on it.
             await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
@@ -339,7 +342,9 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 
 
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
-    """Number of shards changed in each way."""
+    """Number of shards changed in each way. `rescued`: a backup became primary, or the shard was
+    marked lost; `recruiting`: a server is joining; `handing_over`: a backup is to become primary;
+    `relieved`: there are fewer backups than before."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     return {
         "rescued": sum(a.epoch != b.epoch for b, a in pairs),

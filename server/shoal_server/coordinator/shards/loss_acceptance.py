@@ -179,7 +179,8 @@ def _ledger_deletions(job: str) -> Sequence[Delete]:
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
     """The wanted shards; without any, all lost shards, or else all that were given up before.
-    Raises UnknownShard, and NothingLost for a shard that is neither lost nor given up."""
+    Raises UnknownShard; and NothingLost for a wanted shard that is neither lost nor given up, or if
+    none is wanted and the job has no such shard."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(
@@ -231,7 +232,7 @@ def _progress(counts: LedgerCounts | None) -> str:
 
 def _samples_in_words(counts: LedgerCounts | None, *, anew: bool) -> str:
     outcome = SamplesAfterLoss.ANEW if anew else SamplesAfterLoss.KEEP
-    return f"its samples {outcome.value} ({_progress(counts)})"
+    return f"the job's samples {outcome.value} ({_progress(counts)})"
 
 
 def _reply(

@@ -44,8 +44,8 @@ class LossLog:
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Drop the versions of a job whose records are gone or belong to another placement; with
-        `shard_ids`, only the versions of these shards."""
+        """Drop the versions, and the moves not reported yet, of a job whose records are gone or
+        belong to another placement; with `shard_ids`, only the versions of these shards."""
         if shard_ids is None:
             self._moves.forget(job)
         known = self._versions.get(job, {})

@@ -27,7 +27,7 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
     names = [table.name for table in tables]
     if len(set(names)) != len(names) or len(names) > MAX_TABLES:
         raise InvalidSpec(
-            "tables must have different names, and must not be too many",
+            "two tables have the same name, or there are too many tables",
             seen=", ".join(sorted(names))[:200],
             expected=f"at most {MAX_TABLES} names, each once",
         )
@@ -35,7 +35,7 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
     if num_shards > MAX_ALL_SHARDS:
         raise InvalidSpec(
             "the tables have too many shards altogether",
-            seen=f"{num_shards} of {len(tables)} tables",
+            seen=f"{num_shards} shards of {len(tables)} tables",
             expected=f"at most {MAX_ALL_SHARDS}",
             fix="Give tables fewer shards: a few for each server are enough.",
         )

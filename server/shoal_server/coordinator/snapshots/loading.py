@@ -117,8 +117,8 @@ class SnapshotLoader:
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
         """Reassign the shards that the servers in `gone` have not loaded. Returns the new
-        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if records
-        changed at each of MAX_TRIES attempts."""
+        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if each of
+        MAX_TRIES readings of the records found shards that were still to be reassigned."""
         of_run = keys.assignments_of_run(wanted.job, wanted.run)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):

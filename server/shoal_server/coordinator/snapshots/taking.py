@@ -363,7 +363,8 @@ class SnapshotTaker:
     async def _ask_all(
         self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Every server's answer. Raises the first failure, once all have answered or failed."""
+        """Return the servers' answers by id. Raises the first failure, once all servers have
+        answered or failed."""
         replies = await gather_settled(
             *(
                 self._calls.call(address, method, request, timeout_s)
@@ -389,7 +390,7 @@ def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStam
         missing = sorted(set(expected) - set(taken))
         raise SnapshotFailed(
             f"not every shard of job {layout.job} has exactly one primary",
-            seen=f"{len(taken)} taken, without {missing[:10]}" if missing else "some taken twice",
+            seen=f"{len(taken)} frozen, without {missing[:10]}" if missing else "some frozen twice",
             expected=f"{len(expected)} shards that have their values",
             fix="Wait until the members have created them, or until they have been moved.",
         )

@@ -22,7 +22,8 @@ class JobResult:
     loss: float | None
     """The loss that was reported last; None if none was."""
     num_samples: int | None
-    """Samples over all epochs of the data; None if members do not lease them."""
+    """Number of samples completed, over all epochs of the data; None if members lease none, or if
+    the number is not known."""
 
 
 @dataclass(kw_only=True)

@@ -164,7 +164,7 @@ class GenerationRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """One field in which members differ: each value seen, and the members that have it."""
+    """A field in which members differ: each value seen, and the members that have it."""
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
@@ -200,7 +200,8 @@ class Candidate:
 
 
 def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -> dict[str, int]:
-    """Assign ranks 0 to n-1: a member keeps a rank below n; the others fill the gaps in order."""
+    """Assign ranks 0 to n-1: a member keeps its rank if that is below n; the others fill the gaps
+    in order."""
     num_members = len(member_ids)
     before = {e.member_id: e.rank for e in previous.entries} if previous else {}
     ranks = {m: before[m] for m in member_ids if before.get(m, num_members) < num_members}

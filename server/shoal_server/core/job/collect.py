@@ -76,7 +76,7 @@ def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
 def form(job: JobState, now_s: float) -> bool:
     """Draw up a roster once enough members are ready. Called only while no generation runs.
 
-    True if members were refused instead: the others are to be asked for again.
+    True if members were refused instead: the caller then tries again without them.
     """
     if _may_form(job, now_s):
         return not freeze(job, chosen(job, now_s), now_s)
@@ -87,7 +87,7 @@ def form(job: JobState, now_s: float) -> bool:
 def change(job: JobState, now_s: float) -> bool:
     """Begin, drop or carry on a planned change of the running generation.
 
-    True if members were refused instead: the others are to be asked for again.
+    True if members were refused instead: the caller then tries again without them.
     """
     wanted, members = _change_wanted(job, now_s)
     if not wanted:
@@ -224,8 +224,7 @@ def _are_enough(job: JobState) -> bool:
 
 
 def _num_needed(job: JobState, amid: list[MemberState]) -> int:
-    """The number of members that a roster needs. `amid`: members in a call; empty: all
-    count."""
+    """The number of members that a roster needs. `amid`: the result of `_amid_call`."""
     # A call between two steps takes no step, so the job's minimum does not apply.
     enough = max((job.table.in_call[m.member_id] for m in amid), default=None)
     least = job.min_roster_size
@@ -403,8 +402,8 @@ def deadlines(job: JobState) -> Iterator[float]:
 
 
 def notify_waiting(job: JobState) -> None:
-    """Send members that torchrun started the number of members that wait to join, if that
-    number changed. Call after each event."""
+    """Notify members that torchrun started of the number of members that wait to join, if that
+    number has changed. Call after each event."""
     running = job.running
     first = next(iter(job.table.candidates.values()), None)
     if running is None or first is None or first.proposal is None:

@@ -43,7 +43,8 @@ def became_ready(
     step: Step | None = None,
 ) -> None:
     """Note that the member has passed the generation's first collective; with the last one, the
-    generation runs. `step`: the number of steps in the state that it starts from, if stated."""
+    generation runs. `step`: the number of steps in the state that the member starts from, if
+    stated."""
     agreement = job.agreement_of(member, generation)
     if agreement is None:
         return

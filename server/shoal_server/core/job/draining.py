@@ -1,4 +1,4 @@
-"""Members that are to leave, and the time at which each is notified; the same in every phase."""
+"""Members that are to leave, in every phase; and the time at which each is notified."""
 
 from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.job import endings
@@ -41,9 +41,9 @@ def _notify_drain(
 
 
 def _is_unreplaced(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if no further generation follows once the member has left. It is to leave now.
-    False once its drain is overdue: the other members did not agree on a boundary in time, and
-    might keep it from taking a step."""
+    """True if no further generation follows once the member has left. Called only for a member that
+    is to leave now. False once its drain is overdue: the other members did not agree on a boundary
+    in time, and might keep the member from taking a step."""
     running = job.running
     if running is None:
         return member.holds_state and len(job.table.draining) == len(job.members)

@@ -161,7 +161,7 @@ def refuse(job: JobState, member: MemberState, refusal: Refusal, now_s: float) -
 
 
 def abort_conflicting(job: JobState, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-    """Abort, and refuse the roster's members that are `suspects_of` it, even if others differ
+    """Abort, and refuse the members of the roster that `suspects_of` returns, even if others differ
     as well."""
     roster, conflicts = job.attempt, shorten_conflicts(conflicts)
     assert roster is not None
@@ -246,7 +246,7 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
 
 
 def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None:
-    """Close the job to new members, and refuse those that have not trained. Its trainers
+    """Close the job to new members, and refuse its members that have not trained. Its trainers
     finish; an attempt at a planned change, or one in PREPARE, is aborted."""
     job.end.completing = True
     reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")

@@ -28,8 +28,8 @@ Members of an asynchronous job never stop: they need neither boundary nor settli
 
 `Job._apply` is the table of what each event does in each phase, and `Job._advance` says what
 follows in each phase without an event. Each phase has a module: `collect`, `prepare`, `committed`,
-`running`. What does not depend on the phase stands in `arrivals`, `pausing` and `draining`; the
-ends of attempts, generations, memberships and the job stand in `endings`.
+`running`. What does not depend on the phase is in `arrivals`, `pausing` and `draining`; the ends of
+attempts, generations, memberships and the job are in `endings`.
 """
 
 from collections.abc import Iterator
@@ -166,7 +166,7 @@ class Job(JobState):
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
         """Note the state of the member's trainer in a heartbeat. Has no effects.
 
-        Cheap, since it is called for every heartbeat.
+        Takes constant time, since it is called for every heartbeat.
         """
         member = self.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:

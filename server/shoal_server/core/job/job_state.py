@@ -203,7 +203,7 @@ class JobState:
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
         """Note the step in a heartbeat: the number of steps that the trainer has taken. Does
         nothing for another incarnation, or for a member that has entered no generation or is in no
-        synchronous one. Cheap."""
+        synchronous one. Takes constant time."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return

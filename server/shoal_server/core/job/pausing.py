@@ -1,4 +1,4 @@
-"""Pauses that other members wait for: the limits do not run meanwhile; the same in every phase."""
+"""Pauses that other members wait for, in every phase: the limits do not run meanwhile."""
 
 from shoal_server.core.job import endings
 from shoal_server.core.job.job_state import JobState

@@ -59,8 +59,8 @@ def restored(
     """Make the job from its durable state.
 
     The store does not record if the newest generation already ran: its members report that when
-    they attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since
-    the coordinator that they ask first may hang.
+    they attend. They have `GRACE_LEASES` times `lease_s` for that before they count as
+    disconnected, since the coordinator that they ask first may hang.
     """
     job = Job(
         spec=spec,

@@ -194,7 +194,7 @@ def bad_devices(member_id: str, problem: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"{member_id} cannot have these devices",
         seen=problem,
-        expected="at least 1 device of the kind it states",
+        expected="at least 1 device of the kind that it states, and no more than a host can have",
     )
 
 

@@ -126,7 +126,7 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """Return the shards of open claims whose records the journal has."""
+        """Shards of `JournalClaims.open` whose record in etcd this server has received."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:

@@ -142,8 +142,8 @@ class SampleLedger:
     def answer(self, request: SampleRequest, num_members: int = 1) -> SampleAnswer:
         """Record completed ranges, free dropped ones, and lease the member a new range.
 
-        `num_members`: number of members that share an epoch, including those that have not asked
-        yet.
+        `num_members`: number of members that share the job's samples, including those that have not
+        asked yet.
 
         A retry of the latest request gets the same range again and changes nothing. A new
         incarnation ends the member's earlier one. Raises StaleRequest or TooManyRanges.

@@ -53,7 +53,9 @@ class MemberNumbers:
     def member(self, number: int) -> tuple[str, str]:
         """Name and incarnation of the member with `number`. Raises ValueError if there is none."""
         if not 0 <= number < len(self._names):
-            raise ValueError(f"a delta of member {number}; expected below {len(self._names)}")
+            raise ValueError(
+                f"a delta of member {number}; expected a number below {len(self._names)}"
+            )
         return self._names[number], self._incarnations[number]
 
     def note(self, books: Mapping[str, Any]) -> None:

@@ -690,7 +690,7 @@ async def test_invalid_requests_are_refused_with_the_reason(world: WorldWithServ
     async with world.leading(call_wait_s=0.1) as client:
         with pytest.raises(InvalidSpec, match="bad name of a series"):
             await client.begin(member(), series="policy")
-        with pytest.raises(InvalidSpec, match="not of the publisher's job"):
+        with pytest.raises(InvalidSpec, match="not belong to the publisher's job"):
             await client.begin(member(), series="other/policy")
         with pytest.raises(MalformedMessage, match="without a publisher"):
             await client.begin(pb.Publisher(), series="svc/x")

@@ -12,7 +12,8 @@ from shoal_server.core.replication.protocol.messages import Key
 
 @dataclass(slots=True)
 class _Silent:
-    """A primary without a link to this server, which is probed instead."""
+    """A primary that has no open link to this server. As no link shows that it is alive, it is
+    probed."""
 
     again_s: float = inf
     """Time of the next probe; infinite while an answer is awaited."""

@@ -6,7 +6,8 @@ from enum import Enum
 from shoal_server.core.processes import Holder
 
 NEARLY_LEVEL = 8
-"""Maximum number of updates that a joiner may lack when pushes begin to wait for it."""
+"""Maximum number of updates that a joiner (a follower that is to become a backup) may lack when
+pushes begin to wait for it."""
 MAX_ROUNDS = 3
 """Rounds of catching up after which pushes wait for a joiner that lacks more than NEARLY_LEVEL."""
 

@@ -74,8 +74,8 @@ class _Disk:
 
 
 class _Waiters:
-    """Callers that wait until a version of the shard is safe at one level. Abandoned waiters are
-    skipped once their version is safe."""
+    """Callers that wait until a version of the shard is safe at one `AckLevel`. Abandoned waiters
+    are skipped once their version is safe."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []
@@ -249,7 +249,7 @@ class LedShard:
         self.log.trim(min(needs, default=self.version))
 
     def unreplicated(self) -> Iterator[Effect]:
-        """Report the size of the records, if it has changed."""
+        """Report the size of the records in the log, if it has changed."""
         if self._unreplicated_bytes != self.log.num_bytes:
             self._unreplicated_bytes = self.log.num_bytes
             yield SetUnreplicated(self.key, self.log.num_bytes)
@@ -359,7 +359,8 @@ class LedShard:
     def _is_level_with(self, successor: Holder | None) -> bool:
         if self.handover.phase is not HandoverPhase.STOPPED or successor is None:
             return False
-        # A successor leads at once: it would lack records that it has not read by then.
+        # A successor leads at once, so it must have confirmed all records: it would lack those that
+        # its process has received and not read by then.
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:

@@ -26,7 +26,8 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """Time by which the link must be open again after a break; infinite before a break."""
+    """Time from which one more break means that the peer is given up; infinite if the link has not
+    broken since the peer's last reply."""
     again_s: float = inf
     """Time of the next attempt to open it."""
 

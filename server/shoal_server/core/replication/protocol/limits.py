@@ -5,7 +5,8 @@ from dataclasses import dataclass
 DEAD_AFTER_S = 900.0
 """Time after which a server that etcd does not list counts as dead, with all that it had. The
 coordinator waits this long before it marks shards as lost, and a server before it leads shards from
-its disk. If etcd is unavailable for STOPS_BEFORE of this time (13.5 minutes), pushes wait."""
+its disk, unless the absent processes are known to have ended. If etcd is unavailable for
+STOPS_BEFORE of this time (13.5 minutes), pushes wait."""
 
 LONGEST_GAP_S = 4.0
 """Maximum time between two reads of etcd's list of servers for which an absence counts as unbroken.
