@@ -17,7 +17,7 @@ SERIES = ROOT + "series/"
 """Series of published weights. Every parameter server watches all records under this prefix."""
 SERIES_LAYOUTS = ROOT + "series_layouts/"
 CLOCK = ROOT + "clock"
-"""Time mark of the last leader: {"unix_s": ...}."""
+"""Time by the clock of the last leader, written at intervals: {"unix_s": ...}."""
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Root URLs below which snapshots may be, as the leading coordinator was configured: {"urls":
 [...]}."""
@@ -55,7 +55,8 @@ def member(job: str, member_id: str) -> str:
 
 
 def job_state(job: str) -> str:
-    """The job's own record: bounds, newest generation number, progress, and how the job ended."""
+    """The job's own record: bounds on the number of members, newest generation number, progress,
+    and how the job ended."""
     return f"{JOBS}{job}/state"
 
 

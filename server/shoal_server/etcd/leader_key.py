@@ -27,14 +27,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderCandidate:
-    """A coordinator as the leader's key names it."""
+    """What a coordinator writes about itself to the leader's key when it becomes leader."""
 
     address: str
     """host:port of the gRPC service, as other processes reach it."""
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""
-    """Name of the machine or container: two of them may advertise one address, such as loopback."""
+    """Name of the machine or container: two machines may advertise the same address, such as
+    127.0.0.1."""
 
     def put(self, lease: LeaseId) -> Put:
         """The write that makes this candidate the leader."""

@@ -164,8 +164,8 @@ def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
 
 
 def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Describe lost shards, in one paragraph for all shards that were lost with the same servers
-    and could be restored from the same disk or snapshot."""
+    """Describe lost shards. Shards that were lost with the same servers, have the same disk, and
+    whose restore had the same outcome, share a paragraph."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
@@ -234,10 +234,10 @@ def _found_on_disk(shard: ShardAssignment) -> str:
     if shard.found_foreign:
         return (
             f"; the journal that server {shard.on_disk} was started with is of another run of the"
-            f" job, of its shards before a restore, or of another cluster; its own had reached"
-            f" {reached}"
+            f" job, of its shards before a restore, or of another cluster; the server's own journal"
+            f" had reached {reached}"
         )
     return (
         f"; the journal of server {shard.on_disk} is an older copy: it has version"
-        f" {shard.found_version}, and had reached {reached}"
+        f" {shard.found_version}; the newest copy had reached {reached}"
     )

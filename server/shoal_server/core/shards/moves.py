@@ -55,9 +55,9 @@ def moved(before: JobAssignments, after: JobAssignments, present: Collection[Hol
 def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
-    """True if the old primary is present, and is a backup now or the new primary was its successor.
-    A backup that takes over drops the old primary. Presence alone is not enough: a killed server
-    counts as present until its lease ends."""
+    """True if the old primary is present, and either is a backup now, or had the new primary as its
+    successor. A backup that takes over drops the old primary. Presence alone is not enough: a
+    killed server counts as present until its lease ends."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 

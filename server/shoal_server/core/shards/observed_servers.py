@@ -52,9 +52,9 @@ class ObservedServers:
         )
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
-        still examines shards that other processes changed meanwhile, but none if the job was placed
-        anew."""
+        """Note that the coordinator wrote `wished`, and that `stands` is the record now. The next
+        `judged` suspects no server that the coordinator itself dropped from a shard, but still
+        those that other processes dropped meanwhile; none at all if the job was placed anew."""
         if stands.run != wished.run:
             self._last = None
         elif self._last is not None:

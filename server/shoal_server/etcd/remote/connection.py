@@ -200,7 +200,8 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", token)) if token else REQUIRE_LEADER
 
     def forget(self, token: str | None) -> None:
-        """Discard a token, so that the next call logs in; nothing if it was replaced already."""
+        """Discard a token, so that the next call logs in. Does nothing if it was replaced
+        already."""
         if self.token == token:
             self.token = None
 

@@ -147,8 +147,8 @@ class ShardJournal:
         try:
             version = await self._put(led, await self._take(led.replica))
         except Exception as error:
-            # Any error interrupts journaling, also a lack of memory: records and durable pushes
-            # would wait for ever.
+            # Any error interrupts journaling, also a lack of memory: otherwise records and durable
+            # pushes would wait for ever.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_journaled", job=key[0], shard_id=key[1])
             self._interrupt(led, error if isinstance(error, ShoalError) else _no_image(error))

@@ -128,8 +128,8 @@ class DiskRemovalLoop:
                 await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def correct_for_ever(self) -> None:
-        """Repeat `correct_assignments` as long as the server runs, if it has no journal: the
-        previous process with its id may be alive at first, and known to be dead later."""
+        """Repeat `correct_assignments` as long as the server runs. For a server without a journal:
+        the previous process with its id may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:

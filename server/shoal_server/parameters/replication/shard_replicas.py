@@ -293,7 +293,7 @@ class ShardReplicas:
 
     async def wait_empty(self) -> None:
         """Return once this server has no shard in memory and its disk need not keep any for another
-        primary, or once there is no other registered server except servers that are leaving."""
+        primary, or once every other registered server is leaving."""
         self._check_empty()
         await self._empty.wait()
 

@@ -51,7 +51,8 @@ IncomingLookup = IncomingCall[LookupPart, LookupAnswer]
 
 
 class LookupKind:
-    """The items of one lookup. An item is answered once its rows are looked up."""
+    """The items of one lookup. An item is answered once its rows are looked up, and every backup in
+    step has their version."""
 
     def __init__(
         self,

@@ -83,9 +83,9 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch for more bytes than are left of its range,
-        MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES (unless
-        it is shared), and ChecksumMismatch if its bytes changed in transit."""
+        """Add the next piece. Raises ShapeMismatch if the piece has more bytes than its range still
+        lacks, MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES
+        (unless it is in shared memory), and ChecksumMismatch if its bytes changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:

@@ -234,8 +234,8 @@ class SnapshotBarriers:
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
         """Add to the barrier the steps that are remembered by shards of which this server has
-        become primary, or whose epoch has changed. These steps may not have passed through the
-        barrier.
+        become primary, or whose epoch has changed. Their pushes may have gone to another server,
+        and not through this barrier.
         """
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
@@ -288,7 +288,7 @@ class AdmittedPart:
         self._step = step
 
     def record_answers(self, outcomes: Iterable[PushOutcome]) -> Sequence[PushOutcome]:
-        """Note the answers of shards, and return them. If a shard refuses its part finally, no cut
+        """Note the answers of shards, and return them. If a shard refuses its part for good, no cut
         waits for that part."""
         answers = list(outcomes)
         for outcome in answers:

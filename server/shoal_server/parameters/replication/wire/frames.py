@@ -151,7 +151,7 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 
 
 def as_message(frame: Frame) -> pb.FollowRequest:
-    """Return a message of a gRPC call."""
+    """Return a frame as a message of the gRPC stream."""
     if not isinstance(frame, Piece):
         return frame
     data = bytes(frame.data)
