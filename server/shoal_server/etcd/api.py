@@ -191,7 +191,8 @@ class Keyspace(Protocol):
         If etcd has compacted changes that are not delivered yet, a batch with `reset` takes their
         place. Survives restarts of etcd and the death of an endpoint. Ends when closed
         (`aclose`/cancellation), or by raising a refusal of etcd, or CorruptError if etcd lost
-        history: its revision is below `start - 1`. Raises InvalidSpec for a start below 1.
+        history: its revision is below the last one delivered, or below `start - 1` before that.
+        Raises InvalidSpec for a start below 1.
         """
         ...
 

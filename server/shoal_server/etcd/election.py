@@ -74,7 +74,8 @@ class Leadership:
 
     @property
     def held(self) -> bool:
-        """True if the term can still be running; reads the clock at each call."""
+        """True while the lease cannot have run out and the term is not known to be over. Reads the
+        clock at each call."""
         return not self.lost.is_set() and self._clock() < self._valid_until_s
 
     @property
@@ -85,7 +86,7 @@ class Leadership:
         return max(self._own_until_s, renewal.sent_s + SAFETY * renewal.ttl_s)
 
     async def resign(self) -> None:
-        """End the term, so that a successor can lead at once. Harmless after a loss.
+        """End the term, so that a successor can lead at once. Harmless if the term is over already.
 
         Gives up after GIVE_UP_WITHIN_S if etcd does not answer; the lease then runs out. Raises
         etcd's refusals, such as AccessDenied; the term is over then too.

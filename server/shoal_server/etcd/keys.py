@@ -167,14 +167,14 @@ def sample_deltas(job: str) -> str:
 
 
 def sample_delta(job: str, token: str, number: int) -> str:
-    """A change to the sample ledger with that token, in its own binary format. Numbers count from
-    0."""
+    """A change to the sample ledger that was written in full with this token, in a binary format of
+    its own. Numbers count from 0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 
 def series_head(series: str) -> str:
-    """Head of a series `JOB/NAME`, which decides which versions it has: a serialized SeriesHead
-    message."""
+    """Head of a series `JOB/NAME`: a serialized SeriesHead message, which decides which versions
+    the series has."""
     return f"{SERIES}{series}/head"
 
 

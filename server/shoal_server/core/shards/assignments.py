@@ -1,7 +1,7 @@
 """Assignment of shards to servers, and its changes. Pure: functions map a record to the next one.
 
 The record of a job is in etcd and is replaced by compare-and-swap only: if two processes change it
-at once, one of them starts again from the other's result. This keeps updates safe:
+at once, one of them starts again from the other's result. These rules keep updates safe:
 
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
   (Acknowledgements of the level APPLIED do not promise that.)
@@ -79,8 +79,8 @@ class ShardAssignment:
     """
     disk_epoch: int = 0
     disk_version: int = 0
-    """Epoch and version that the disk has at least reached. Written now and then, so that an older
-    copy of the disk is recognized."""
+    """Epoch and version that the shard has reached on the disk, at least. Written now and then, so
+    that an older copy of the disk is recognized."""
     found_version: int = 0
     """Version of an older copy that a later process of the server found on its disk, or 1 if
     `found_foreign`; 0: neither was found."""
@@ -309,7 +309,7 @@ def record_older_copy(
     if `version` is 0, the shard of another placement of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
-    # Another process of this server, which may be alive, has the right disk.
+    # True if the primary is another process of this server: it may be alive, with the right disk.
     is_other = primary.server_id == server.server_id and primary not in {server} | dead
     if not is_mine or (is_other and assignment.content is not ShardContent.LOST):
         return assignment

@@ -32,7 +32,7 @@ class LossExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreAttempt:
-    """Outcome of restoring a job."""
+    """Outcome of an attempt to restore a job from a snapshot."""
 
     is_restored: bool
     reason: str = ""
@@ -62,10 +62,10 @@ def samples_after(
     given_up_ids: Collection[int],
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
-    """Decide about the samples when these shards are given up; None: the operator must choose. If
-    no trained shard is left, training starts over, and so do its samples: otherwise the job would
-    end with values trained only on the remaining samples. If trained shards are left, only the
-    operator can know which choice is right.
+    """Decide about the samples when these shards are given up; None: the operator must choose.
+    `wish`: the operator's choice, which decides. Without it, if no trained shard is left, training
+    starts over, and so do its samples: otherwise the job would end with values trained only on the
+    remaining samples. If trained shards are left, only the operator can know which choice is right.
     """
     if wish is not None:
         return wish
@@ -123,7 +123,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            # The shard has had the snapshot's version.
+            # The shard had reached the snapshot's version when the snapshot was taken.
             version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),

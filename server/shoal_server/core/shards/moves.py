@@ -13,8 +13,8 @@ Moves = Counter[tuple[str, str]]
 def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of all changes except moves and lost shards. `present`: the servers that are
-    present now.
+    """Kinds and texts of all changes except moves and lost shards. `present`: the registered
+    servers.
 
     For example ("server_lost", "lost ps-1: ps-0 leads 4 shards in its place, with every update that
     was acknowledged as replicated (if recovered from a journal: as durable)").

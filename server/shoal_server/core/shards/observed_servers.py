@@ -20,7 +20,7 @@ class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """Use the limits of the same names of `ReplicationLimits`, in seconds."""
+        """`dead_after_s`, `longest_gap_s`: see `ReplicationLimits`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)
@@ -76,7 +76,8 @@ class ObservedServers:
         )
 
     def _awaited(self) -> frozenset[Holder]:
-        """Holders that are gone for less than RESCUE_AFTER_S, and keep their shards for now."""
+        """Holders that have been gone for less than RESCUE_AFTER_S, and keep their shards for
+        now."""
         return frozenset(holder for holder, for_s in self._away_s.items() if for_s < RESCUE_AFTER_S)
 
     def _disks(

@@ -243,7 +243,8 @@ def least_loaded(
 def spread_tables(
     num_shards: Mapping[str, int], server_ids: Iterable[str]
 ) -> tuple[tuple[str, int, str], ...]:
-    """Place each table's virtual shards on the servers in turn: (table, index, server id).
+    """Place the shards of all tables on the servers in turn; return (table, index of the shard in
+    its table, server id) for each.
 
     The number of rows is not known in advance, but rows spread evenly over a table's shards.
     """

@@ -19,7 +19,7 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Maximum number of shards that are moved for balance at a time: training goes on meanwhile."""
+"""Maximum number of shards that are moved for balance at a time, as training goes on meanwhile."""
 TOLERATED_SKEW = 1.05
 """Load of the fullest server divided by the mean, up to which nothing is moved."""
 

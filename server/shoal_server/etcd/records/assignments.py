@@ -297,8 +297,8 @@ async def place(
 
     `compares` are conditions of that transaction, and so are the shards' records, which must still
     exist. If a condition fails, nothing is placed, the shards' records are deleted, and the result
-    has the answers to `otherwise`. Raises what the store raises; the shards' records may then be
-    left. After an unknown outcome of the deciding transaction, the caller reads back.
+    has the answers to `otherwise`. Raises what the store raises; the shards' records may then
+    remain. After an unknown outcome of the deciding transaction, the caller reads back.
     """
     assert assignments.run, "records of a run without a name would be mistaken for another's"
     shards, size = assignments.shards, SHARDS_A_TRANSACTION

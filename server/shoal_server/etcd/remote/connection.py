@@ -112,8 +112,8 @@ class Connections:
     def cancel_as_failure(self, connection: EtcdConnection) -> Iterator[None]:
         """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
-        gRPC raises CancelledError, as if the caller's own task were cancelled, when we close the
-        channel, and when it ends a stream because a request could not be written.
+        gRPC raises CancelledError, as if the caller's own task were cancelled, when the channel is
+        closed, and when gRPC ends a stream because a request could not be written.
         """
         try:
             yield

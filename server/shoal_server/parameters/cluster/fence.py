@@ -114,7 +114,8 @@ class Fence:
             )
 
     def is_live(self, session: str) -> bool:
-        """True if a session's incarnation is known as not fenced. Called from any thread."""
+        """True if, as far as this server knows, the session's incarnation is not fenced. Called
+        from any thread."""
         key, _, process = session.partition("#")
         incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process

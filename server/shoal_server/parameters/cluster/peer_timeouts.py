@@ -25,8 +25,8 @@ class PeerTimeouts:
     """Timeouts between servers."""
 
     beat_s: Annotated[float, INTERNAL] = 0.3
-    """Pause after which a server sends a heartbeat, and between two probes of a primary without a
-    link to this server."""
+    """Time without another message after which a server sends a heartbeat. Also the time between
+    two probes of a primary that has no link to this server."""
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
     """Time without data from a peer after which a server continues without it. A killed peer is
     noticed at once."""

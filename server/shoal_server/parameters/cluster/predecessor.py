@@ -27,7 +27,8 @@ class ProcessRecord:
 
     incarnation: str
     boot: str
-    """Id of the machine's boot: changes with each start, and is unique among machines."""
+    """Id of the machine's boot: changes each time the machine starts, and is unique among
+    machines."""
     namespace: str
     """The PID namespace: a container's PIDs are not the machine's."""
     pid: int

@@ -53,7 +53,7 @@ class JournalIndex:
 
     def of(self, key: Key) -> "JournalIndex":
         """Copy this index as of now, for one shard. The copy has only the segments that the shard
-        needs: others may be removed at any time."""
+        needs: the files of other segments may be removed at any time."""
         one = JournalIndex()
         one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}

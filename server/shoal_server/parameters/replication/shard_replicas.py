@@ -353,7 +353,8 @@ class ShardReplicas:
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
     def adopt_journaled(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
-        """Take over the shards that the previous process of this server left in its journal."""
+        """Report to the core the shards that the previous process of this server left in its
+        journal. Keep in memory those that the core may claim."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)

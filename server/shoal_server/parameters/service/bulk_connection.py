@@ -1,4 +1,4 @@
-"""Server's end of a bulk connection, which answers the calls of one client, one after the other."""
+"""The server's end of a bulk connection, which answers one client's calls, one after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence

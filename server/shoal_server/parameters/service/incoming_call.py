@@ -41,8 +41,9 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Start to apply a complete part; return its answer. If the future is cancelled, the part
-        is not applied, or nobody gets its answer."""
+        """Start to apply a complete part; return a future of its answer. If the future is
+        cancelled, a part that still waits for its turn is not applied; a part that has begun is
+        applied without an answer."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
@@ -72,7 +73,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
         answers, too: if they were yielded before the end of the call was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
+        """Expect the part that `make` returns, which the header names by `shard_id`. A ShoalError
+        from `make` is the part's answer."""
         try:
             part = make()
         except ShoalError as error:

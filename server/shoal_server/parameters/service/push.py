@@ -64,7 +64,7 @@ class PushPart:
     replica: ShardReplica
     assembler: PieceAssembler
     target: DenseTarget | TableShard
-    """Rows arrive as all ids, then all births, then all gradients."""
+    """The shard. The data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
     """The `num_bytes` with which a `Runner` applies the part."""
     next_address: str = ""

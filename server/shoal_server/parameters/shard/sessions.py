@@ -153,7 +153,7 @@ class SessionTable:
             counts = {len(image.sequences), len(image.versions), len(image.staleness), len(scopes)}
             if len(counts) > 1:
                 raise InternalError(
-                    f"the memory of session {image.session} is torn",
+                    f"the remembered pushes of session {image.session} are inconsistent",
                     seen=f"{sorted(counts)} entries",
                     expected="as many sequences as versions, staleness and steps",
                 )

@@ -84,7 +84,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values; needs no lock."""
+        """Bytes of values; of a table, with optimizer state and index. Needs no lock."""
         ...
 
     @property
@@ -130,8 +130,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return an image of the body as of now, and add it to `images`: the large tensors, not
-        copied, and a function that returns the small tensors later."""
+        """Return the large tensors as of now, as an image that is added to `images` and copies
+        nothing yet; and a function that returns the small tensors later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:

@@ -113,9 +113,9 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Wait up to `wait_s` for the steps that have begun, and make an image of every shard of
-        which this server is primary. Return the images' stamps, and the steps that stayed
-        incomplete (torn).
+        """Admit the steps in `begun`, which have begun on any server; wait up to `wait_s` until
+        they are applied here. Then make an image of every shard of which this server is primary.
+        Return the images' stamps, and the steps that stayed incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier is not closed for this cut any more. Afterwards the barrier
