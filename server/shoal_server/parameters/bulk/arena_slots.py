@@ -66,8 +66,8 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a slot too: `keep` gets the slot's memory, and the function that it
-        returns is called before the slot is free again."""
+        """Let this process read a slot too: `keep` gets the slot's memory, and the function that
+        `keep` returns is called before the slot is free again."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:

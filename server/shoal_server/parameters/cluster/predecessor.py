@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """A description of a process, sufficient to check on its own machine if it has ended."""
+    """A description of a process, sufficient to check on the process's machine if it has ended."""
 
     incarnation: str
     boot: str
@@ -58,8 +58,8 @@ class ProcessRecord:
         )
 
     def has_ended(self, seen_by: "ProcessRecord") -> bool:
-        """True if `seen_by` is in the same PID namespace of the same machine, and this process has
-        ended."""
+        """True if `seen_by` is in the same PID namespace of the same machine, and the process of
+        this record has ended."""
         if (self.boot, self.namespace) != (seen_by.boot, seen_by.namespace):
             return False
         return _started(self.pid) != self.started

@@ -107,7 +107,8 @@ class OutgoingLinks:
             link.send_record(effect.request, effect.record)
 
     def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
-        """Send a digest to every follower in step, unless the shard has a later version by now."""
+        """Send a digest to every server that gets the shard's pushes, unless the shard has a later
+        version by now."""
         # The record of the digest's version must be sent before the digest.
         replica.leading.report_applied()
         if not replica.is_led or replica.state.version != digest.version:

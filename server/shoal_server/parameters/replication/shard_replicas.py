@@ -396,8 +396,8 @@ class ShardReplicas:
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """Shards in the journal that this server has not claimed yet, because another server may
-        have a newer copy."""
+        """Shards in the journal that this server does not lead from it, for example because another
+        server may have a newer copy."""
         return self._driver.core.open_claims
 
     def servers_seen(

@@ -218,9 +218,9 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send beats while a call is in progress, to show the client that this server is alive.
-        Return once a beat fails because the client has hung up: no read shows that, since nothing
-        is read between the last frame of a call and its last answer, perhaps for minutes."""
+        """Send heartbeats while a call is in progress, to show the client that this server is
+        alive. Return once one fails because the client has hung up: no read shows that, since
+        nothing is read between a call's last frame and its last answer, perhaps for minutes."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
