@@ -191,7 +191,7 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
     """Return the error for a piece of a shard that is not in the header, or is complete."""
     return MalformedMessage(
-        "a piece of a shard that is not expected",
+        "an unexpected piece of a shard",
         seen=f"shard {shard_id}",
         expected=f"one of {sorted(expected)}" if expected else "no more pieces",
         fix="Name each shard in the header and send each of its bytes once.",
