@@ -20,14 +20,14 @@ from typing import TypeVar
 from shoal_proto.dtypes import DTYPE_BYTES
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of a block, if shards have at most BLOCKS_PER_SHARD times as many. In larger
-shards: an eighth of a shard, rounded up to a multiple of this."""
+"""Maximum bytes of a block in shards of up to 32 MiB. In larger shards, the maximum is an eighth of
+a shard, rounded up to a multiple of this."""
 TARGET_SHARD_BYTES = 1792 * 1024
 """Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
 to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum number of shards of a model, if shards then stay below LARGE_SHARD_BYTES; but the number
-for each dtype and group is rounded up (`cut_into_shards`).
+"""Maximum number of shards of a model, if shards then do not exceed LARGE_SHARD_BYTES; but the
+number for each dtype and group is rounded up (`cut_into_shards`).
 """
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
@@ -104,7 +104,8 @@ class SchemaProblem(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaDifference:
-    """A parameter in which two schemas differ, as each schema has it: "(absent)" if it does not."""
+    """A parameter in which two schemas differ, described as in each schema; "(absent)" if a schema
+    lacks it."""
 
     parameter: str
     seen: str

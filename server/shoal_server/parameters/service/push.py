@@ -337,8 +337,8 @@ def table_shard(replica: ShardReplica) -> TableShard:
 
 
 def messages(answers: Sequence[ShardAnswer]) -> Sequence[Message | bytes]:
-    """Return the messages and frames with these answers. Successive outcomes share a message; it
-    ends with an outcome whose values follow."""
+    """Return the messages and frames with these answers. Successive outcomes share a message, which
+    ends at the first outcome with values; the values follow the message."""
     replies: list[Message | bytes] = []
     outcomes: list[PushOutcome] = []
     for answer in answers:
