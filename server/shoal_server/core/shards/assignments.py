@@ -25,7 +25,7 @@ class ShardContent(Enum):
     NONE = "no worker has created the shard"
     LOADING = "the primary is to load the shard from a snapshot"
     PRESENT = "the shard has values, which may have been read"
-    LOST = "the shard had values, and every server that had them is gone"
+    LOST = "the shard had values, and no server is known to have them any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Lost shards: the record of a loss, its description for users, and giving a shard up. Pure. Losses
-are detected in `rebalance`, in `AbandonedLoads`, and by a server that the record names as primary
-and that has the shard neither in memory nor on its disk.
+are detected in `rebalance`, in `AbandonedLoads`, when a restore fails, and by a server that the
+record names as primary and that has the shard neither in memory nor on its disk.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -20,7 +20,8 @@ class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """`dead_after_s`, `longest_gap_s`: see `ReplicationLimits`."""
+        """`dead_after_s`, `longest_gap_s`: see DEAD_AFTER_S and LONGEST_GAP_S of
+        `core/replication/protocol/limits.py`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)

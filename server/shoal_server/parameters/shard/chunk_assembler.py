@@ -1,4 +1,4 @@
-"""Assembly of the pieces of a push, and bounds on the memory that they take meanwhile."""
+"""Assembly of the pieces of a call, and bounds on the memory that they take meanwhile."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,8 @@ def shard_bytes(shard: Shard) -> int:
 
 
 class Budget:
-    """A bound on the bytes of unfinished pushes that the server holds, over all calls."""
+    """A bound on the bytes that the server holds for unfinished pushes, lookups and creations, over
+    all calls."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
