@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderCandidate:
-    """What a coordinator writes about itself to the leader's key when it becomes leader."""
+    """A coordinator's description of itself, which it writes to the leader's key when it leads."""
 
     address: str
     """host:port of the gRPC service, as other processes reach it."""

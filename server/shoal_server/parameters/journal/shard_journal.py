@@ -46,7 +46,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _JournaledShard:
-    """One attempt to journal a shard: since this server became its primary, or since journaling
+    """An attempt to journal a shard: since this server became its primary, or since journaling
     resumed."""
 
     replica: ShardReplica
