@@ -85,8 +85,8 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation, its roster a packed StoredRoster message in base64. The
-    number is zero-padded, so that key order is number order.
+    """The decided record of one generation, with its roster as a packed StoredRoster message in
+    base64. The number is zero-padded, so that key order is number order.
     """
     return f"{JOBS}{job}/generations/{number:012d}"
 

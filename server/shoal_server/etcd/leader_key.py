@@ -62,8 +62,8 @@ async def follow(
 ) -> AsyncGenerator[Leader | None, None]:
     """Yield the leader (None: there is none), and again after changes of the key, for ever.
 
-    Changes that arrive together yield only the last. With `after`, only changes after that
-    revision. The key is written once a term, so its last write is its creation. Raises what the
+    Of changes that arrive together, only the last is yielded. With `after`, only changes after that
+    revision are. The key is written once a term, so its last write is its creation. Raises what the
     store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:

@@ -251,8 +251,8 @@ def promote_from_disk(
     """Make a later process of the server in `on_disk` the primary, if no process is left that has
     the shard's updates in memory. `dead`: processes known to be gone for good.
 
-    A process that is merely unreachable may still acknowledge updates, or have some that are not on
-    the disk. The primary of a lost shard has none of its updates.
+    Unreachable is not enough: such a process may still acknowledge updates, or have some that are
+    not on the disk. But the primary of a lost shard need not be dead: it has no updates.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment

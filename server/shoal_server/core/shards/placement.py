@@ -36,8 +36,8 @@ MAX_LARGE_SHARDS = 4096
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-For a worker, one more request costs more than this many bytes added to another request."""
+"""Minimum bytes of a dtype and group for each server. A dtype and group with less becomes one
+shard: for a worker, one more request costs more than this many bytes added to another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64

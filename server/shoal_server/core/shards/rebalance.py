@@ -126,7 +126,7 @@ def _rescue(
 
     If no backup is present, the shard waits until all its holders are dead and no disk is awaited
     (`_is_lost`). Then any server, without values, replaces the primary, and a shard that had values
-    is marked LOST. A disk that comes back may still have them.
+    is marked LOST. A disk that comes back may still have the values.
     """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)

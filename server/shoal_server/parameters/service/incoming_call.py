@@ -53,7 +53,7 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
 
 
 class IncomingCall(Generic[PartT, AnswerT]):
-    """Receives a push or a lookup. An error in one part is that part's answer; the others go on.
+    """Receives a push or a lookup. An error in one part is that part's answer; other parts go on.
 
     The shard of a part with an error is not changed, or its change did not become as safe as the
     push demands. An error that concerns the whole call is raised."""
@@ -69,8 +69,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the answers that were yielded last are the last ones. May be False for the last
-        answers, too: if they were yielded before the end of the call was received."""
+        """True if the newest answers that were yielded are known to be the call's last. It stays
+        False if they were yielded before the end of the call was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect the part that `make` returns, which the header names by `shard_id`. A ShoalError
@@ -91,8 +91,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
         """Yield the parts' answers while later pieces are still received, in the order in which
         the parts began to be applied or were refused. Answers that are ready are yielded together.
         Raises an error that concerns the whole call. If the caller stops before the last answer,
-        it gets none of the others: they are dropped, and parts that wait for their turn are not
-        applied."""
+        the remaining answers are dropped, and parts that wait for their turn are not applied."""
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
