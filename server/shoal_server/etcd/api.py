@@ -59,7 +59,7 @@ class WatchBatch:
 
     `reset` is set when history was compacted beyond the point that the watch had reached, and for
     the first listing of `mirror.list_and_watch`. The events then are puts of every key that exists
-    at `revision`, in key order: all other keys are deleted.
+    at `revision`, in key order: a key that is not among them does not exist.
     """
 
     revision: Revision
@@ -68,7 +68,7 @@ class WatchBatch:
 
     @classmethod
     def of_listing(cls, listed: RangeResult) -> "WatchBatch":
-        """The batch with `reset` that leads to what was listed."""
+        """The listed keys as a batch with `reset`."""
         puts = (WatchEvent(EventKind.PUT, i.key, i.value, i.mod_revision) for i in listed.items)
         return cls(listed.revision, tuple(puts), reset=True)
 
@@ -82,8 +82,8 @@ class Compare:
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """True for a condition on every key under a prefix: its mod_revision is at most `expected`.
-    Other fields have no such condition."""
+    """True for the condition that the mod_revision of every key under the prefix `key` is at most
+    `expected`. Only `field` "mod_revision" has such a condition."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -141,8 +141,8 @@ class TransactionResult:
 
 
 def holds(compare: Compare, item: KeyValue | None) -> bool:
-    """True if the condition, which is not one on a prefix, holds for its key's current item.
-    Raises InvalidSpec for an unknown field."""
+    """True if the condition holds for `item`, which its key has now (None: the key does not exist).
+    Not for conditions on a prefix. Raises InvalidSpec for an unknown field."""
     match compare.field:
         case "value":
             return item is not None and item.value == compare.expected
@@ -191,7 +191,8 @@ class Keyspace(Protocol):
         If etcd has compacted changes that are not delivered yet, a batch with `reset` takes their
         place. Survives restarts of etcd and the death of an endpoint. Ends when closed
         (`aclose`/cancellation), or by raising a refusal of etcd, or CorruptError if etcd lost
-        history: its revision is below `start - 1`. Raises InvalidSpec for a start below 1.
+        history: its revision is below the last one delivered, or below `start - 1` before that.
+        Raises InvalidSpec for a start below 1.
         """
         ...
 

@@ -83,7 +83,7 @@ class Fields:
         return self._get(name) is not None
 
     def unread_fields(self) -> dict[str, object]:
-        """Fields that were not read: a later release knows them."""
+        """Fields that were not read, such as those that a later release has added."""
         return {name: value for name, value in self._value.items() if name not in self._asked}
 
     def _get(self, name: str, default: object = None) -> object:

@@ -17,7 +17,7 @@ SERIES = ROOT + "series/"
 """Series of published weights. Every parameter server watches all records under this prefix."""
 SERIES_LAYOUTS = ROOT + "series_layouts/"
 CLOCK = ROOT + "clock"
-"""Time mark of the last leader: {"unix_s": ...}."""
+"""Time by the clock of the last leader, written at intervals: {"unix_s": ...}."""
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Root URLs below which snapshots may be, as the leading coordinator was configured: {"urls":
 [...]}."""
@@ -55,7 +55,8 @@ def member(job: str, member_id: str) -> str:
 
 
 def job_state(job: str) -> str:
-    """The job's own record: bounds, newest generation number, progress, and how the job ended."""
+    """The job's own record: bounds on the number of members, newest generation number, progress,
+    and how the job ended."""
     return f"{JOBS}{job}/state"
 
 
@@ -84,8 +85,8 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation, its roster a packed StoredRoster message in base64. The
-    number is zero-padded, so that key order is number order.
+    """The decided record of one generation, with its roster as a packed StoredRoster message in
+    base64. The number is zero-padded, so that key order is number order.
     """
     return f"{JOBS}{job}/generations/{number:012d}"
 
@@ -166,14 +167,14 @@ def sample_deltas(job: str) -> str:
 
 
 def sample_delta(job: str, token: str, number: int) -> str:
-    """A change to the sample ledger with that token, in its own binary format. Numbers count from
-    0."""
+    """A change to the sample ledger that was written in full with this token, in a binary format of
+    its own. Numbers count from 0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 
 def series_head(series: str) -> str:
-    """Head of a series `JOB/NAME`, which decides which versions it has: a serialized SeriesHead
-    message."""
+    """Head of a series `JOB/NAME`: a serialized SeriesHead message, which decides which versions
+    the series has."""
     return f"{SERIES}{series}/head"
 
 

@@ -27,14 +27,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderCandidate:
-    """A coordinator as the leader's key names it."""
+    """A coordinator's description of itself, which it writes to the leader's key when it leads."""
 
     address: str
     """host:port of the gRPC service, as other processes reach it."""
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""
-    """Name of the machine or container: two of them may advertise one address, such as loopback."""
+    """Name of the machine or container: two machines may advertise the same address, such as
+    127.0.0.1."""
 
     def put(self, lease: LeaseId) -> Put:
         """The write that makes this candidate the leader."""
@@ -61,8 +62,8 @@ async def follow(
 ) -> AsyncGenerator[Leader | None, None]:
     """Yield the leader (None: there is none), and again after changes of the key, for ever.
 
-    Changes that arrive together yield only the last. With `after`, only changes after that
-    revision. The key is written once a term, so its last write is its creation. Raises what the
+    Of changes that arrive together, only the last is yielded. With `after`, only changes after that
+    revision are. The key is written once a term, so its last write is its creation. Raises what the
     store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:

@@ -105,7 +105,7 @@ class LeaderStore:
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # If the leader was deposed, the comparison fails too: etcd would run this branch.
+            # If this coordinator was deposed, the comparison fails, and etcd runs this branch.
             raise AssertionError("a leader writes nothing if its comparison fails")
         leader_gets = [Get(each.key) for each in leadership]
         result = await self._store.transact(

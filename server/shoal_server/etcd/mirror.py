@@ -47,7 +47,7 @@ async def list_and_watch(
 ) -> AsyncGenerator[WatchBatch, None]:
     """Yield the current keys as a batch with `reset` set; then every change, for ever.
 
-    With `after`, only changes after that revision. Raises what the store raises.
+    With `after`: only every change after that revision. Raises what the store raises.
     """
     if after is None:
         listing = WatchBatch.of_listing(await store.range(prefix))
@@ -63,8 +63,9 @@ async def follow_key(
 ) -> AsyncGenerator[MirroredKey | None, None]:
     """Yield one key (None: it does not exist), and again after changes, for ever.
 
-    Changes that arrive together yield only the last; a reset of the watch yields the key even if it
-    is unchanged. With `after`, only changes after that revision. Raises what the store raises.
+    Of changes that arrive together, only the last is yielded. After a reset of the watch, the key
+    is yielded even if it is unchanged. With `after`, only changes after that revision are. Raises
+    what the store raises.
     """
     async with aclosing(list_and_watch(store, key, after)) as batches:
         async for batch in batches:

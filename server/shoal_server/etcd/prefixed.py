@@ -1,7 +1,7 @@
 """A store inside another: it adds a prefix to every key, and removes it from what it returns.
 
-So several clusters share an etcd: each reads, writes, watches and compares only keys under its own
-prefix. Leases are passed through as they are.
+So several clusters can share an etcd: each reads, writes, watches and compares only keys under its
+own prefix. Leases are passed through as they are.
 """
 
 from collections.abc import AsyncGenerator, Sequence

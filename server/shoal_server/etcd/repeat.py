@@ -37,7 +37,8 @@ async def until_answered(
     is_retried: Callable[[ShoalError], bool] = is_transient,
 ) -> T:
     """Repeat a call, with pauses, until it returns, and return its result. `on_failure` is called
-    with each error after which it is repeated; errors for which `is_retried` is False are raised.
+    with each error after which the call is repeated. Errors for which `is_retried` is False are
+    raised.
     """
     pauses = new_pauses()
     while True:

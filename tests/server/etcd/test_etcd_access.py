@@ -290,7 +290,7 @@ async def test_a_request_above_etcds_limits_is_refused(etcd_endpoint: str) -> No
         ({"endpoints": ("127.0.0.1",)}, "host:port"),
         ({"endpoints": ("127.0.0.1:0",)}, "host:port"),
         ({"user": "a"}, "password is missing"),
-        ({"cert_file": Path("a")}, "half a client certificate"),
+        ({"cert_file": Path("a")}, "a client certificate needs its key"),
         ({"cert_file": Path("a"), "key_file": Path("b")}, "without TLS"),
         ({"timeout_s": 1, "attempt_timeout_s": 2}, "contradict"),
         ({"silence_s": 0}, "silence_s"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LedgerRange:
-    """Positions [start, stop) of one epoch's permutation."""
+    """Positions [start, stop) in the permutation of one epoch of the data."""
 
     epoch: int
     start: int
@@ -23,8 +23,8 @@ class SampleRequest:
     """Rises with each request; the same number again is a retry."""
     completed: Sequence[LedgerRange] = ()
     held: Sequence[LedgerRange] = ()
-    """Ranges that the member still works on. It gives up all other ranges that the ledger has for
-    it: they are freed."""
+    """Ranges that the member still holds, begun or not. All other ranges that the ledger has for
+    the member, and that this request does not report, are freed and count as returned."""
     num_samples: int = 0
     """Number of samples wanted; 0: report only. The leased range may be shorter, never longer."""
     reserve: int = 0
@@ -32,12 +32,12 @@ class SampleRequest:
     the member leases one range at a time."""
     step_samples: int = 1
     """Number of samples of one step. The share of a member with a reserve is a multiple of it. A
-    lease may end within a step where the free range ends."""
+    leased range may still end within a step, if the free positions end there."""
     given_back: Sequence[LedgerRange] = ()
-    """Ranges that the member held and never began."""
+    """Ranges that the member held and never began. They are freed, and do not count as returned."""
     completed_before: Sequence[LedgerRange] = ()
-    """Ranges reported before, perhaps to a ledger that was lost. Ranges that are recorded already
-    do not count again."""
+    """Completed ranges that were reported before, perhaps to a ledger that was lost. Those that the
+    ledger has as completed are ignored."""
     begun: int = 0
     """Number of samples that the member has begun, among those that it holds or reports as
     completed in this request. Used only if the member has a reserve."""
@@ -48,7 +48,8 @@ class SampleRequest:
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
     """Answer to a request. If samples were wanted, and the answer has no range and is not
-    `exhausted`, other members hold the remaining samples, or this member holds its share."""
+    `exhausted`, nothing can be leased now: this member holds its share, or no position of an epoch
+    that may be open is free."""
 
     range: LedgerRange | None
     exhausted: bool
@@ -57,8 +58,8 @@ class SampleAnswer:
     not_held: Sequence[LedgerRange] = ()
     """Ranges that the member claimed and does not hold, and so must not begin."""
     is_news: bool = True
-    """True if the request changed the ledger in more than the member's sequence number, reserve and
-    pace."""
+    """True if the request changed ranges or counts of the ledger, or was the first of its
+    incarnation. False if it changed only notes about the member, such as its reserve and pace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ class LedgerCounts:
 
 
 class StaleRequest(Exception):
-    """Raised for a request that arrives after a later request of the same member; nothing was
-    changed."""
+    """Raised for a request with a lower sequence number than the member's latest request; nothing
+    was changed."""
 
     def __init__(self, sequence: int, newest: int) -> None:
         super().__init__(f"request {sequence} arrived after request {newest}")

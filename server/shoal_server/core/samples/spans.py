@@ -25,7 +25,7 @@ class IntegerSpans:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, IntegerSpans) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # the set is mutable
 
     def __repr__(self) -> str:
         return f"IntegerSpans({list(self)})"

@@ -1,11 +1,13 @@
-"""Shards that a coordinator was loading from a snapshot when it ended."""
+"""Abandoned loads: shards that were to be loaded from a snapshot by a restore that ended early, for
+example with its coordinator."""
 
 from dataclasses import replace
 
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 GIVEN_UP_AFTER_S = 10.0
-"""Time for a primary that has loaded its shard to write that to the record."""
+"""Time after which an abandoned load is given up. Until then, a primary that has loaded its shard
+may still write that to the record."""
 
 
 class AbandonedLoads:
@@ -23,9 +25,9 @@ class AbandonedLoads:
     def mark_lost(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
-        """The record, in which shards are marked as lost if no server loads them any more.
-        `is_restoring`: True if this coordinator is restoring the job now; then no shard is
-        marked."""
+        """Return the record. All shards that are LOADING are marked LOST in it if none of them has
+        changed for GIVEN_UP_AFTER_S. `is_restoring`: True if this coordinator is restoring the job
+        now; then no shard is marked."""
         shards = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in shards)
         if is_restoring:

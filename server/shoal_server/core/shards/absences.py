@@ -21,8 +21,9 @@ class ServerAbsences(Generic[ServerT]):
     def away_s(
         self, gone: Collection[ServerT], now_s: float, *, asked_s: float | None = None
     ) -> dict[ServerT, float]:
-        """Seconds for which each server has certainly been gone. `gone`: all servers that were not
-        listed in an answer, which came at `now_s` to a request sent at `asked_s`."""
+        """Seconds for which each server in `gone` has certainly been gone. `gone`: all servers that
+        a list does not name. The list was requested at `asked_s` (None: at `now_s`), and arrived at
+        `now_s`."""
         asked_s = now_s if asked_s is None else asked_s
         if now_s - self._asked_s > self._longest_gap_s:
             self._since_s = {}

@@ -1,7 +1,7 @@
 """Assignment of shards to servers, and its changes. Pure: functions map a record to the next one.
 
 The record of a job is in etcd and is replaced by compare-and-swap only: if two processes change it
-at once, one of them starts again from the other's result. This keeps updates safe:
+at once, one of them starts again from the other's result. These rules keep updates safe:
 
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
   (Acknowledgements of the level APPLIED do not promise that.)
@@ -19,13 +19,13 @@ from shoal_server.core.processes import Holder
 
 
 class ShardContent(Enum):
-    """State of a shard's values. A worker may give first values only to a shard that never had any:
-    a trained shard that is lost must not silently start over."""
+    """State of a shard's values. A worker may give first values only to a shard whose state is
+    NONE: a trained shard that is lost must not silently start over."""
 
     NONE = "no worker has created the shard"
     LOADING = "the primary is to load the shard from a snapshot"
     PRESENT = "the shard has values, which may have been read"
-    LOST = "the shard had values, and every server that had them is gone"
+    LOST = "the shard had values, and no server is known to have them any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class ShardLoss:
     lost_unix_s: float
     """Time at which the coordinator found the loss."""
     version: int = 0
-    """Version that the shard had at least reached, as servers report now and then; 0: unknown."""
+    """Newest version that the shard is known to have reached; 0: unknown. The shard may have
+    reached a later one, as versions are reported only now and then."""
     servers: tuple[str, ...] = ()
     """Ids of the servers that had the shard last."""
     snapshot: str = ""
@@ -68,17 +69,18 @@ class ShardAssignment:
     successor: Holder | None = None
     """The backup that the primary is to hand the shard over to."""
     on_disk: str = ""
-    """Id of the server whose journal has all pushes acknowledged as durable; empty: there are none.
+    """Id of the server whose journal has all pushes that were acknowledged as durable; empty: no
+    push was.
 
     A primary acknowledges no push as durable before this field names its own server. A server's
     journal keeps the shard while this field names the server. So if every process that held a shard
-    is gone, one disk has all of it, and a new process of the disk's server can become primary from
-    it.
+    is gone, one disk has all durable pushes, and a new process of that disk's server can become
+    primary from it.
     """
     disk_epoch: int = 0
     disk_version: int = 0
-    """Epoch and version that the disk has at least reached. Written now and then, so that an older
-    copy of the disk is recognized."""
+    """Epoch and version that the shard has reached on the disk, at least. Written now and then, so
+    that an older copy of the disk is recognized."""
     found_version: int = 0
     """Version of an older copy that a later process of the server found on its disk, or 1 if
     `found_foreign`; 0: neither was found."""
@@ -91,7 +93,8 @@ class ShardAssignment:
     loss: ShardLoss | None = None
     """Set while the shard is lost, once the coordinator has recorded what is known of the loss."""
     accepted_loss: AcceptedLoss | None = None
-    """The latest decision of an operator to give the shard up, with which it started over."""
+    """The latest decision of an operator to give the shard up, after which it started over; None if
+    there was none."""
 
     def holds(self, holder: Holder) -> bool:
         """True if the server is the primary or in step with it, so that it has every update that
@@ -117,8 +120,8 @@ class JobAssignments:
     """Random id of this placement, drawn when shards are first placed and at each restore. Shards
     of another placement of the job are different shards, even with equal ids and epochs."""
     job_run: str = ""
-    """Run that the job's members state, if the coordinator restored the job while they trained on;
-    empty: `run`."""
+    """Run that the job's members state, if the coordinator restored the job while its members went
+    on training; empty: they state `run`."""
 
     @property
     def members_run(self) -> str:
@@ -200,7 +203,8 @@ def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> Sha
 
 
 def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
-    """Mark the shard PRESENT: the primary of that epoch has its first values, or has loaded it."""
+    """Mark the shard PRESENT: the primary of that epoch has the shard's first values, or has loaded
+    the shard."""
     if (assignment.primary, assignment.epoch) != (primary, epoch):
         return assignment
     return replace(assignment, content=ShardContent.PRESENT)
@@ -224,8 +228,8 @@ def mark_empty(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
 
 
 def record_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
-    """Name the primary's disk: its journal has the shard up to this version at least, and every
-    later push."""
+    """Name the primary's server in `on_disk`: its journal has the shard up to this version at
+    least, and gets every later push."""
     if assignment.primary != primary:
         return assignment
     disk = assignment.epoch, version
@@ -247,8 +251,8 @@ def promote_from_disk(
     """Make a later process of the server in `on_disk` the primary, if no process is left that has
     the shard's updates in memory. `dead`: processes known to be gone for good.
 
-    A process that is merely unreachable may still acknowledge updates, or have some that are not on
-    the disk. The primary of a lost shard has none of its updates.
+    Unreachable is not enough: such a process may still acknowledge updates, or have some that are
+    not on the disk. But the primary of a lost shard need not be dead: it has no updates.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment
@@ -270,8 +274,8 @@ def promote_from_disk(
 
 
 def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
-    """Mark the shard LOST: its primary, which was to load it from its server's disk, did not find
-    it. All other processes that had the shard were known to be gone."""
+    """Mark the shard LOST: its primary was to load it from its server's disk, and did not find it
+    there. All other processes that had the shard were known to be gone."""
     is_its = (assignment.primary, assignment.epoch) == (primary, epoch)
     if not is_its or assignment.content is not ShardContent.PRESENT:
         return assignment
@@ -305,7 +309,7 @@ def record_older_copy(
     if `version` is 0, the shard of another placement of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
-    # Another process of this server, which may be alive, has the right disk.
+    # True if the primary is another process of this server: it may be alive, with the right disk.
     is_other = primary.server_id == server.server_id and primary not in {server} | dead
     if not is_mine or (is_other and assignment.content is not ShardContent.LOST):
         return assignment
@@ -313,8 +317,8 @@ def record_older_copy(
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
-    """True if the record names that server's disk, or may soon: another process of the server leads
-    the shard and may be writing the record now."""
+    """True if the record names the server's disk, or may soon: another process of the server is the
+    shard's primary, and may be writing the record now."""
     primary = assignment.primary
     is_other_process = primary.server_id == server.server_id and primary != server
     return assignment.on_disk == server.server_id or is_other_process

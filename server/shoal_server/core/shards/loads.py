@@ -1,10 +1,11 @@
-"""Weights of shards for balancing servers: size, corrected by bytes pushed."""
+"""Weights of shards for balancing servers: from the size of each shard, and the bytes pushed to it
+lately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNIT = 1_000_000
-"""Approximate sum of a job's weights."""
+"""Approximate sum of the weights of a job's shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Lost shards: the record of a loss, its description for users, and giving a shard up. Pure. Losses
-are detected in `rebalance`, in `AbandonedLoads`, and by a server that the record names as primary
-and that has the shard neither in memory nor on its disk.
+are detected in `rebalance`, in `AbandonedLoads`, when a restore fails, and by a server that the
+record names as primary and that has the shard neither in memory nor on its disk.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +32,7 @@ class LossExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreAttempt:
-    """Outcome of restoring a job."""
+    """Outcome of an attempt to restore a job from a snapshot."""
 
     is_restored: bool
     reason: str = ""
@@ -62,10 +62,10 @@ def samples_after(
     given_up_ids: Collection[int],
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
-    """Decide about the samples when these shards are given up; None: the operator must choose. If
-    no trained shard is left, training starts over, and so do its samples: otherwise the job would
-    end with values trained only on the remaining samples. If trained shards are left, only the
-    operator can know which choice is right.
+    """Decide about the samples when these shards are given up; None: the operator must choose.
+    `wish`: the operator's choice, which decides. Without it, if no trained shard is left, training
+    starts over, and so do its samples: otherwise the job would end with values trained only on the
+    remaining samples. If trained shards are left, only the operator can know which choice is right.
     """
     if wish is not None:
         return wish
@@ -123,7 +123,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            # The shard has had the snapshot's version.
+            # The shard had reached the snapshot's version when the snapshot was taken.
             version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
@@ -164,8 +164,8 @@ def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
 
 
 def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Describe lost shards, in one paragraph for all shards that were lost with the same servers
-    and could be restored from the same disk or snapshot."""
+    """Describe lost shards. Shards that were lost with the same servers, have the same disk, and
+    whose restore had the same outcome, share a paragraph."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
@@ -234,10 +234,10 @@ def _found_on_disk(shard: ShardAssignment) -> str:
     if shard.found_foreign:
         return (
             f"; the journal that server {shard.on_disk} was started with is of another run of the"
-            f" job, of its shards before a restore, or of another cluster; its own had reached"
-            f" {reached}"
+            f" job, of its shards before a restore, or of another cluster; the server's own journal"
+            f" had reached {reached}"
         )
     return (
         f"; the journal of server {shard.on_disk} is an older copy: it has version"
-        f" {shard.found_version}, and had reached {reached}"
+        f" {shard.found_version}; the newest copy had reached {reached}"
     )

@@ -13,8 +13,8 @@ Moves = Counter[tuple[str, str]]
 def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of all changes except moves and lost shards. `present`: the servers that are
-    present now.
+    """Kinds and texts of all changes except moves and lost shards. `present`: the registered
+    servers.
 
     For example ("server_lost", "lost ps-1: ps-0 leads 4 shards in its place, with every update that
     was acknowledged as replicated (if recovered from a journal: as durable)").
@@ -55,9 +55,9 @@ def moved(before: JobAssignments, after: JobAssignments, present: Collection[Hol
 def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
-    """True if the old primary is present, and is a backup now or the new primary was its successor.
-    A backup that takes over drops the old primary. Presence alone is not enough: a killed server
-    counts as present until its lease ends."""
+    """True if the old primary is present, and either is a backup now, or had the new primary as its
+    successor. A backup that takes over drops the old primary. Presence alone is not enough: a
+    killed server counts as present until its lease ends."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 

@@ -20,7 +20,8 @@ class ObservedServers:
     """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """Use the limits of the same names of `ReplicationLimits`, in seconds."""
+        """`dead_after_s`, `longest_gap_s`: see DEAD_AFTER_S and LONGEST_GAP_S of
+        `core/replication/protocol/limits.py`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)
@@ -52,9 +53,9 @@ class ObservedServers:
         )
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
-        still examines shards that other processes changed meanwhile, but none if the job was placed
-        anew."""
+        """Note that the coordinator wrote `wished`, and that `stands` is the record now. The next
+        `judged` suspects no server that the coordinator itself dropped from a shard, but still
+        those that other processes dropped meanwhile; none at all if the job was placed anew."""
         if stands.run != wished.run:
             self._last = None
         elif self._last is not None:
@@ -76,7 +77,8 @@ class ObservedServers:
         )
 
     def _awaited(self) -> frozenset[Holder]:
-        """Holders that are gone for less than RESCUE_AFTER_S, and keep their shards for now."""
+        """Holders that have been gone for less than RESCUE_AFTER_S, and keep their shards for
+        now."""
         return frozenset(holder for holder, for_s in self._away_s.items() if for_s < RESCUE_AFTER_S)
 
     def _disks(

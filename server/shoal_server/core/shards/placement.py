@@ -2,10 +2,10 @@
 
 Parameters are cut into blocks; blocks of one dtype and one parameter group are packed by size into
 shards; shards are placed by size on the servers. The number of shards follows the size of the
-model: about one for each 1.75 MiB, and at most some hundreds. So a big model can be moved and
-balanced in small parts, and a tiny model costs one message instead of hundreds. A very large model,
-whose shards would take long to move, has some thousands. Its blocks are larger too, as the shard
-map has a line for each block.
+model: about one for each 1.75 MiB, up to some hundreds. So a big model can be moved and balanced in
+small parts, and a tiny model costs one message instead of hundreds. With only some hundreds of
+shards, those of a very large model would take long to move: it has some thousands. Its blocks are
+larger too, as the shard map has an entry for each block.
 """
 
 import hashlib
@@ -20,22 +20,24 @@ from typing import TypeVar
 from shoal_proto.dtypes import DTYPE_BYTES
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of a block, unless BLOCKS_PER_SHARD larger blocks fit into a shard."""
+"""Maximum bytes of a block in shards of up to 32 MiB. In larger shards, the maximum is an eighth of
+a shard, rounded up to a multiple of this."""
 TARGET_SHARD_BYTES = 1792 * 1024
 """Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
 to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum number of shards of a model, as long as shards stay below LARGE_SHARD_BYTES. The number
-is rounded up for each dtype and group (`cut_into_shards`).
+"""Maximum number of shards of a model, if shards then do not exceed LARGE_SHARD_BYTES; but the
+number for each dtype and group is rounded up (`cut_into_shards`).
 """
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""Maximum number of shards of a larger model. Beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
+"""Maximum number of shards of a larger model, rounded up likewise. Shards of a model of more than
+1 TiB exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-For a worker, one more request costs more than this many bytes added to another request."""
+"""Minimum bytes of a dtype and group for each server. A dtype and group with less becomes one
+shard: for a worker, one more request costs more than this many bytes added to another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
@@ -102,7 +104,8 @@ class SchemaProblem(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaDifference:
-    """A parameter in which two schemas differ; "(absent)" if a schema has none of that name."""
+    """A parameter in which two schemas differ, described as in each schema; "(absent)" if a schema
+    lacks it."""
 
     parameter: str
     seen: str
@@ -176,13 +179,13 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
         if p.num_elements:
             alike[p.dtype, p.group].append(p)
     shards: list[Shard] = []
-    for (dtype, group), members in sorted(alike.items()):
-        num_bytes = sum(p.num_bytes for p in members)
+    for (dtype, group), same_kind in sorted(alike.items()):
+        num_bytes = sum(p.num_bytes for p in same_kind)
         num_shards = _round_up(-(-num_bytes // target_bytes), num_servers)
         if num_bytes < MIN_SPLIT_BYTES * num_servers:
             num_shards = 1
         wish_bytes = num_bytes // (num_shards * BLOCKS_PER_SHARD)
-        blocks = _cut_into_blocks(members, wish_bytes, max_block_bytes(total_bytes))
+        blocks = _cut_into_blocks(same_kind, wish_bytes, max_block_bytes(total_bytes))
         bins = _pack(blocks, [b.num_elements for b in blocks], [0] * num_shards)
         for packed in filter(None, bins):
             in_order = sorted(packed, key=lambda b: (b.parameter, b.offset))
@@ -241,7 +244,8 @@ def least_loaded(
 def spread_tables(
     num_shards: Mapping[str, int], server_ids: Iterable[str]
 ) -> tuple[tuple[str, int, str], ...]:
-    """Place each table's virtual shards on the servers in turn: (table, index, server id).
+    """Place the shards of all tables on the servers in turn; return (table, index of the shard in
+    its table, server id) for each.
 
     The number of rows is not known in advance, but rows spread evenly over a table's shards.
     """

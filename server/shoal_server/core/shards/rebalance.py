@@ -1,8 +1,8 @@
 """Placement decisions of the coordinator, written into a job's record of assignments. Pure.
 
-One call maps one job's record to the next one. It adds servers if copies are missing, empties
-servers that leave, balances the load that each server leads, and drops surplus copies. It never
-drops the last copy, and moves only a few shards at a time for balance.
+One call maps one job's record to the next one. It replaces primaries that are gone, adds copies
+where some are missing, empties servers that leave, balances the load of primaries, and drops
+surplus copies. It never drops the last copy, and moves only a few shards at a time for balance.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Maximum number of shards that are moved for balance at a time: training goes on meanwhile."""
+"""Maximum number of shards that are moved for balance at a time, as training goes on meanwhile."""
 TOLERATED_SKEW = 1.05
 """Load of the fullest server divided by the mean, up to which nothing is moved."""
 
@@ -56,7 +56,8 @@ class Servers:
 
 @dataclass(slots=True)
 class _Loads:
-    """Load that each server leads, and load that it holds in all, in the unit of the weights."""
+    """Load of the shards that each server leads (as primary or successor), and of all shards that
+    it holds, in the unit of the weights."""
 
     leads: Counter[Holder] = field(default_factory=Counter)
     holds: Counter[Holder] = field(default_factory=Counter)
@@ -93,7 +94,7 @@ def rebalance(
 
 
 def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """True if a shard needs no change, independent of the loads."""
+    """True if a shard needs no change except perhaps for balance."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -125,7 +126,7 @@ def _rescue(
 
     If no backup is present, the shard waits until all its holders are dead and no disk is awaited
     (`_is_lost`). Then any server, without values, replaces the primary, and a shard that had values
-    is marked LOST. A disk that comes back may still have them.
+    is marked LOST. A disk that comes back may still have the values.
     """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)

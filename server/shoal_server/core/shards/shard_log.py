@@ -1,4 +1,4 @@
-"""The history of a shard from an image on: the image's version, and the records after it."""
+"""History of a shard since an image: the image's version, and the records after it."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -9,8 +9,8 @@ class StepId:
     """Identity of one push, or of all pushes of gradients and rows of one training step."""
 
     session: str
-    """The sender, which numbers its pushes: an incarnation of a member. A prefix marks steps that
-    push only to tables, which are numbered separately."""
+    """The sender, an incarnation of a member, which numbers its pushes. Its pushes to tables alone
+    are numbered separately: their steps have the session with a prefix (`step_scope.TABLES`)."""
     sequence: int
     """Number of the push, or of the step, in that session."""
 
@@ -18,6 +18,7 @@ class StepId:
 Shards = frozenset[int] | None
 """Ids of shards that a step touches; None: every dense shard of the job."""
 Begun = Mapping[StepId, Shards]
+"""Steps that have begun, each with its shards."""
 
 
 def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:

@@ -204,7 +204,7 @@ class AssignmentMirror:
         known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
         return known is not None and known.revision >= item.mod_revision
 
-    # Callbacks of the mirror, one record each.
+    # Callbacks of the mirror of records: each call is about one record.
 
     def _put(
         self, name: str, new: JobHead | StoredShard, old: JobHead | StoredShard | None

@@ -1,9 +1,9 @@
 """Shard assignments of a job in etcd: one record per shard, replaced by compare-and-swap.
 
 The job's head, common to all shards, is written once, after the records of all shards; the
-transaction that writes it decides the placement. Until then the shards' records have no effect, and
-the next placement deletes them. Keys contain the run, a random id of the placement, so no two
-placements collide, and their records are never confused.
+transaction that writes it decides the placement. Until then the shards' records have no effect. If
+the head is never written, the next placement deletes them. Keys contain the run, a random id of the
+placement, so records of two placements are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -153,12 +153,13 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
 
 
 def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
-    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError for other bytes."""
+    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError if it does not
+    parse, does not match its key, or is of a later format."""
     return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
 
 
 def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
-    """Parse the head of a job. Raises InternalError for other bytes, and for a later format."""
+    """Parse the head of a job. Raises what `parse` raises."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
     if entry.key != expected or not message.run or message.format > FORMAT:
@@ -173,7 +174,7 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
 
 
 def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
-    """Parse the record of a shard. Raises InternalError for other bytes, and for a later format."""
+    """Parse the record of a shard. Raises what `parse` raises."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
@@ -296,8 +297,8 @@ async def place(
 
     `compares` are conditions of that transaction, and so are the shards' records, which must still
     exist. If a condition fails, nothing is placed, the shards' records are deleted, and the result
-    has the answers to `otherwise`. Raises what the store raises; the shards' records may then be
-    left. After an unknown outcome of the deciding transaction, the caller reads back.
+    has the answers to `otherwise`. Raises what the store raises; the shards' records may then
+    remain. After an unknown outcome of the deciding transaction, the caller reads back.
     """
     assert assignments.run, "records of a run without a name would be mistaken for another's"
     shards, size = assignments.shards, SHARDS_A_TRANSACTION

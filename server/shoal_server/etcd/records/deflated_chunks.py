@@ -29,7 +29,7 @@ def cut(layout: bytes) -> list[bytes]:
 
 
 def join(chunks: Iterable[bytes], digest: str) -> bytes:
-    """The layout of that digest. Raises UnreadableRecord if the chunks are not all of it, in
+    """The layout with that digest. Raises UnreadableRecord if `chunks` are not all its chunks, in
     order."""
     with as_unreadable():
         layout = inflate(b"".join(chunks), MAX_LAYOUT_BYTES)

@@ -54,7 +54,7 @@ def encode_head(head: SeriesHead) -> bytes:
 
 
 def parse_head(series: str, value: bytes) -> SeriesHead:
-    """Parse a head. Raises InternalError for other bytes, and for a head of a later release."""
+    """Parse a head. Raises InternalError if it does not parse, or is of a later release."""
     found = _parsed(pb.SeriesHead, series, value)
     if not 0 < found.format <= FORMAT:
         raise _unreadable(series, f"format {found.format}", f"format 1 to {FORMAT}")
@@ -80,7 +80,7 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Parse a version. Raises InternalError for other bytes, and if its digest is wrong."""
+    """Parse a version. Raises InternalError if it does not parse, or its digest is wrong."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:
@@ -89,7 +89,7 @@ def parse_version(series: str, value: bytes) -> PublishedVersion:
 
 
 def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
-    """A version as a message: its record, and what readers get."""
+    """A version as the message that is stored as its record, and is sent to readers."""
     return pb.VersionRecord(
         number=version.number,
         epoch=version.epoch,

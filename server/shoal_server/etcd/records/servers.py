@@ -28,7 +28,7 @@ class Server:
 
 
 def parse(key: str, value: bytes) -> Server:
-    """Parse the record of a key below `keys.SERVERS`. Raises InternalError for other bytes."""
+    """Parse the record of a key below `keys.SERVERS`. Raises InternalError if it does not parse."""
     try:
         record = Fields.parsed(value)
         return Server(

@@ -192,7 +192,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
 
 
 def from_bytes(job: str, serialized: bytes) -> ShardMap:
-    """Parse a shard map. Raises InternalError for other bytes."""
+    """Parse a shard map. Raises InternalError if the bytes do not parse."""
     try:
         return ShardMap.FromString(serialized)
     except DecodeError as error:

@@ -90,7 +90,8 @@ class EtcdConfig:
             )
         if (self.cert_file is None) != (self.key_file is None):
             raise InvalidSpec(
-                "half a client certificate", expected="both --etcd-cert and --etcd-key"
+                "a client certificate needs its key, and a key its certificate",
+                expected="both --etcd-cert and --etcd-key",
             )
         if self.cert_file is not None and self.ca_file is None:
             raise InvalidSpec("a client certificate without TLS", expected="--etcd-ca as well")

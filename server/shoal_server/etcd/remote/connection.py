@@ -112,8 +112,8 @@ class Connections:
     def cancel_as_failure(self, connection: EtcdConnection) -> Iterator[None]:
         """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
-        gRPC raises CancelledError, as if the caller's own task were cancelled, when we close the
-        channel, and when it ends a stream because a request could not be written.
+        gRPC raises CancelledError, as if the caller's own task were cancelled, when the channel is
+        closed, and when gRPC ends a stream because a request could not be written.
         """
         try:
             yield
@@ -200,7 +200,8 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", token)) if token else REQUIRE_LEADER
 
     def forget(self, token: str | None) -> None:
-        """Discard a token, so that the next call logs in; nothing if it was replaced already."""
+        """Discard a token, so that the next call logs in. Does nothing if it was replaced
+        already."""
         if self.token == token:
             self.token = None
 

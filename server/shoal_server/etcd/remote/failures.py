@@ -63,12 +63,16 @@ def classify(error: grpc.RpcError, address: str) -> Failure:
     if "authentication failed" in text or code is Code.PERMISSION_DENIED:
         return Failure(Remedy.NONE, True, _denied(address, text))
     if any(known in text for known in _ELSEWHERE_UNTOUCHED):
-        return Failure(Remedy.ELSEWHERE, True, Unavailable(f"etcd at {address}", seen=text))
+        return Failure(
+            Remedy.ELSEWHERE, True, Unavailable(f"a call to etcd at {address} failed", seen=text)
+        )
     if code is Code.DEADLINE_EXCEEDED:
         late = DeadlineExceeded(f"no answer from etcd at {address} in time", seen=text)
         return Failure(Remedy.ELSEWHERE, False, late)
     if code in _RETRY_CODES:
-        return Failure(Remedy.ELSEWHERE, False, Unavailable(f"etcd at {address}", seen=text))
+        return Failure(
+            Remedy.ELSEWHERE, False, Unavailable(f"a call to etcd at {address} failed", seen=text)
+        )
     return Failure(Remedy.NONE, True, _refusal(code, text, address))
 
 

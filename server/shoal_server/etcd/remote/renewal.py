@@ -1,9 +1,9 @@
 """Renewal of a lease on a thread of its own, independent of the event loop.
 
-A call on the event loop takes several turns of the loop. When thousands of members attend at once
-on a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow
-would lose its term. A leader whose loop is stuck for good has to lose its term: so the loop reports
-again and again that it runs (`report_alive`), and renewals stop without these reports.
+A call on the event loop takes several turns of the loop. When thousands of members join at once on
+a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow would
+lose its term. But a leader whose loop is stuck has to lose its term: so the loop reports again and
+again that it runs (`report_alive`), and without these reports renewals stop.
 """
 
 import threading

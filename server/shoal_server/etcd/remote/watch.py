@@ -111,7 +111,8 @@ async def _follow(
         connections.replace(connection)
         connections.switch_endpoint(connection.address)
         raise Unavailable(
-            f"etcd at {connection.address}", seen=f"nothing received for {silence_s:g} s"
+            f"etcd at {connection.address} has fallen silent",
+            seen=f"nothing received for {silence_s:g} s",
         ) from error
     finally:
         call.cancel()

@@ -22,7 +22,7 @@ class SharedArena:
     crash the server."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the memory. Raises OSError if the system has none."""
+        """Create the memory. Raises OSError if the system refuses it."""
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("shoal-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -50,7 +50,8 @@ class SharedArena:
 
 
 def writer_into(slot: memoryview, at: int) -> CopyOut:
-    """Return a writer that copies values to `slot`, at byte `at` of the shared memory."""
+    """Return a writer that copies values to `slot`, which begins at byte `at` of the shared
+    memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 SLOT_BYTES = 2 * 1024 * 1024
-"""Size of a slot. Shards of parameters are smaller unless the model is very large, so a push to a
-shard is one piece."""
+"""Size of a slot. Shards of a model of up to 0.9 GB are smaller (`core/shards/placement.py`), so a
+push to one of them is one piece."""
 NUM_SLOTS = 16
 """Twice the number of shards of one push that are in progress at a time. The other end frees slots
 in batches of half this number; the other half is enough for these shards.
@@ -66,8 +66,8 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a slot too: `keep` gets the slot's memory, and the function that it
-        returns is called before the slot is free again."""
+        """Let this process read a slot too: `keep` gets the slot's memory, and the function that
+        `keep` returns is called before the slot is free again."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:

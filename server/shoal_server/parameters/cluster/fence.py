@@ -19,8 +19,8 @@ log = structlog.get_logger(__name__)
 
 
 class JobRuns(Protocol):
-    """A source of the run that each job's members must state (`JobAssignments.members_run`). It is
-    replaced when the job is started over, and when an operator restores it."""
+    """A source of the run that each job's members must state (`JobAssignments.members_run`). A job
+    gets another run when it is started over, and when an operator restores it."""
 
     def job_run(self, job: str) -> str:
         """Return the run as known to this server; empty if the job's shards are not placed."""
@@ -33,11 +33,13 @@ class JobRuns(Protocol):
 
 
 class Fence:
-    """Follows the members by a watch of etcd, and asks etcd about members that it does not know.
+    """Follows the members of all jobs by a watch of etcd, and asks etcd about members that it does
+    not know.
 
-    While etcd is unreachable, members known as live are admitted; other calls get a RetryError.
-    `on_finished` is called with the name of a finished job once its last member is gone, so that no
-    call to its shards is admitted any longer. If etcd cannot be reached then, it is not called.
+    While etcd is unreachable, known members are admitted; other calls get a RetryError.
+    `on_finished` is called with the name of a finished job once its last member is gone: from then
+    on, no call to the job's shards is admitted. If etcd cannot be reached then, `on_finished` is
+    not called.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class Fence:
         """Return the session of the member that sent the token: its job, name and the public id of
         its process.
 
-        Raises Fenced if that incarnation is not a member, or no longer one, or uses a shard map
-        from before the job was started over or restored; MalformedMessage if the token names no
-        member; and what the store raises if it has to be asked.
+        Raises Fenced if the token's incarnation is not a member, or no longer one, or uses a shard
+        map from before the job was started over or restored; MalformedMessage if the token names no
+        member; and what the store raises if etcd has to be asked.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
@@ -93,7 +95,7 @@ class Fence:
 
     async def _check_run(self, token: Token) -> None:
         """Raise Fenced if the token states another run than the job's. After the job was started
-        over or restored, a process that was halted meanwhile may still count as a member for a
+        over or restored, a process that was suspended meanwhile may still count as a member for a
         while, but its gradients were computed on values that were replaced."""
         runs = self._runs
         if runs is None or not token.run or token.run == runs.job_run(token.job):
@@ -112,7 +114,8 @@ class Fence:
             )
 
     def is_live(self, session: str) -> bool:
-        """True if a session's incarnation is known as not fenced. Called from any thread."""
+        """True if, as far as this server knows, the session's incarnation is not fenced. Called
+        from any thread."""
         key, _, process = session.partition("#")
         incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process

@@ -25,13 +25,13 @@ class PeerTimeouts:
     """Timeouts between servers."""
 
     beat_s: Annotated[float, INTERNAL] = 0.3
-    """Pause after which a server sends a heartbeat, and between two probes of a primary without a
-    link to this server."""
+    """Time without another message after which a server sends a heartbeat. Also the time between
+    two probes of a primary that has no link to this server."""
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
     """Time without data from a peer after which a server continues without it. A killed peer is
     noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
-    """Time after which a peer counts as dead, if a broken stream was not opened again."""
+    """Time to open a broken stream again before the peer counts as gone."""
     full_s: Annotated[float, INTERNAL] = 4.0
     """Pause before a peer that had no memory for a copy is asked again. Doubled with each refusal,
     up to eight times this value."""

@@ -23,11 +23,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """A description of a process, sufficient to check on its own machine if it has ended."""
+    """A description of a process, sufficient to check on the process's machine if it has ended."""
 
     incarnation: str
     boot: str
-    """Id of the machine's boot: changes with each start, and is unique among machines."""
+    """Id of the machine's boot: changes each time the machine starts, and is unique among
+    machines."""
     namespace: str
     """The PID namespace: a container's PIDs are not the machine's."""
     pid: int
@@ -57,8 +58,8 @@ class ProcessRecord:
         )
 
     def has_ended(self, seen_by: "ProcessRecord") -> bool:
-        """True if `seen_by` is in the same PID namespace of the same machine, and this process has
-        ended."""
+        """True if `seen_by` is in the same PID namespace of the same machine, and the process of
+        this record has ended."""
         if (self.boot, self.namespace) != (seen_by.boot, seen_by.namespace):
             return False
         return _started(self.pid) != self.started

@@ -45,7 +45,8 @@ class ServerIdentity:
 
 
 class Registration:
-    """Registers on entry, renews the lease in the background, removes the key on exit.
+    """Registers the server on entry, renews its lease in the background, and removes its key on
+    exit.
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
     again with a new lease. Two servers never have the same id at once: the second server waits

@@ -7,7 +7,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 class Silence:
     """Measures how long a message of another server is overdue. Time for which this process was
-    halted does not count, as this process read no messages meanwhile. Lives on the event loop."""
+    suspended does not count, as it read no messages meanwhile. Lives on the event loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts

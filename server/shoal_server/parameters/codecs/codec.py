@@ -1,7 +1,7 @@
 """Checks of a push's `GradientCodec`, and the choice of its decoder.
 
 Every replica of a shard decodes the same bytes, and must get the same values to the last bit. So
-decoders only copy values, or multiply and add them one by one.
+decoders only copy and convert values, or multiply and add them one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,10 @@
 """Comparison of a backup with its primary, piece by piece while pushes go on.
 
-A backup replays its primary's updates, so the two are equal to the last bit; they differ only after
-a fault of memory, of a machine's arithmetic, or of this program. Without a comparison, a difference
-would show only when the backup becomes primary. So the primary computes a digest of a piece at
-intervals and sends it to each backup in the stream of records. The backup digests the same piece
-when it has replayed exactly the same records:
+A backup replays its primary's updates, so the two are equal to the last bit. They differ only after
+a fault of memory, of a machine's arithmetic, or of this program, or if their versions of torch
+round differently. Without a comparison, a difference would show only when the backup becomes
+primary. So the primary computes a digest of a piece at intervals and sends it to each backup in the
+stream of records. The backup digests the same piece when it has replayed exactly the same records:
 
     walk = PieceWalk()
     digest = walk.next(shard)                    at the primary, which sends it after a record
@@ -49,7 +49,7 @@ class DigestRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceDigest:
-    """The digest of a range right after the push that made the version."""
+    """The digest of a range of the shard at one version."""
 
     version: int
     piece: DigestRange

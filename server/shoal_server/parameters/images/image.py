@@ -76,8 +76,8 @@ class LoadedImage:
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
     run: str = ""
-    """`JobAssignments.run`, if the image is from a journal: shards of another placement have the
-    same ids."""
+    """`JobAssignments.run`, if the image is from a journal: shards of another placement may have
+    the same ids. Empty: unknown."""
 
     def streams(self) -> Sequence[TensorStream]:
         return [

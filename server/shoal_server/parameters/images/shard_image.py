@@ -38,10 +38,10 @@ class Locked(Protocol):
 
 
 class ImageContent(Protocol):
-    """The large part of an image. Call `read` with the lock of the shard's content."""
+    """The large part of an image. Hold the lock of the shard's content while calling `read`."""
 
     described: Sequence[TensorImage]
-    """The tensors of the content."""
+    """Descriptions of the content's tensors."""
 
     def __len__(self) -> int:
         """Return the number of chunks."""

@@ -34,9 +34,10 @@ class JournalSegment:
 
 
 class JournalIndex:
-    """Segments and images of a journal. A shard's image replaces its records up to the image's
-    version; an end entry replaces all earlier entries and the image of its shard. Segments are
-    removed oldest first, so an end entry is never removed before the entries that it replaces."""
+    """Segments and images of a journal. A shard's image replaces the shard's records up to the
+    image's version; an end entry replaces the shard's image and all its earlier entries. Segments
+    are removed oldest first, so an end entry is never removed before the entries that it
+    replaces."""
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
@@ -52,7 +53,7 @@ class JournalIndex:
 
     def of(self, key: Key) -> "JournalIndex":
         """Copy this index as of now, for one shard. The copy has only the segments that the shard
-        needs: others may be removed at any time."""
+        needs: the files of other segments may be removed at any time."""
         one = JournalIndex()
         one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}
@@ -96,7 +97,7 @@ class JournalIndex:
         return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
     def removable(self) -> Sequence[JournalSegment]:
-        """Return the oldest segments, up to one that is needed or is the newest."""
+        """Return the segments before the first one that is needed; never the newest segment."""
         removable: list[JournalSegment] = []
         for segment in self.segments[:-1]:
             if self._needing(segment):

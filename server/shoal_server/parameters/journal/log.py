@@ -122,8 +122,9 @@ class Journal:
         """Return every shard as of its last record on disk. Call this before `append`. `make` makes
         a shard from its image.
 
-        Raises JournalDamaged, naming the file, also for a MalformedMessage of `make`; other errors
-        of `make` as they are; Unavailable or OSError if a file cannot be read.
+        Raises JournalDamaged, naming the file, if it is damaged, or if `make` raises
+        MalformedMessage; Unavailable or OSError if a file cannot be read; and other errors of
+        `make`.
         """
         return replay(self._config.directory, self._images, self._index, make)
 

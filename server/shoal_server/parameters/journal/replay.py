@@ -147,7 +147,7 @@ def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
 
 def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
     return JournalDamaged(
-        f"records are missing in the journal, before the records of {file}",
+        f"records are missing in the journal, in {file} or before it",
         seen=seen,
         expected=expected,
         fix="Restore from a snapshot; an older copy of the journal lacks later pushes.",

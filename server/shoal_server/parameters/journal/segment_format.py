@@ -142,7 +142,7 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
         f"the journal {file} is damaged",
         seen=f"no whole entry at byte {at} of {len(data)}",
         expected="an entry that had certainly been synced to disk"
-        + (f", as the one at byte {witness} says" if witness is not None else ""),
+        + (f", as the entry at byte {witness} shows" if witness is not None else ""),
         fix="Restore from a snapshot; an older copy of the journal lacks later pushes.",
         details={"file": file, "offset": str(at)},
     )

@@ -46,7 +46,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _JournaledShard:
-    """A shard that is being journaled, since this server became its primary or since journaling
+    """An attempt to journal a shard: since this server became its primary, or since journaling
     resumed."""
 
     replica: ShardReplica
@@ -147,8 +147,8 @@ class ShardJournal:
         try:
             version = await self._put(led, await self._take(led.replica))
         except Exception as error:
-            # Any error interrupts journaling, also a lack of memory: records and durable pushes
-            # would wait for ever.
+            # Any error interrupts journaling, also a lack of memory: otherwise records and durable
+            # pushes would wait for ever.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_journaled", job=key[0], shard_id=key[1])
             self._interrupt(led, error if isinstance(error, ShoalError) else _no_image(error))
@@ -304,8 +304,8 @@ class ShardJournal:
     async def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
-        """Read a shard that this server does not serve from the journal; None if the journal does
-        not have it, or cannot be read."""
+        """Read from the journal a shard that this server does not serve; None if the journal does
+        not have the shard, or cannot be read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
         try:

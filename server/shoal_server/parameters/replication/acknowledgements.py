@@ -64,7 +64,7 @@ class Acknowledgements:
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, or of the error that `wait` would raise. It is done when
-        `wait` would end. If it is cancelled, nothing keeps the answer any longer."""
+        `wait` would end. If the future is cancelled, the answer is freed at once."""
         waiter = _Waiter(replica, self._loop.create_future(), answer)
         if not replica.is_led:
             waiter.answered.set_result(replica.deposed_error())
@@ -78,7 +78,8 @@ class Acknowledgements:
 
     def _abandon_if_cancelled(self, waiter: _Waiter, answered: "asyncio.Future[Any]") -> None:
         if answered.cancelled():
-            # The core forgets the token only once its version is safe, which may take minutes.
+            # The core drops an abandoned token only once its version is safe, which may take
+            # minutes. The answer may be large.
             waiter.answer = None
             key = waiter.replica.job, waiter.replica.shard_id
             self._driver.submit_event(AckAbandoned(waiter, key))

@@ -9,7 +9,7 @@ from shoal_server.core.replication.protocol.events import Event, WakeTimeReached
 from shoal_server.core.replication.replication_core import ReplicationCore
 
 TIMED_WITHIN_S = 0.002
-"""Time after an event at which the timer is set: once for all events until then."""
+"""Time from an event until the timer is set, once for all events in this time."""
 
 
 class CoreDriver:

@@ -38,7 +38,7 @@ class ReplicationEdges:
     servicer: ReplicationServicer | None = None
     """The service; None until it is made. No request arrives before that."""
 
-    def carry_out(self, effect: fx.Effect) -> None:  # noqa: PLR0912, PLR0915 - a case for each
+    def carry_out(self, effect: fx.Effect) -> None:  # noqa: PLR0912, PLR0915 - a case per effect
         match effect:
             # The effects of a push come first, as cases are tried in order.
             case fx.SendRequest():

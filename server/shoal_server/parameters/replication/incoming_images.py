@@ -111,8 +111,8 @@ class IncomingImages:
                 claim.move_to_shard(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
-        """Remove a complete image, and return the backup that was made from it. Raises
-        InternalError for an image that is not complete."""
+        """Remove a complete image, and return a backup with its shard. Raises InternalError for an
+        image that is not complete."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
             raise InternalError("an incomplete image is to be adopted", seen=str(effect))

@@ -101,9 +101,9 @@ class DiskRemovalLoop:
         self._decision = DiskRemoval(replicas.me, limits)
 
     async def correct_assignments(self, on_disk: Collection[Key] = ()) -> None:
-        """Compare the assignments with the journal, and correct the wrong assignments. Leave those
-        whose primary is another process of this server that may be alive. Raises what the store
-        raises."""
+        """Correct assignments that name this server's disk for a shard that is not in `on_disk`,
+        the shards of the journal. Leave those whose primary is another process of this server that
+        may be alive. Raises what the store raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {
@@ -128,8 +128,8 @@ class DiskRemovalLoop:
                 await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def correct_for_ever(self) -> None:
-        """Repeat `correct_assignments` as long as the server runs, if it has no journal: the
-        previous process with its id may be alive at first, and known to be dead later."""
+        """Repeat `correct_assignments` as long as the server runs. For a server without a journal:
+        the previous process with its id may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:

@@ -107,8 +107,9 @@ class OutgoingLinks:
             link.send_record(effect.request, effect.record)
 
     def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
-        """Send a digest to every follower in step, unless the shard has a later version by now."""
-        # The digest follows the record of its version.
+        """Send a digest to every server that gets the shard's pushes, unless the shard has a later
+        version by now."""
+        # The record of the digest's version must be sent before the digest.
         replica.leading.report_applied()
         if not replica.is_led or replica.state.version != digest.version:
             return
@@ -118,7 +119,8 @@ class OutgoingLinks:
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
         """Copy the data of a push, before it is applied, to memory that is shared with one of the
-        shard's followers. None if there is no such memory. See `PeerLink.draft`."""
+        shard's followers. Return the copy; None if there is no such memory. See
+        `PeerLink.draft`."""
         for link in self._followed_by(replica):
             if (drafted := link.draft(data)) is not None:
                 return drafted

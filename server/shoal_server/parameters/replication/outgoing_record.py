@@ -9,8 +9,9 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 
 class OutgoingRecord:
-    """An update record whose data may lie in lent memory. The replication core owns the record, and
-    discards it once no backup needs it; links have weak references. Lives on the event loop."""
+    """An update record whose data may lie in lent memory, which is reused for another push later.
+    The replication core owns the record, and discards it once no backup needs it; links have weak
+    references. Lives on the event loop."""
 
     __slots__ = ("__weakref__", "_record", "num_bytes", "version")
 

@@ -89,7 +89,7 @@ class PeerLink:
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._idle: WatchedStream | None = None
-        """The stream for pushes; None while something is being written to it."""
+        """The stream for pushes, while it is open and nothing is being written to it; else None."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-to-{self._to.server_id}")

@@ -285,7 +285,7 @@ class ReplicationServicer(Base):
             reading.add_done_callback(read)
             self._links.read_by(reading, caller[0], direct.end_reading)
         silent = asyncio.create_task(silence.wait())
-        # A send to a halted process waits until the process continues.
+        # A send to a suspended process waits until the process continues.
         silent.add_done_callback(lambda task: None if task.cancelled() else direct.end_sending())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())

@@ -293,7 +293,7 @@ class ShardReplicas:
 
     async def wait_empty(self) -> None:
         """Return once this server has no shard in memory and its disk need not keep any for another
-        primary, or once there is no other registered server except servers that are leaving."""
+        primary, or once every other registered server is leaving."""
         self._check_empty()
         await self._empty.wait()
 
@@ -353,7 +353,8 @@ class ShardReplicas:
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
     def adopt_journaled(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
-        """Take over the shards that the previous process of this server left in its journal."""
+        """Report to the core the shards that the previous process of this server left in its
+        journal. Keep in memory those that the core may claim."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)
@@ -395,8 +396,8 @@ class ShardReplicas:
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """Shards in the journal that this server has not claimed yet, because another server may
-        have a newer copy."""
+        """Shards in the journal that this server does not lead from it, for example because another
+        server may have a newer copy."""
         return self._driver.core.open_claims
 
     def servers_seen(

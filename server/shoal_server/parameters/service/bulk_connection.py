@@ -1,4 +1,4 @@
-"""Server's end of a bulk connection, which answers the calls of one client, one after the other."""
+"""The server's end of a bulk connection, which answers one client's calls, one after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -218,9 +218,9 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send beats while a call is in progress, to show the client that this server is alive.
-        Return once the client has hung up: after the end of a call nothing is read until all its
-        parts are answered, which may take minutes."""
+        """Send heartbeats while a call is in progress, to show the client that this server is
+        alive. Return once one fails because the client has hung up: no read shows that, since
+        nothing is read between a call's last frame and its last answer, perhaps for minutes."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -243,7 +243,7 @@ class BulkCall:
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
         # Half of the slots are freed together: the sender can go on with the other half.
-        self._late = DeferredFrames(wire, max(num_slots // 2, 1))
+        self._deferred = DeferredFrames(wire, max(num_slots // 2, 1))
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
         """Yield the pieces of the call, until its end."""
@@ -282,16 +282,16 @@ class BulkCall:
 
     def send_now(self, reply: FollowReply) -> bool:
         """See `DirectStream`."""
-        return self._late.send_now(_frame(reply))
+        return self._deferred.send_now(_frame(reply))
 
     def send_soon(self, reply: FollowReply) -> bool:
         """See `DirectStream`."""
-        self._late.queue_frame((reply.job, reply.shard_id), _frame(reply))
+        self._deferred.queue_frame((reply.job, reply.shard_id), _frame(reply))
         return True
 
     def close(self) -> None:
-        """Stop the timer of late frames, when the call has ended."""
-        self._late.close()
+        """Stop the timer of deferred frames, when the call has ended."""
+        self._deferred.close()
 
     @property
     def reads_to_end(self) -> bool:
@@ -324,7 +324,7 @@ class BulkCall:
     def _free_slot(self, frame: Frame) -> None:
         """Free the slot of a frame whose data have been applied or copied."""
         if frame.kind is FrameKind.PLACED:
-            self._late.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
+            self._deferred.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
 
     @property
     def is_local(self) -> bool:

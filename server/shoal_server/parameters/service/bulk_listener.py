@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 4096
-# The kernel probes a connection that was silent for 10 s every 5 s, and ends it after 3 probes
-# without an answer: the client's machine has vanished.
+# After 10 s of silence, the kernel probes a connection every 5 s. It ends the connection after 3
+# probes without an answer: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -153,8 +153,9 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """Return a Unix socket with a random abstract name, for clients in this network namespace; None
-    if the system has no abstract names. Then all clients connect to the port.
+    """Return a Unix socket, for clients in this network namespace, and its random abstract name.
+    None and an empty name if the system has no abstract names: then all clients connect to the
+    port.
     """
     name = f"shoal-{secrets.token_hex(16)}"
     try:

@@ -41,8 +41,9 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Start to apply a complete part; return its answer. If the future is cancelled, the part
-        is not applied, or nobody gets its answer."""
+        """Start to apply a complete part; return a future of its answer. If the future is
+        cancelled, a part that still waits for its turn is not applied; a part that has begun is
+        applied without an answer."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
@@ -52,7 +53,7 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
 
 
 class IncomingCall(Generic[PartT, AnswerT]):
-    """Receives a push or a lookup. An error in one part is that part's answer; the others go on.
+    """Receives a push or a lookup. An error in one part is that part's answer; other parts go on.
 
     The shard of a part with an error is not changed, or its change did not become as safe as the
     push demands. An error that concerns the whole call is raised."""
@@ -68,11 +69,12 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the answers that were yielded last are the last ones. May be False for the last
-        answers, too: if they were yielded before the end of the call was received."""
+        """True if the newest answers that were yielded are known to be the call's last. It stays
+        False if they were yielded before the end of the call was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
+        """Expect the part that `make` returns, which the header names by `shard_id`. A ShoalError
+        from `make` is the part's answer."""
         try:
             part = make()
         except ShoalError as error:
@@ -89,8 +91,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
         """Yield the parts' answers while later pieces are still received, in the order in which
         the parts began to be applied or were refused. Answers that are ready are yielded together.
         Raises an error that concerns the whole call. If the caller stops before the last answer,
-        it gets none of the others: they are dropped, and parts that wait for their turn are not
-        applied."""
+        the remaining answers are dropped, and parts that wait for their turn are not applied."""
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
@@ -189,7 +190,7 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
     """Return the error for a piece of a shard that is not in the header, or is complete."""
     return MalformedMessage(
-        "a piece of a shard that is not expected",
+        "an unexpected piece of a shard",
         seen=f"shard {shard_id}",
         expected=f"one of {sorted(expected)}" if expected else "no more pieces",
         fix="Name each shard in the header and send each of its bytes once.",

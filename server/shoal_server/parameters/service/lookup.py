@@ -51,7 +51,8 @@ IncomingLookup = IncomingCall[LookupPart, LookupAnswer]
 
 
 class LookupKind:
-    """The items of one lookup. An item is answered once its rows are looked up."""
+    """The items of one lookup. An item is answered once its rows are looked up, and every backup in
+    step has their version."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class LookupKind:
         num_bytes = item.num_rows * shard.body.row_bytes
         if num_bytes > max(MAX_LOOKUP_BYTES, shard.body.row_bytes):
             raise MalformedMessage(
-                "one item asks for too many rows",
+                "an item of a lookup asks for too many rows",
                 seen=f"{num_bytes} bytes of values",
                 expected=f"at most {MAX_LOOKUP_BYTES}",
-                fix="Ask in several items.",
+                fix="Ask for the rows in several items.",
             )
         return LookupPart(
             number=number,

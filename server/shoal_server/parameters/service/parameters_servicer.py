@@ -243,8 +243,8 @@ class ParametersServicer(Base):
     async def look_up(
         self, request: LookupRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Answer a lookup of rows while it is being received, as `reply_writer` writes births and
-        values. Raises an error that concerns the whole call."""
+        """Answer a lookup of rows while it is being received. `reply_writer` writes the births and
+        values of the answers. Raises an error that concerns the whole call."""
         if not request.HasField("header"):
             raise no_header("LookupHeader")
         header = request.header

@@ -64,7 +64,7 @@ class PushPart:
     replica: ShardReplica
     assembler: PieceAssembler
     target: DenseTarget | TableShard
-    """Rows arrive as all ids, then all births, then all gradients."""
+    """The shard. The data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
     """The `num_bytes` with which a `Runner` applies the part."""
     next_address: str = ""
@@ -104,7 +104,7 @@ class PushKind:
         memory: Memory,
         reply_writer: ReplyWriter,
     ) -> None:
-        """Raises MalformedMessage or InvalidSpec for a header that no client sends."""
+        """Raises MalformedMessage or InvalidSpec if the header is not valid."""
         _check(header)
         self._scope = Scope.of(header.all_shard_ids, of_tables=header.counts_rows)
         self._header = header
@@ -140,7 +140,8 @@ class PushKind:
         return part(item, replica, next_address)
 
     def _dense_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises MalformedMessage for absent blocks that do not exist, and what `DenseBody.decoder`
+        """Raises InvalidSpec if the push lacks the learning rate of the shard's group,
+        MalformedMessage for absent blocks that do not exist, and what `DenseBody.decoder`
         raises."""
         shard = dense_shard(replica)
         group, rates = shard.spec.group, self._header.lr
@@ -336,8 +337,8 @@ def table_shard(replica: ShardReplica) -> TableShard:
 
 
 def messages(answers: Sequence[ShardAnswer]) -> Sequence[Message | bytes]:
-    """Return the messages and frames with these answers. Outcomes share a message, up to one whose
-    values follow."""
+    """Return the messages and frames with these answers. Successive outcomes share a message, which
+    ends at the first outcome with values; the values follow the message."""
     replies: list[Message | bytes] = []
     outcomes: list[PushOutcome] = []
     for answer in answers:

@@ -35,7 +35,7 @@ class TableMaker:
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
         """Make all table shards of the job that never existed and have this server as primary, if
-        this server lacks one of the `wanted` shards and knows no other primary of it. `wanted`:
+        this server lacks one of the `wanted` shards and knows of no later epoch of it. `wanted`:
         pairs of (shard id, epoch). Raises Overloaded if there is no memory for the new shards, or
         what the store raises."""
         for shard_id, epoch in wanted:

@@ -152,7 +152,7 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Add the shard's route to a WrongEpoch without details: return the `redirect` of the shard
+        """Replace a WrongEpoch that has no details by the shard's `redirect`, which has its route,
         if this server knows of an epoch later than `epoch`. Else return `error`."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
@@ -189,7 +189,7 @@ class Catalog:
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
         """Check that workers may create these shards here: the job has them, with equal dtype,
-        group and blocks, and those with values have an equal optimizer.
+        group and blocks, and those that this server has already have an equal optimizer.
 
         Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
         `check_new` and the store raise."""

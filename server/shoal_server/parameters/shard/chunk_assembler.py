@@ -1,4 +1,4 @@
-"""Assembly of the pieces of a push, and bounds on the memory that they take meanwhile."""
+"""Assembly of the pieces of a call, and bounds on the memory that they take meanwhile."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,8 @@ def shard_bytes(shard: Shard) -> int:
 
 
 class Budget:
-    """A bound on the bytes of unfinished pushes that the server holds, over all calls."""
+    """A bound on the bytes that the server holds for unfinished pushes, lookups and creations, over
+    all calls."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -83,9 +84,9 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch for more bytes than are left of its range,
-        MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES (unless
-        it is shared), and ChecksumMismatch if its bytes changed in transit."""
+        """Add the next piece. Raises ShapeMismatch if the piece has more bytes than its range still
+        lacks, MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES
+        (unless it is in shared memory), and ChecksumMismatch if its bytes changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:

@@ -16,7 +16,7 @@ class UpdateRecord:
     data: Buffer
     """The bytes of the push's gradient, as received, with any base values after it."""
     is_lent: bool = False
-    """True if the memory of the data will be reused soon: a receiver that keeps them must copy."""
+    """True if the memory of the data will be reused soon: copy the data to keep them."""
 
     @property
     def version(self) -> int:

@@ -109,7 +109,7 @@ class ShardReplica:
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
-        """The error while the journal does not keep the shard, else None."""
+        """The error that interrupted the shard's journaling; None if it is not interrupted."""
         self.is_forming = False
         """True until the core opens the shard to calls. If a new shard is to have a backup, it is
         opened once its first backup has a copy. Until then, `Catalog.look_up` returns ShardNotReady

@@ -45,7 +45,8 @@ class SessionTable:
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """May be changed at any time: sessions that are remembered already stay."""
+        """Bound on the remembered sessions. It may be changed at any time: sessions that are
+        remembered already stay."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
@@ -137,7 +138,8 @@ class SessionTable:
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:
-        """Encode all sessions and their pushes, in the order in which they were first seen."""
+        """Encode all sessions, in the order in which they were first seen, each with its pushes in
+        the order applied."""
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
@@ -151,7 +153,7 @@ class SessionTable:
             counts = {len(image.sequences), len(image.versions), len(image.staleness), len(scopes)}
             if len(counts) > 1:
                 raise InternalError(
-                    f"the memory of session {image.session} is torn",
+                    f"the remembered pushes of session {image.session} are inconsistent",
                     seen=f"{sorted(counts)} entries",
                     expected="as many sequences as versions, staleness and steps",
                 )

@@ -1,4 +1,4 @@
-"""The update rule of one shard: optimizer, schedule and staleness policy, as the job has agreed."""
+"""The update rule of one shard: the job's optimizer, schedule and staleness policy."""
 
 from collections.abc import Mapping, Sequence
 

@@ -52,7 +52,8 @@ class Push:
     """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push`
     decodes them. Always None for borrowed data, which must be copied first."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time at which this server received the push, by its clock."""
+    """Time at which this server received the push: by this server's clock or, for rows, by the
+    table's time (`TableBody.now_s`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values; needs no lock."""
+        """Bytes of values; of a table, with optimizer state and index. Needs no lock."""
         ...
 
     @property
@@ -92,8 +93,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may have to move when the body's memory
-        grows; needs no lock."""
+        """Return how many bytes a push of `num_rows` rows may have to process besides its rows;
+        needs no lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
@@ -129,8 +130,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return an image of the body as of now, and add it to `images`: the large tensors, not
-        copied, and a function that returns the small tensors later."""
+        """Return the large tensors as of now, as an image that is added to `images` and copies
+        nothing yet; and a function that returns the small tensors later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:

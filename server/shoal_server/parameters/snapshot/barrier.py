@@ -90,7 +90,8 @@ class SnapshotBarrier:
 
     def add_steps(self, begun: Begun) -> None:
         """Add the steps remembered by a shard that came from another server or was restored. That
-        shard may lack steps that all other shards here had applied."""
+        shard may lack steps that all other shards here have applied, so every known step is checked
+        again."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):

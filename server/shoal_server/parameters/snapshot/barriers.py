@@ -113,9 +113,9 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Wait up to `wait_s` for the steps that have begun, and make an image of every shard of
-        which this server is primary. Return the images' stamps, and the steps that stayed
-        incomplete (torn).
+        """Admit the steps in `begun`, which have begun on any server; wait up to `wait_s` until
+        they are applied here. Then make an image of every shard of which this server is primary.
+        Return the images' stamps, and the steps that stayed incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier is not closed for this cut any more. Afterwards the barrier
@@ -234,8 +234,8 @@ class SnapshotBarriers:
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
         """Add to the barrier the steps that are remembered by shards of which this server has
-        become primary, or whose epoch has changed. These steps may not have passed through the
-        barrier.
+        become primary, or whose epoch has changed. Their pushes may have gone to another server,
+        and not through this barrier.
         """
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
@@ -288,7 +288,7 @@ class AdmittedPart:
         self._step = step
 
     def record_answers(self, outcomes: Iterable[PushOutcome]) -> Sequence[PushOutcome]:
-        """Note the answers of shards, and return them. If a shard refuses its part finally, no cut
+        """Note the answers of shards, and return them. If a shard refuses its part for good, no cut
         waits for that part."""
         answers = list(outcomes)
         for outcome in answers:

@@ -62,9 +62,9 @@ class RememberedFates:
         pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
         if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):
             raise InternalError(
-                "the answers to remembered pushes are torn",
-                seen=f"{len(lengths)} answers of {len(answers)} bytes",
-                expected=f"{len(pushes)} of {int(lengths.sum())} bytes",
+                "the row fates of remembered pushes do not match the sessions",
+                seen=f"fates of {len(lengths)} pushes in {len(answers)} bytes",
+                expected=f"fates of {len(pushes)} pushes in {int(lengths.sum())} bytes",
             )
         data, start = answers.numpy().tobytes(), 0
         for (session, sequence), length in zip(pushes, lengths.tolist(), strict=True):

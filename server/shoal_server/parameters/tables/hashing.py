@@ -27,7 +27,8 @@ def mix64(values: Words) -> Words:
 
 
 def hash_ids(ids: Ids) -> Words:
-    """Hash row ids; the high half of a hash chooses the shard, its low bits a slot there."""
+    """Hash row ids. The high half of a hash chooses the shard, its low bits a slot in the shard's
+    index."""
     return mix64(ids.view(np.uint64))
 
 

@@ -1,11 +1,11 @@
 """Index from row ids to positions in a shard's arrays, for many ids at once.
 
 A hash table with open addressing, whose operations are a few passes over arrays: all ids make their
-first probe together, the ids that are not settled make the second, and so on. At most LOAD_LIMIT of
+first probe together, the ids that need another make the second, and so on. At most LOAD_LIMIT of
 the slots are in use, and probe n + 1 is n slots after probe n. (The distances from the first probe
-are triangular numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.)
-So no runs of used slots build up, the rounds are few, and each has far fewer ids than the one
-before.
+are triangular numbers. As the number of slots is a power of two, they reach every slot: Knuth,
+TAOCP 3, 6.4, exercise 20.) So no runs of used slots build up, the rounds are few, and each has far
+fewer ids than the one before.
 """
 
 from itertools import count

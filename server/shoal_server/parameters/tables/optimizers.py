@@ -2,7 +2,7 @@
 
 Rows and their state are gathered into new tensors, in the order of their ids, and written back
 after the step. So the result depends on the push and the row alone, not on the row's position.
-Optimizers that torch has compute the same operations, in the same order, as `torch.optim` on sparse
+If torch has the optimizer, the operations and their order are those of `torch.optim` on sparse
 gradients.
 
 Suffixes of tensors: r rows, c columns.

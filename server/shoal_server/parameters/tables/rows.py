@@ -24,7 +24,7 @@ DOUBLED_BYTES = 64 * 1024 * 1024
 """Size up to which a store doubles when it grows; a larger store grows by a quarter. Growing copies
 nothing, so it may be frequent."""
 INDEX_BYTES_PER_ROW = 32
-"""Upper bound on the index's bytes for a row: nearly four slots of four bytes, and two ids."""
+"""Upper bound on the index's bytes for a row: at most four slots of four bytes, and two ids."""
 
 
 class RowStore:
@@ -96,7 +96,7 @@ class RowStore:
         return self._index.find(ids)
 
     def births(self, rows: Rows) -> Ids:
-        """Return the version that made each row; 0 if there is none."""
+        """Return the version that made each row; 0 for a missing row, whose number is -1."""
         births = self._numbers(BIRTHS)[rows]
         return np.where(rows >= 0, births, 0)
 

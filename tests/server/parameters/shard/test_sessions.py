@@ -124,7 +124,7 @@ def test_an_incomplete_export_is_refused() -> None:
     """A table restored with only some outcomes would accept a push twice."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
-    with pytest.raises(InternalError, match="session a is torn"):
+    with pytest.raises(InternalError, match="session a are inconsistent"):
         table.restore([SessionImage(session="a", sequences=[1, 2], versions=[2], staleness=[0])])
     assert table.recall("a", 1) == RememberedOutcome(2, 0)
 
@@ -149,5 +149,5 @@ def test_scopes_of_steps_are_remembered_with_outcomes() -> None:
     assert [len(image.steps) for image in table.export()] == [3, 0]
     (torn, _) = table.export()
     del torn.steps[0]
-    with pytest.raises(InternalError, match="session a is torn"):
+    with pytest.raises(InternalError, match="session a are inconsistent"):
         restored.restore([torn])

@@ -151,7 +151,7 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 
 
 def as_message(frame: Frame) -> pb.FollowRequest:
-    """Return a message of a gRPC call."""
+    """Return a frame as a message of the gRPC stream."""
     if not isinstance(frame, Piece):
         return frame
     data = bytes(frame.data)
@@ -203,7 +203,8 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """The memory that counts the data; None for a chunk, whose memory was reserved before."""
+    """The server's memory, in which the data are counted; None for a chunk, whose memory was
+    reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     """Bytes of the parts that are reserved in `memory`."""

@@ -27,8 +27,8 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 class WatchedStream:
     """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end sends answers or beats at short intervals, however long its work takes. So silence
-    means that the other end is dead, or that the network is broken.
+    The other end sends answers or heartbeats at short intervals, however long its work takes. So
+    silence means that the other end is dead, or that the network is broken.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -66,18 +66,19 @@ class WatchedStream:
         return True
 
     async def send_beat(self) -> None:
-        """Send a beat. The other end answers it."""
+        """Send a heartbeat. The other end answers it."""
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """Yield the replies, except answers to beats and replies passed to `deliver`'s function."""
+        """Yield the replies, except answers to heartbeats, and replies that the function given to
+        `deliver` took."""
         async for reply in self._stream.replies():
             self._note_reply(reply)
             if reply.job:
                 yield reply
 
     def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
-        """Pass replies, except answers to beats, to `take`; see `PeerStream.deliver`."""
+        """Pass replies, except answers to heartbeats, to `take`; see `PeerStream.deliver`."""
 
         def noted(reply: pb.FollowReply) -> None:
             self._note_reply(reply)
