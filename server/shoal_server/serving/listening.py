@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
 """Time after the first signal to stop during which further signals count as its repetition."""
 WILDCARDS = ("", "0.0.0.0", "::")
-"""Every interface of this machine."""
+"""Hosts that mean every interface of this machine."""
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:

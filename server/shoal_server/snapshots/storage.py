@@ -243,6 +243,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec for a URL
-    that is no location, and what `Storage` raises."""
+    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, InvalidSpec for
+    a URL that is no location, and what `Storage` raises."""
     return Storage(roots.locate(url), url=url)

@@ -111,7 +111,7 @@ class _Printable(Collector):
 class _Snapshot(Collector):
     reading: StatusQueries
     jobs: Sequence[JobDetail]
-    """Jobs to show; summaries have what members reported."""
+    """Jobs to show; their summaries include what members reported."""
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     measures: ProcessMeasures

@@ -165,7 +165,8 @@ class StatusQueries:
         )
 
     def _job_step(self, job: JobDetail) -> int:
-        """Steps of the job: the highest of a synchronous job, else the sum over members."""
+        """Steps of the job: the highest step of a member if they step together, else the sum of the
+        members' steps."""
         name, members = job.summary.job, [each.member for each in job.members]
         if job.synchronous:
             steps = [self.step(name, member) for member in members]

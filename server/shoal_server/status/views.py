@@ -25,7 +25,7 @@ of a finished job."""
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness(View):
-    """Readiness of this coordinator, with the reason if it does not serve."""
+    """Readiness of this coordinator, and the reason."""
 
     ready: bool
     """True while this coordinator leads. It stops leading if it cannot renew its lease in etcd."""
@@ -293,10 +293,11 @@ class ServerView(View):
     unfinished_bytes: int = 0
     """Data of pushes that the server received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
-    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map;
-    their senders have sent them again."""
+    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map.
+    Their senders send them again."""
     partial_pushes: int = 0
-    """Pushes that some shards of the server applied and others refused, to be sent again."""
+    """Pushes that some shards of the server applied and others refused; the senders send the
+    refused parts again."""
     held_bytes: int = 0
     """Memory held for all jobs: shards and copies with what they remember, published weights,
     memory shared with clients, reservations and unfinished data."""
@@ -342,7 +343,7 @@ class PushesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationView(View):
-    """Replicas of a shard, and how far behind they are."""
+    """Copies of a shard on backups, and how far behind they are."""
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0
@@ -391,7 +392,7 @@ class LostShardView(View):
     snapshot: str
     """Result of restoring the shard from a snapshot, in a sentence."""
     told: str
-    """Text with all fields of the loss, and the remedy."""
+    """Text for people: what was lost, its highest known version, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,7 +455,7 @@ class SamplesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputView(View):
-    """Some of the lines that a member printed, over the restarts of its process."""
+    """Some of the lines that a member printed, those of its earlier processes included."""
 
     job: str
     member_id: str

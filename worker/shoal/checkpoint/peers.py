@@ -47,7 +47,7 @@ class GroupPeers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Unlike the trainer, this thread checks itself if its peers are connected.
+        # Unlike the trainer, this thread has to check by itself if its peers are connected.
         self._wait = PeerConnections(group).wait if can_be_cut(group) else None
         self.rank = group.rank()
 

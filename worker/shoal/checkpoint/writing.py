@@ -115,7 +115,7 @@ class _Writer:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
                 # All ranks have reached this point, so none still writes an earlier checkpoint.
                 self._draft.sweep()
-                # Here, not in `open`: an error of this rank is raised on all ranks.
+                # Within `act`, so that an error on this rank is raised on all ranks.
                 known = {**self._state_shard.values, SLOTS: merged(self._opened)}
                 self._values = names.entries_of(self._state_shard.step, known)
             elif not self._draft.shares_storage():

@@ -124,7 +124,7 @@ class GradientExchange:
 
     def has_finite_averages(self) -> bool:
         """True if all averages are finite; the same on all ranks. Used in place of `check` with a
-        GradScaler, which skips the other steps."""
+        GradScaler, which skips a step whose averages are not finite."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 

@@ -23,7 +23,7 @@ from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
 _HINTS = {
-    "batch_size": "global_batch_size is the size of all members' batch together.",
+    "batch_size": "global_batch_size is the size of the batch of all members together.",
     "sampler": "Subset(dataset, the sampler's indices) with shuffle=False: 'An order of your own'"
     " in docs/data.md.",
     "num_epochs": "epochs= is the number of epochs.",
@@ -162,7 +162,7 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Take the options that the script did not give from its DataLoader."""
+    """Return the options, with those that the script did not give taken from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")

@@ -430,10 +430,10 @@ class BatchLoader:
 
 
 def _start_method() -> str | None:
-    """The method by which loading processes start; None: Python's.
+    """The method by which loading processes start; None: Python's default.
 
-    Without it, from Python 3.14 on, they would be started by forkserver, under which a dataset must
-    be picklable and a script without `if __name__ == "__main__":` is run again.
+    From Python 3.14 on, the default on Linux is forkserver: a dataset would have to be picklable,
+    and a script without `if __name__ == "__main__":` would be run again.
     """
     if sys.platform != "linux":
         return None

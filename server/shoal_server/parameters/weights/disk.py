@@ -49,7 +49,7 @@ class WeightDisk:
                         at += file.write(chunk[at:]) or 0
                 os.fsync(file.fileno())
             draft.replace(path)
-            # The names of file and folders are in the folders above, and may be new.
+            # The names of the file and of its folders are entries of the parent folders, maybe new.
             for folder in (path.parent, path.parent.parent, self._directory):
                 _synchronize(folder)
         except OSError:

@@ -1,4 +1,4 @@
-"""The segments in this server's memory: admitted, verified, counted, and freed."""
+"""The segments in this server's memory: admits, receives, verifies and frees them."""
 
 import asyncio
 import time
@@ -89,10 +89,10 @@ class WeightHoldings:
         of_chunks: bytes | None = None,
     ) -> Segment:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
-        memory is reserved meanwhile.
+        memory is reserved before anything is received.
 
-        `of_chunks`: digests of the chunks of a descriptor, computed by its sender once the memory
-        was write-protected; None: they are computed here.
+        `of_chunks`: digests of the chunks of a segment that comes as a descriptor. Its sender
+        computed them once the memory was write-protected. None: they are computed here.
 
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
         ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed

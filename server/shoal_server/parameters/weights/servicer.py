@@ -68,7 +68,8 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free segments and differences that are no longer needed."""
+        """Free segments, and differences between two segments, that are no longer needed. Let
+        `upkeep` remove files once all records have been read."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
@@ -135,7 +136,7 @@ class WeightsServicer(WeightStoreServicer):
             raise AccessDenied(
                 "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
-                expected=f"one of role {' or '.join(sorted(r.value for r in PUBLISHING))}",
+                expected=f"a certificate for {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = SegmentOrigin(
@@ -175,7 +176,7 @@ class WeightsServicer(WeightStoreServicer):
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # An earlier attempt at this publication may have left a segment of its cut.
+        # An earlier attempt at this publication may have left a segment of another cut.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)

@@ -16,9 +16,9 @@ GRACE_S = 120.0
 """Time for which a segment is held although no version names it: longer than any publication takes
 to be committed or abandoned."""
 MAX_UNDECIDED = 2
-"""Most segments of one rank that no version names yet: one of the publication in progress, and one
-of an earlier publication that may never be complete. With the number of kept versions, this bounds
-the memory of a series."""
+"""Maximum number of segments of one rank that no version has named yet: one of the publication in
+progress, and one of an earlier publication that may never be complete. With the number of kept
+versions, this bounds the memory of a series."""
 
 
 Position = tuple[int, int]
@@ -62,6 +62,7 @@ class _Series:
     newest: Position = (0, 0)
     """The series' epoch, and the newest publication that was committed in it."""
     named: Mapping[bytes, Position] = field(default_factory=dict)
+    """Newest publication of each segment that a version names, by digest."""
     held: dict[bytes, HeldSegment] = field(default_factory=dict)
 
 

@@ -1,5 +1,5 @@
-"""Values that scripts log, over steps: one value for each step, averaged over intervals of steps,
-whose number is bounded."""
+"""Values that scripts log, over steps. Each step has one value; the values are averaged over a
+bounded number of intervals of steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -106,7 +106,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
             _install()
         _bound.append(world)
         _current.world = world
-        # torch wraps the process' hook again at each call, and never removes the wrapper.
+        # torch wraps `sys.excepthook` again at each call, and never removes the wrapper.
         hook = sys.excepthook
         try:
             initialise()

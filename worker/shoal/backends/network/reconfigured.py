@@ -5,9 +5,9 @@ its group's handle to the generation's store, and reconnects its group with all 
 Then each member writes its outcome to the store, and the generation uses the group only if all
 members succeeded. Otherwise all of them make a new group.
 
-torch's handle for Gloo consists of the group's rank and number in the generation for which it was
-last connected. Handles are unique within a generation because a new group is made with its member's
-rank in that generation.
+torch's handle for Gloo consists of two numbers: the member's rank and the group's number, both from
+the generation for which the group was last connected. Handles are unique within a generation
+because a new group is made with its member's rank in that generation.
 """
 
 import weakref
