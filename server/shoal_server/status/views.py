@@ -77,7 +77,7 @@ class MemberView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class RosterEntryView(View):
-    """One entry of a generation's roster."""
+    """Entry of a generation's roster."""
 
     member_id: str
     public_id: str
@@ -354,7 +354,8 @@ class ReplicationView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView(View):
-    """One shard: its primary, and its counts, which are 0 while that server is silent."""
+    """Shard with its primary and its counts. The counts are 0 while the primary's server is
+    silent."""
 
     shard_id: int
     server_id: str
@@ -455,7 +456,7 @@ class SamplesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputView(View):
-    """Some of the lines that a member printed, those of its earlier processes included."""
+    """Lines that a member printed, those of its earlier processes included."""
 
     job: str
     member_id: str

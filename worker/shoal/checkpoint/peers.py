@@ -21,7 +21,7 @@ _LENGTH_BYTES = 8
 
 
 class Peers(Protocol):
-    """One rank's connection to the ranks that write a checkpoint together."""
+    """Connection of a rank to the ranks that write a checkpoint together."""
 
     @property
     def rank(self) -> int: ...

@@ -65,7 +65,7 @@ def write(
 
 
 class _Writer:
-    """One rank's part in writing a checkpoint. Its methods are called in order."""
+    """Steps in which one rank writes its part of a checkpoint. The methods are called in order."""
 
     def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path

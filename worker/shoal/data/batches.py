@@ -134,10 +134,10 @@ class Loader:
         if self._samples is not None:
             self._samples.start()
 
-    def set_wait_callback(self, looks: Callable[[float], None]) -> None:
+    def set_wait_callback(self, callback: Callable[[float], None]) -> None:
         """Set the function to call repeatedly while a batch is late: see `BatchLoader.on_wait`."""
         if self._samples is not None:
-            self._samples.on_wait = looks
+            self._samples.on_wait = callback
 
     def close(self) -> None:
         """End the loading processes. May be called twice."""

@@ -81,8 +81,8 @@ class SegmentStore:
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Admit a segment for a publication.
 
-        Raises StaleEpoch if the series has a later epoch, and Overloaded if too many publications
-        of the rank are undecided.
+        Raises StaleEpoch if the series has a later epoch, and Overloaded if the rank has put
+        MAX_UNDECIDED other segments that no version has named yet.
         """
         known = self._series.get(series)
         if known is None:
@@ -105,8 +105,8 @@ class SegmentStore:
         if len(undecided) >= MAX_UNDECIDED:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
-                seen=f"segments of publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED}, before a segment of publication"
+                seen=f"segments of publications {sorted(undecided)}, which no version names yet",
+                expected=f"fewer than {MAX_UNDECIDED} such segments, before one of publication"
                 f" {origin.publication} is put",
                 fix="Publish again once they are committed; abandoned segments are freed after"
                 f" {GRACE_S:g} s.",

@@ -23,7 +23,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class RankWorld:
-    """One rank's tables of groups, with the fields of torch's own."""
+    """Tables of groups of one rank, with the same fields as torch's table."""
 
     pg_config_info = c10d.pg_config_info
 

@@ -23,8 +23,9 @@ class PeerSockets:
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """`on_lost` is called by a thread, at most once, with the reason. It is referred to weakly,
-        so that the connections are closed even if the owner does not call `close`."""
+        """Start a thread that waits for the loss of a rank, and then calls `on_lost` with the
+        reason, at most once. `on_lost` is a bound method, and is referred to weakly, so that the
+        connections are closed even if its object does not call `close`."""
         self._connections = tuple(connections)
         # Held while this rank notifies its peers that it leaves: a notified peer ends its
         # connection at once, and `_watch` would then close the connections to the other peers.
