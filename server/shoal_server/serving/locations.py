@@ -32,8 +32,8 @@ class Location:
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location, below
-        the root of a kind of storage in `_PROTOCOLS`, without `.`, `..`, empty names and control
+        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location in a
+        kind of storage of `_PROTOCOLS`, below its root, without `.`, `..`, empty names and control
         characters; for a bucket, also without `?`, `#` and backslashes."""
         protocol, colon, path = url.rpartition("://")
         if not colon:

@@ -221,7 +221,7 @@ def refusal_of(method: str, error: Exception) -> ShoalError:
     """Log the error that a call raised, and return the error for its caller: InternalError for any
     error but a ShoalError. Must be called in the `except` block."""
     if isinstance(error, NotLeader):
-        # Only for debugging: a caller that knows no other address retries until there is a leader.
+        # At debug level: a caller that knows no other address repeats the call until one leads.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):

@@ -223,7 +223,7 @@ class StatusBoard:
         of processes that are gone; `by_process`: steps of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
-            # A process that is gone since this coordinator led before: `gone_steps` has its steps.
+            # A process that ended since this coordinator led before: `gone_steps` has its steps.
             if each.latest.public_id not in by_process:
                 board.gone_highest_step = max(board.gone_highest_step, each.step)
                 del board.health[name]

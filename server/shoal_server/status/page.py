@@ -198,8 +198,8 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share are made at most once in FRESH_S, and parts that
-    never change once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S; parts that never
+    change are made once."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading

@@ -1,4 +1,4 @@
-"""Queries over source and board, shared by the API, the metrics and the page."""
+"""Queries over a coordinator's state and its board, shared by the API, the metrics and the page."""
 
 import time
 from collections.abc import Sequence

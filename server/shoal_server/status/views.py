@@ -99,7 +99,7 @@ class ConflictView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationView(View):
-    """Result of one attempt to form a generation: the record that every member got."""
+    """Result of one attempt to form a generation."""
 
     generation: int
     verdict: str
@@ -407,7 +407,8 @@ class AcceptedLossView(View):
     accepted_unix_s: float
     by: str
     samples_anew: bool = False
-    """True if the job's samples started over with the shard; else they stayed counted."""
+    """True if the job's samples started over with the shard; else the samples that were trained on
+    stayed counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +418,8 @@ class ShardsView(View):
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
     skew: float = 1.0
-    """Ratio of the fullest primary's parameter bytes to the mean over the servers."""
+    """Parameter bytes of which the fullest server is primary, divided by the mean over all servers
+    that are primaries."""
     lost: tuple[LostShardView, ...] = ()
     """Shards that no server holds any more. Their pushes and pulls are refused."""
     lost_in_words: tuple[str, ...] = ()

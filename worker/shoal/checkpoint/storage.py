@@ -20,8 +20,8 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
-    """Return the complete checkpoint of the highest step, if there is one. Raises what `complete`
-    raises."""
+    """Return the complete checkpoint of the highest step; None if there is none. Raises what
+    `complete` raises."""
     checkpoints = complete(location)
     return checkpoints[max(checkpoints)] if checkpoints else None
 

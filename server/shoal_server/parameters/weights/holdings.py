@@ -1,4 +1,4 @@
-"""The segments in this server's memory: admits, receives, verifies and frees them."""
+"""The segments in this server's memory: how they are admitted, received, verified and freed."""
 
 import asyncio
 import time

@@ -77,7 +77,7 @@ class LoggedValues:
                 self._by_name.setdefault(name, LoggedSeries()).add(int(step), value)
 
     def newest_values(self) -> dict[str, tuple[int, float]]:
-        """Step and value of each name."""
+        """Newest value of each name, with its step."""
         return {name: (each.step, each.value) for name, each in self._by_name.items()}
 
     def view(self, after_step: int = 0) -> tuple[LoggedView, ...]:

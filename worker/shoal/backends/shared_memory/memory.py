@@ -81,7 +81,7 @@ class SharedMemory:
         return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
-        """Set the connections to peers. `on_left` is called after this rank's last write."""
+        """Set the connections to peers. `close` calls `on_left`: this rank then writes no more."""
         self._links, self._on_left = links, on_left
 
     def gather_words(self, word: int = 0) -> Sequence[int]:
