@@ -46,7 +46,7 @@ SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Multiple of the median step time from which a member counts as slow."""
+"""Multiple of the median step time above which a member counts as slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",

@@ -49,7 +49,7 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
     last = max(complete(location), default=step)
     if last > step:
         raise InvalidSpec(
-            f"{location} has checkpoints of a run that was further than this one",
+            f"{location} has checkpoints of a run that had taken more steps than this one",
             seen=f"step {last}",
             expected=f"none after step {step}",
             fix="Continue from the newest one, or write to another directory.",

@@ -46,7 +46,7 @@ class LoadingOptions(TypedDict, total=False):
     timeout: float
     silence_s: float
     collate_fn: Collate | None
-    """The same function as `collate`."""
+    """Another name of the option `collate`, as in torch."""
     drop_last: bool
     """Leave out the samples at an epoch's end that do not fill a global batch."""
     seed_samples: bool

@@ -167,7 +167,7 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
         """Make a shard's segment, and hold it on this server and on all servers of the request's
-        chain. Sets the segment's digest in `request`.
+        chain. Sets `segment` and `abandoned` in `request`.
 
         Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
         of the chain does not hold the segment afterwards, and what `planned.fill` raises.
