@@ -88,7 +88,7 @@ class ServingOptions(TlsOptions):
             )
         if not tls and not self.insecure and (found := opened(listens)):
             raise InvalidSpec(
-                "an address that others reach is served without TLS",
+                "an address that other machines can reach would be served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, made by `shoal certs init`",
                 fix="Or give --insecure, if every process that reaches it may read parameters"

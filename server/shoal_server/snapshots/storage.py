@@ -182,7 +182,7 @@ class Storage:
         return Unavailable(
             f"{self.url}/{path} cannot be {done}" if path else f"{self.url} cannot be {done}",
             seen=f"{type(error).__name__}: {error}",
-            expected="storage that answers, has room and permits it",
+            expected="storage that answers, has room and permits the access",
         )
 
 

@@ -220,7 +220,8 @@ class _Snapshot(Collector):
         )
         recovery = HistogramMetricFamily(
             "shoal_job_recovery_seconds",
-            "Time from the last step before a change to the first one after it, minus a step's.",
+            "Time from the last step before a change to the first one after it, minus the usual"
+            " time of a step.",
             labels=labels,
         )
         age = GaugeMetricFamily(

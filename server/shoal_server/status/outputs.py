@@ -67,6 +67,6 @@ def _asker(guard: Guard, request: Request) -> CallerProof:
         raise AccessDenied(
             f"output of members is not for a {caller.role.value}",
             seen=f"the certificate of {caller}",
-            expected=f"a certificate for {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
+            expected=f"the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
         )
     return CallerProof(is_known=True)

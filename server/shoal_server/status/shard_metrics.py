@@ -69,7 +69,9 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     yield _loop_lag(servers)
     yield _comparisons(servers)
     skew = GaugeMetricFamily(
-        "shoal_job_skew_ratio", "Fullest server's parameter bytes over the mean.", labels=["job"]
+        "shoal_job_skew_ratio",
+        "Parameter bytes of the fullest server, divided by the mean over the servers.",
+        labels=["job"],
     )
     for job, view in views.items():
         skew.add_metric([job], view.skew)

@@ -266,7 +266,7 @@ def dataset_size(dataset: Dataset) -> int:
         return len(columns[0])
     if isinstance(dataset, tuple):
         raise InvalidSpec(
-            "a tuple as the dataset holds something other than tensors",
+            "the dataset is a tuple of something other than tensors",
             seen=", ".join(type(each).__name__ for each in dataset) or "nothing",
             expected="tensors of one length, such as (inputs, targets)",
             fix="torch.from_numpy(array) makes a tensor of an array. Put samples into a list.",

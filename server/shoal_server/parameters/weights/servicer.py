@@ -136,7 +136,7 @@ class WeightsServicer(WeightStoreServicer):
             raise AccessDenied(
                 "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
-                expected=f"a certificate for {' or '.join(sorted(r.value for r in PUBLISHING))}",
+                expected=f"the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = SegmentOrigin(
