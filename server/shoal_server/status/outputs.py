@@ -22,7 +22,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     403: {"model": ErrorBody, "description": "The caller's role may not read output."},
     404: {"model": ErrorBody, "description": "No such job, or no such output."},
     422: {"model": ErrorBody, "description": "A position that is not from an earlier answer."},
-    503: {"model": ErrorBody, "description": "The launcher does not answer, or no leader is known."},
+    503: {"model": ErrorBody, "description": "The launcher does not answer, or no one leads."},
 }
 
 

@@ -7,7 +7,7 @@ from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 
 class SegmentTransport(Protocol):
-    """The server's side of such a call."""
+    """A call of a bulk connection, as the server sees it."""
 
     @property
     def is_local(self) -> bool:
