@@ -42,7 +42,7 @@ class CoordinatorConfig:
     reach: Annotated[CoordinatorServing, FLAT] = field(default_factory=CoordinatorServing)
     listen: ListenAddress = "7700"
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
-    """Address of the status page and its API. A port alone is at --bind."""
+    """Address of the status page and its API. PORT alone: at the address of --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
     """Further host name by which browsers and tools may reach the page, such as the name of a load
     balancer or an ingress. Addresses, names without a dot, names of this machine and of its cluster

@@ -1,1 +1,1 @@
-"""Foundations of the server's processes: listening, gRPC, message bounds."""
+"""Foundations of coordinators and parameter servers: options, listening, gRPC, access, limits."""

@@ -1,4 +1,4 @@
-"""The bounds of every field that a request may have.
+"""Bounds of every field of every request.
 
 A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`: there a
 name has the same bounds in all messages. A test fails for a field that is in neither table.

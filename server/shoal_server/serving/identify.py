@@ -16,8 +16,8 @@ from shoal_server.core.processes import Holder
 async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
-    """True if that very process answers at the address within `within_s`, over a channel with these
-    options. False also if any error prevents the answer."""
+    """True if the process `holder` answers at the address within `within_s`, over a channel with
+    these options. False if another process answers, or after any error."""
     async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)

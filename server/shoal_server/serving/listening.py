@@ -1,4 +1,4 @@
-"""A server process' addresses: listening, announcing, the ready file, and stopping on a signal."""
+"""Start and end of a server process: its addresses, its ready file, and the signals to stop."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
 """Time after the first signal to stop during which further signals count as its repetition."""
 WILDCARDS = ("", "0.0.0.0", "::")
-"""Every interface of this machine."""
+"""Hosts that mean every interface of this machine."""
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
@@ -41,7 +41,7 @@ class StopRequest:
         self.insisted = asyncio.Event()
         """Set by a signal SAME_ORDER_S or more after the first. A signal before that only repeats
         the first: a scheduler signals every process of a job, and the parent of this process
-        signals it again.
+        passes the signal on once more.
         """
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()

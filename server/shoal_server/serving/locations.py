@@ -28,13 +28,13 @@ class Location:
     protocol: str
     """Kind of storage: file, s3, gs, az, or memory in tests."""
     path: str
-    """Absolute path of local files, with symbolic links resolved; otherwise bucket/prefix."""
+    """Absolute path of a local directory, with symbolic links resolved; otherwise bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location below
-        the root of known storage, without `.`, `..`, empty names and control characters; for a
-        bucket, also without `?`, `#` and backslashes."""
+        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location in a
+        kind of storage of `_PROTOCOLS`, below its root, without `.`, `..`, empty names and control
+        characters; for a bucket, also without `?`, `#` and backslashes."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL

@@ -39,7 +39,7 @@ Check = Callable[[Any], None]
 class _Field:
     name: str
     check: Check
-    is_set: bool
+    only_if_set: bool
     """True if the field is checked only when it is set: an unset message has nothing to check."""
 
 
@@ -70,7 +70,7 @@ class MessageBounds:
         descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
         kind = self._kind_of(descriptor)
         for field in kind.fields:
-            if not field.is_set or message.HasField(field.name):
+            if not field.only_if_set or message.HasField(field.name):
                 field.check(getattr(message, field.name))
         if kind.num_bytes is not None and (size := message.ByteSize()) > kind.num_bytes:
             raise _refusal(descriptor.name, f"{size} bytes", f"at most {kind.num_bytes} bytes")
@@ -88,13 +88,13 @@ class MessageBounds:
         name, bound = f"{owner}.{field.name}", bound_of(owner, field.name) or _UNNAMED
         repeated, entry = field.is_repeated, field.message_type
         if repeated and entry is not None and entry.GetOptions().map_entry:
-            return _Field(field.name, self._map(name, entry, bound), is_set=False)
+            return _Field(field.name, self._map(name, entry, bound), only_if_set=False)
         one = self._one(name, field, bound)
         if repeated:
-            return _Field(field.name, _each(name, one, bound.count), is_set=False)
+            return _Field(field.name, _each(name, one, bound.count), only_if_set=False)
         if one is None:
             return None
-        return _Field(field.name, one, is_set=entry is not None)
+        return _Field(field.name, one, only_if_set=entry is not None)
 
     def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
         """Check for a single value; None if every value of its type is within bounds."""

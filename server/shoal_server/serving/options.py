@@ -33,7 +33,7 @@ ListenAddress = Annotated[
     Parameter(
         name="--listen",
         metavar="[HOST:]PORT",
-        help="Where to serve gRPC. A port alone is at --bind.",
+        help="Where to serve gRPC. PORT alone: at the address of --bind.",
     ),
 ]
 HttpClients = Literal["certificate", "token", "user"]
@@ -52,8 +52,8 @@ MetricsAddress = Annotated[
     Parameter(
         name="--metrics",
         metavar="[HOST:]PORT",
-        help="Serve metrics for Prometheus there, without TLS and without a token. A port alone is"
-        " at 127.0.0.1. By default none are served.",
+        help="Serve metrics for Prometheus there, without TLS and without a token. PORT alone: at"
+        " 127.0.0.1. By default none are served.",
     ),
 ]
 ReadyFile = Annotated[
@@ -88,7 +88,7 @@ class ServingOptions(TlsOptions):
             )
         if not tls and not self.insecure and (found := opened(listens)):
             raise InvalidSpec(
-                "an address that others reach is served without TLS",
+                "an address that other machines can reach would be served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, made by `shoal certs init`",
                 fix="Or give --insecure, if every process that reaches it may read parameters"

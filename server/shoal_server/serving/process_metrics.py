@@ -53,10 +53,10 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` from threads of its own, while its block runs.
+    """Serves `/metrics` from threads of its own, while its `async with` block runs.
 
-    `collect` runs on the event loop, so it may read the loop's state. Entering the block raises
-    AddressInUse if the address cannot be listened on.
+    `collect` runs on the event loop, so it may read what belongs to the loop. Entering the block
+    raises AddressInUse if the process cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:

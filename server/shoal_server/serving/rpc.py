@@ -133,7 +133,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.unary_unary or handler.unary_stream:
             decode = partial(_parse, parse, self._bounds, method)
         else:
-            decode = partial(_parsed, parse, self._bounds, method)
+            decode = partial(_parse_each, parse, self._bounds, method)
         kind = next(k for k in _KINDS if getattr(handler, k))
         inner = getattr(handler, kind)
         admit = admission(method) if self._by_role else _anybody
@@ -206,7 +206,7 @@ def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> b
     return reply if isinstance(reply, bytes) else serialize(reply)
 
 
-async def _parsed(
+async def _parse_each(
     parse: Parser,
     bounds: MessageBounds,
     method: str,
@@ -221,7 +221,7 @@ def refusal_of(method: str, error: Exception) -> ShoalError:
     """Log the error that a call raised, and return the error for its caller: InternalError for any
     error but a ShoalError. Must be called in the `except` block."""
     if isinstance(error, NotLeader):
-        # Only for debugging: a caller that knows no other address retries until there is a leader.
+        # At debug level: a caller that knows no other address repeats the call until one leads.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):

@@ -145,10 +145,10 @@ class SnapshotLibrary:
         snapshot refers. `num_kept`: 1 or more; None: all snapshots.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
-        damaged manifest, or one of a later release, stays and does not count; its snapshot's files
-        and all earlier ones are kept, since it may refer to each of them. Returns the snapshots
-        that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then only some
-        may be removed.
+        damaged manifest, or one of a later release, stays and does not count. It may refer to any
+        file of its own snapshot and of earlier ones, so all of these are kept. Returns the
+        snapshots that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then
+        only some may be removed.
         """
         if num_kept is not None and num_kept < 1:
             raise InvalidSpec(

@@ -98,7 +98,8 @@ class Manifest:
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
-        # The checksum proves no author: every process that can write here can compute it.
+        # The checksum does not show who wrote the manifest: every process that can write here can
+        # compute it.
         for part in manifest.parts:
             check_part_file(part)
         wrong = _wrong_fields(manifest)

@@ -182,7 +182,7 @@ class Storage:
         return Unavailable(
             f"{self.url}/{path} cannot be {done}" if path else f"{self.url} cannot be {done}",
             seen=f"{type(error).__name__}: {error}",
-            expected="storage that answers, has room and permits it",
+            expected="storage that answers, has room and permits the access",
         )
 
 
@@ -243,6 +243,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec for a URL
-    that is no location, and what `Storage` raises."""
+    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, InvalidSpec for
+    a URL that is no location, and what `Storage` raises."""
     return Storage(roots.locate(url), url=url)

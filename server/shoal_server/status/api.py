@@ -138,7 +138,7 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
     async def generation(
         job: JobName, generation: Annotated[int, Path(ge=1, le=MAX_COUNT)]
     ) -> GenerationView:
-        """The record that every member of the generation received."""
+        """The record of a decided generation, committed or aborted."""
         return reading.generation(job, generation)
 
     @api.get("/jobs/{job}/events", summary="Events", tags=["history"], responses=NOT_FOUND)
@@ -159,7 +159,11 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         job: JobName,
         last_s: Annotated[
             float,
-            Query(ge=0, le=MAX_COUNT, description="Only the newest seconds, in short intervals."),
+            Query(
+                ge=0,
+                le=MAX_COUNT,
+                description="Only so many of the newest seconds, in shorter intervals; 0: all.",
+            ),
         ] = 0,
     ) -> HistoryView:
         """Loss, throughput, step times and staleness over the job's life, and its changes."""

@@ -104,7 +104,7 @@ class _JobBoard:
 
     @property
     def steps_by_process(self) -> Mapping[str, int]:
-        """Steps of processes that are not replaced, by public id."""
+        """Steps of processes that were not replaced, by public id."""
         own = {each.latest.public_id: each.step for each in self.health.values()}
         return self.restored_steps | own
 
@@ -154,14 +154,14 @@ class StatusBoard:
         """Record that a generation runs. The change is logged when a member reports its pause, when
         `log_due_reports` finds it due, or before the next change, whichever is first. It is logged
         at once if no member will report."""
-        self._tell(job, self._board(job).reports.runs(story, self._clock()))
+        self._log_changes(job, self._board(job).reports.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
         """Log a change that has waited long enough for reports of members."""
         if (board := self._jobs.get(job)) is not None:
-            self._tell(job, board.reports.due_changes(self._clock()))
+            self._log_changes(job, board.reports.due_changes(self._clock()))
 
-    def _tell(self, job: str, changes: Sequence[ChangeView]) -> None:
+    def _log_changes(self, job: str, changes: Sequence[ChangeView]) -> None:
         for change in changes:
             log.info("generation_changed", job=job, reason=change.line)
             self.event(job, "generation_changed", change.line, generation=change.generation)
@@ -219,11 +219,11 @@ class StatusBoard:
         board.reports.restore(changes, extra_s)
 
     def restore_steps(self, job: str, gone_steps: int, by_process: Mapping[str, int]) -> None:
-        """Continue the sum of steps that an earlier leader stored. `gone_steps`: those of processes
-        that are gone; `by_process`: those of the job's members, by public id."""
+        """Continue the sum of steps that an earlier leader stored. `gone_steps`: sum of the steps
+        of processes that are gone; `by_process`: steps of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
-            # A process that is gone since this coordinator led before: `gone_steps` has its steps.
+            # A process that ended since this coordinator led before: `gone_steps` has its steps.
             if each.latest.public_id not in by_process:
                 board.gone_highest_step = max(board.gone_highest_step, each.step)
                 del board.health[name]
@@ -322,7 +322,7 @@ class StatusBoard:
                 paused_s=health.paused_s,
                 steps_lost=health.lost_steps or 0,
             )
-            self._tell(job, board.reports.paused(pause))
+            self._log_changes(job, board.reports.paused(pause))
         if health.course is not None:
             board.logged.add(health.course.logged)
             board.checkpoints.add(health.course, self._clock())
@@ -398,7 +398,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """Drop up to so many boards of ended jobs, those first that were written to longest ago."""
+        """Drop up to `num_surplus` boards of ended jobs, the least recently written first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

@@ -64,8 +64,8 @@ class JobReader:
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Reason and start of waits outside of the core, such as for shards or samples."""
     now_s: float | None = None
-    """The moment, on the core's clock. With it, views say how long members have been paused or in
-    their own code."""
+    """The moment, on the core's clock. With it, views say how long members have been paused, or in
+    the script's own code."""
 
     def detail(
         self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None
@@ -157,7 +157,8 @@ class JobReader:
 
     @cached_property
     def _away(self) -> Mapping[str, str]:
-        """Text for each member of a synchronous job that has long been in the script's own code."""
+        """Text for each member that has been in the script's own code for OWN_CODE_SHOWN_AFTER_S,
+        by member id. Empty unless a generation of a synchronous job runs."""
         roster = self.job.running
         if self.now_s is None or roster is None or not roster.synchronous:
             return {}

@@ -14,7 +14,7 @@ _SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Settings of torch's optimizers that do not change what they compute."""
 _NUM_PARAMETERS = "parameters"
-"""The number of parameters of a group, which its text ends with."""
+"""Name of the last entry of a group's text: how many parameters the group has."""
 
 
 def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:

@@ -111,7 +111,7 @@ class _Printable(Collector):
 class _Snapshot(Collector):
     reading: StatusQueries
     jobs: Sequence[JobDetail]
-    """Jobs to show; summaries have what members reported."""
+    """Jobs to show; their summaries include what members reported."""
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     measures: ProcessMeasures
@@ -220,7 +220,8 @@ class _Snapshot(Collector):
         )
         recovery = HistogramMetricFamily(
             "shoal_job_recovery_seconds",
-            "Time from the last step before a change to the first one after it, minus a step's.",
+            "Time from the last step before a change to the first one after it, minus the usual"
+            " time of a step.",
             labels=labels,
         )
         age = GaugeMetricFamily(

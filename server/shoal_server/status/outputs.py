@@ -18,11 +18,11 @@ JobName = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Name of t
 MemberId = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Id of the member.")]
 _POSITION = "[0-9a-f]{1,64}-[0-9]{1,16}"
 REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "Both `after` and `before`."},
+    400: {"model": ErrorBody, "description": "Both `after` and `before` are given."},
     403: {"model": ErrorBody, "description": "The caller's role may not read output."},
     404: {"model": ErrorBody, "description": "No such job, or no such output."},
     422: {"model": ErrorBody, "description": "A position that is not from an earlier answer."},
-    503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
+    503: {"model": ErrorBody, "description": "The launcher does not answer, or no one leads."},
 }
 
 
@@ -55,7 +55,8 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
 
 def _asker(guard: Guard, request: Request) -> CallerProof:
-    """Caller of a request. Raises AccessDenied if its certificate's role may not read outputs."""
+    """Proofs that the caller of a request has given. Raises AccessDenied if the role of its
+    certificate may not read outputs."""
     if not guard.is_open:
         # The holder of any token may read, and so may the cluster's own user.
         return CallerProof(is_known=True)
@@ -66,6 +67,6 @@ def _asker(guard: Guard, request: Request) -> CallerProof:
         raise AccessDenied(
             f"output of members is not for a {caller.role.value}",
             seen=f"the certificate of {caller}",
-            expected=f"one of the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
+            expected=f"the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
         )
     return CallerProof(is_known=True)

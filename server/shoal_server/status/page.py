@@ -46,7 +46,7 @@ SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Multiple of the median step time from which a member counts as slow."""
+"""Multiple of the median step time above which a member counts as slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
@@ -141,8 +141,8 @@ def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
         all_members: Annotated[bool, Query(description="All members, not only 50.")] = False,
     ) -> LiveResponse:
         """Server-sent events: `state` once a second, with everything the page shows as JSON."""
-        looked_at = PageSelection(job=job, all_members=all_members)
-        return LiveResponse(streams, _states(states, streams.closing, looked_at))
+        selection = PageSelection(job=job, all_members=all_members)
+        return LiveResponse(streams, _states(states, streams.closing, selection))
 
     return page
 
@@ -170,27 +170,27 @@ class _SharedStates:
         self._maker = PageMaker(reading)
         self._made: dict[PageSelection, tuple[float, asyncio.Future[bytes]]] = {}
 
-    async def newest(self, looked_at: PageSelection) -> bytes:
+    async def newest(self, selection: PageSelection) -> bytes:
         """Newest state as JSON, less than a tick old."""
         now_s = asyncio.get_running_loop().time()
-        made = self._made.get(looked_at)
+        made = self._made.get(selection)
         if made is None or now_s - made[0] >= FRESH_S:
             old = [which for which, (at_s, _) in self._made.items() if now_s - at_s > TICK_S]
             for which in old:
                 del self._made[which]
-            made = self._made[looked_at] = (now_s, asyncio.ensure_future(self._make(looked_at)))
+            made = self._made[selection] = (now_s, asyncio.ensure_future(self._make(selection)))
         # Shielded, since a page that disconnects must not cancel it for others.
         return await asyncio.shield(made[1])
 
-    async def _make(self, looked_at: PageSelection) -> bytes:
-        return _STATE.dump_json(await self._maker.state(looked_at))
+    async def _make(self, selection: PageSelection) -> bytes:
+        return _STATE.dump_json(await self._maker.state(selection))
 
 
 async def _states(
-    states: _SharedStates, closing: asyncio.Event, looked_at: PageSelection
+    states: _SharedStates, closing: asyncio.Event, selection: PageSelection
 ) -> AsyncIterator[bytes]:
     while not closing.is_set():
-        yield b"event: state\ndata: " + await states.newest(looked_at) + b"\n\n"
+        yield b"event: state\ndata: " + await states.newest(selection) + b"\n\n"
         try:
             await asyncio.wait_for(closing.wait(), TICK_S)
         except TimeoutError:
@@ -198,17 +198,17 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share are made at most once in FRESH_S, and parts that
-    never change once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S; parts that never
+    change are made once."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading
         self._jobs: tuple[float, tuple[JobSummary, ...]] = (-TICK_S, ())
         self._generations: OrderedDict[tuple[str, str, int], PageGeneration] = OrderedDict()
 
-    async def state(self, looked_at: PageSelection) -> PageState:
+    async def state(self, selection: PageSelection) -> PageState:
         """State that the page shows now."""
-        reading, name = self._reading, looked_at.job
+        reading, name = self._reading, selection.job
         job = reading.source.job(name)
         shards, shards_error = None, ""
         if job is not None:
@@ -220,7 +220,7 @@ class PageMaker:
             now_unix_s=time.time(),
             readiness=reading.source.readiness(),
             jobs=self._summaries(),
-            job=self._job(job, all_members=looked_at.all_members) if job else None,
+            job=self._job(job, all_members=selection.all_members) if job else None,
             shards=shards,
             shards_error=shards_error,
             events=tuple(reading.board.last_events(name, MAX_SHOWN_EVENTS)) if job else (),

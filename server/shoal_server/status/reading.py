@@ -1,4 +1,4 @@
-"""Queries over source and board, shared by the API, the metrics and the page."""
+"""Queries over a coordinator's state and its board, shared by the API, the metrics and the page."""
 
 import time
 from collections.abc import Sequence
@@ -165,7 +165,8 @@ class StatusQueries:
         )
 
     def _job_step(self, job: JobDetail) -> int:
-        """Steps of the job: the highest of a synchronous job, else the sum over members."""
+        """Steps of the job: the highest step of a member if they step together, else the sum of the
+        members' steps."""
         name, members = job.summary.job, [each.member for each in job.members]
         if job.synchronous:
             steps = [self.step(name, member) for member in members]

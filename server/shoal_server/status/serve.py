@@ -99,8 +99,8 @@ class StatusServer:
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:
-    """TLS context for connections, if this process has a certificate. A renewed certificate is
-    used from the next handshake on."""
+    """TLS context for connections; None if this process has no certificate, or `clients` is "user".
+    A renewed certificate is used from the next handshake on."""
     own = identity.own()
     if own is None or clients == "user":
         return None

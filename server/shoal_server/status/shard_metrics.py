@@ -69,7 +69,9 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     yield _loop_lag(servers)
     yield _comparisons(servers)
     skew = GaugeMetricFamily(
-        "shoal_job_skew_ratio", "Fullest server's parameter bytes over the mean.", labels=["job"]
+        "shoal_job_skew_ratio",
+        "Parameter bytes of the fullest server, divided by the mean over the servers.",
+        labels=["job"],
     )
     for job, view in views.items():
         skew.add_metric([job], view.skew)
@@ -125,7 +127,7 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
 
 
 def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Loop lag of each server: one value, even if the server has shards of several jobs."""
+    """Loop lag of each server, given once even if the server has shards of several jobs."""
     gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "percentile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         gauge.add_metric([server_id, "99"], server.loop_lag.p99_s)
@@ -134,7 +136,7 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Comparisons by each server: counted once, even if the server has copies of several jobs."""
+    """Comparisons by each server, given once even if the server has copies of several jobs."""
     counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         counter.add_metric([server_id, "same"], server.compared.same)

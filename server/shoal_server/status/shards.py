@@ -131,7 +131,7 @@ class ShardReader:
         return _Answer(server_id=server_id, address=address, reply=reply, error="")
 
     async def _forget_channels_but(self, addresses: set[str]) -> None:
-        # This only bounds the channels to servers that are gone: all jobs have few servers.
+        # Bounds the channels to servers that are gone: the servers in use are far fewer.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             gone = [self._channels.pop(key) for key in set(self._channels) - kept]

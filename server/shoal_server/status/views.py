@@ -25,7 +25,7 @@ of a finished job."""
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness(View):
-    """Readiness of this coordinator, with the reason if it does not serve."""
+    """Readiness of this coordinator, and the reason."""
 
     ready: bool
     """True while this coordinator leads. It stops leading if it cannot renew its lease in etcd."""
@@ -77,7 +77,7 @@ class MemberView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class RosterEntryView(View):
-    """One entry of a generation's roster."""
+    """Entry of a generation's roster."""
 
     member_id: str
     public_id: str
@@ -99,7 +99,7 @@ class ConflictView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationView(View):
-    """Result of one attempt to form a generation: the record that every member got."""
+    """Result of one attempt to form a generation."""
 
     generation: int
     verdict: str
@@ -293,10 +293,11 @@ class ServerView(View):
     unfinished_bytes: int = 0
     """Data of pushes that the server received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
-    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map;
-    their senders have sent them again."""
+    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map.
+    Their senders send them again."""
     partial_pushes: int = 0
-    """Pushes that some shards of the server applied and others refused, to be sent again."""
+    """Pushes that some shards of the server applied and others refused; the senders send the
+    refused parts again."""
     held_bytes: int = 0
     """Memory held for all jobs: shards and copies with what they remember, published weights,
     memory shared with clients, reservations and unfinished data."""
@@ -342,7 +343,7 @@ class PushesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationView(View):
-    """Replicas of a shard, and how far behind they are."""
+    """Copies of a shard on backups, and how far behind they are."""
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0
@@ -353,7 +354,8 @@ class ReplicationView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView(View):
-    """One shard: its primary, and its counts, which are 0 while that server is silent."""
+    """Shard with its primary and its counts. The counts are 0 while the primary's server is
+    silent."""
 
     shard_id: int
     server_id: str
@@ -391,7 +393,7 @@ class LostShardView(View):
     snapshot: str
     """Result of restoring the shard from a snapshot, in a sentence."""
     told: str
-    """Text with all fields of the loss, and the remedy."""
+    """Text for people: what was lost, its highest known version, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +407,8 @@ class AcceptedLossView(View):
     accepted_unix_s: float
     by: str
     samples_anew: bool = False
-    """True if the job's samples started over with the shard; else they stayed counted."""
+    """True if the job's samples started over with the shard; else the samples that were trained on
+    stayed counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +418,8 @@ class ShardsView(View):
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
     skew: float = 1.0
-    """Ratio of the fullest primary's parameter bytes to the mean over the servers."""
+    """Parameter bytes of which the fullest server is primary, divided by the mean over all servers
+    that are primaries."""
     lost: tuple[LostShardView, ...] = ()
     """Shards that no server holds any more. Their pushes and pulls are refused."""
     lost_in_words: tuple[str, ...] = ()
@@ -454,7 +458,7 @@ class SamplesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputView(View):
-    """Some of the lines that a member printed, over the restarts of its process."""
+    """Lines that a member printed, those of its earlier processes included."""
 
     job: str
     member_id: str

@@ -97,7 +97,9 @@ def test_without_tls_only_loopback_addresses_are_accepted(
     tmp_path: Path, program: str, options: tuple[str, ...]
 ) -> None:
     """`--insecure` permits others. With a certificate the option is refused."""
-    with pytest.raises(ValueError, match=r"others reach is served without TLS.*--insecure"):
+    with pytest.raises(
+        ValueError, match=r"other machines can reach would be served without TLS.*--insecure"
+    ):
         parse([program, *options])
     parse([program, *options, "--insecure"])
     CertificateFolder(tmp_path / "certs").init()

@@ -341,11 +341,11 @@ def test_a_check_waits_for_every_stream_of_the_device() -> None:
 
 def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
     place = LocalRank(rank=1, world_size=2)
-    with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
+    with pytest.raises(InvalidSpec, match="too few GPUs for its workers") as refused:
         place.check(0, 1, {})
     assert refused.value.seen == "2 workers, 1 GPU"
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refused.value.fix
-    with pytest.raises(InvalidSpec, match="no GPU for each worker"):
+    with pytest.raises(InvalidSpec, match="too few GPUs for its workers"):
         place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
     place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     # The process that started the worker made only the worker's GPU visible.

@@ -267,7 +267,9 @@ def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(tmp
         checkpoints.begin_write(at(100))
     again = Checkpoints(tmp_path, every_steps=1)
     again.begin_write(at(1))
-    with pytest.raises(InvalidSpec, match="run that was further than this one; saw step 100"):
+    with pytest.raises(
+        InvalidSpec, match="run that had taken more steps than this one; saw step 100"
+    ):
         again.finish_write()
     again.begin_write(at(101))
     again.finish_write()

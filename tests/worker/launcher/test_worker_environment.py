@@ -83,7 +83,7 @@ def test_a_model_on_the_gpu_of_another_worker_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="of another worker") as refused:
         place.check(0, 4)
     assert refused.value.expected == "cuda:2"
-    with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
+    with pytest.raises(InvalidSpec, match="too few GPUs for its workers") as refused:
         place.check(0, 2)
     assert refused.value.seen == "4 workers, 2 GPUs"
     LocalRank().check(3, 4)  # alone on its host, it may take any

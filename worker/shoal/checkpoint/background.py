@@ -116,8 +116,8 @@ class Checkpoints:
 
         Call it on all ranks after the same step. First waits for the previous checkpoint: at most
         one is in progress. `peers`: the ranks that write together; None: those of the last
-        `select_writers`, else this rank alone. A shard for whose name `writes` returns False is not
-        copied: another rank must write it. A shard that several ranks have is written once.
+        `select_writers`, else this rank alone. A tensor shard for whose name `writes` returns False
+        is not copied: another rank must write it. One that several ranks have is written once.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
         writes nothing. The error is CheckpointFailed (disk full, no permission), with path and

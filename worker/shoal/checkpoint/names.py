@@ -2,7 +2,7 @@
 
 DCP flattens nested dictionaries; an entry's key is its path joined by dots. The paths here are
 those of `{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`, so
-that plain torch can read the checkpoint:
+that plain torch can read the checkpoint. Left: the part's name in a `StateShard`; right: its path:
 
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)

@@ -21,7 +21,7 @@ _LENGTH_BYTES = 8
 
 
 class Peers(Protocol):
-    """One rank's connection to the ranks that write a checkpoint together."""
+    """Connection of a rank to the ranks that write a checkpoint together."""
 
     @property
     def rank(self) -> int: ...
@@ -47,7 +47,7 @@ class GroupPeers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Unlike the trainer, this thread checks itself if its peers are connected.
+        # Unlike the trainer, this thread has to check by itself if its peers are connected.
         self._wait = PeerConnections(group).wait if can_be_cut(group) else None
         self.rank = group.rank()
 

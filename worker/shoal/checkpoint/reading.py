@@ -67,7 +67,7 @@ class _Reader:
         self._index = index
         self._stack = stack
         self._files: dict[str, BinaryIO] = {}
-        self._checked = False
+        self._has_checksums = False
 
     def state_shard(self, needs: Needs) -> StateShard:
         own_entry = self._own()
@@ -103,7 +103,7 @@ class _Reader:
         if span is None:
             return None
         content = names.own_state(self._object(span))
-        self._checked = content["checksums"]
+        self._has_checksums = content["checksums"]
         return content
 
     def _tensors(self, needs: Needs, slots: Mapping[str, Any]) -> Iterator[tuple[str, TensorShard]]:
@@ -168,7 +168,7 @@ class _Reader:
             seen = f"{type(error).__name__}: {error}"
             raise OSError(f"{self._path / file}: {seen}") from error
         with self._damage_in(file, offset):
-            if self._checked:
+            if self._has_checksums:
                 # torch.load does not verify the checksums that torch.save writes.
                 changed = zipfile.ZipFile(data).testzip()
                 if changed is not None:

@@ -52,7 +52,7 @@ class TrainedSamples:
         )
 
     def add_position(self, state_shard: StateShard) -> StateShard:
-        """Return the state; if the batch size has changed, with the position of the change."""
+        """Return the state shard, with the position at which the batch size changed, if it did."""
         if self.origin == SamplePosition():
             return state_shard
         origin: list[Json] = list(astuple(self.origin))

@@ -20,8 +20,8 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
-    """Return the complete checkpoint of the highest step, if there is one. Raises what `complete`
-    raises."""
+    """Return the complete checkpoint of the highest step; None if there is none. Raises what
+    `complete` raises."""
     checkpoints = complete(location)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
@@ -49,7 +49,7 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
     last = max(complete(location), default=step)
     if last > step:
         raise InvalidSpec(
-            f"{location} has checkpoints of a run that was further than this one",
+            f"{location} has checkpoints of a run that had taken more steps than this one",
             seen=f"step {last}",
             expected=f"none after step {step}",
             fix="Continue from the newest one, or write to another directory.",

@@ -65,7 +65,7 @@ def write(
 
 
 class _Writer:
-    """One rank's part in writing a checkpoint. Its methods are called in order."""
+    """Steps in which one rank writes its part of a checkpoint. The methods are called in order."""
 
     def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class _Writer:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
                 # All ranks have reached this point, so none still writes an earlier checkpoint.
                 self._draft.sweep()
-                # Here, not in `open`: an error of this rank is raised on all ranks.
+                # Within `act`, so that an error on this rank is raised on all ranks.
                 known = {**self._state_shard.values, SLOTS: merged(self._opened)}
                 self._values = names.entries_of(self._state_shard.step, known)
             elif not self._draft.shares_storage():

@@ -17,7 +17,7 @@ _GATHER_BITS = sum(1 << (63 - 9 * byte) for byte in range(8)) - (1 << 64)
 
 
 class Code(Protocol):
-    """Encodes blocks of values as bytes, and decodes them with an error."""
+    """Encodes blocks of values as bytes; decoding returns approximate values."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
         """Return B, the bytes of `num_values` values. `num_values` must be a multiple of `block`,

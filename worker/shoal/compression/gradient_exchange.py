@@ -54,7 +54,7 @@ class GradientExchange:
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
-        self._look(bucket)
+        self._check_own(bucket)
         if self.losses.excess is not None:
             gradients[:1].add_(self.losses.excess)
         # DDP sends its buckets in order, the last one only after all others.
@@ -69,7 +69,7 @@ class GradientExchange:
             after_backward(self._await_averages)
         return completion.then(partial(_averaged, gradients))
 
-    def _look(self, bucket: GradBucket) -> None:
+    def _check_own(self, bucket: GradBucket) -> None:
         """Check if this member's own gradients are finite; on a GPU, only begin the check."""
         gradients = bucket.buffer()
         if not is_on_host(gradients):
@@ -124,7 +124,7 @@ class GradientExchange:
 
     def has_finite_averages(self) -> bool:
         """True if all averages are finite; the same on all ranks. Used in place of `check` with a
-        GradScaler, which skips the other steps."""
+        GradScaler, which skips a step whose averages are not finite."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 

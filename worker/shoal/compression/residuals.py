@@ -23,7 +23,7 @@ class StepValues(Generic[Kept]):
 
     def begin(self, step: int) -> None:
         """Begin the next step; `step` steps are committed. A member that failed in the last step
-        and received the state after it keeps its values too: it took part in the step."""
+        and received the state as of its end keeps its values too: it took part in that step."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}

@@ -1,7 +1,7 @@
 """Top-k sparsification: only the largest values are sent; the others accumulate as residuals.
 
-Lin et al., Deep Gradient Compression, arXiv:1712.01887: its selection and accumulation. Momentum is
-left to the optimizer.
+Selection and accumulation follow Lin et al., Deep Gradient Compression, arXiv:1712.01887. Momentum
+is left to the optimizer.
 """
 
 from collections.abc import Sequence

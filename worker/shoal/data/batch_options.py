@@ -23,7 +23,7 @@ from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
 _HINTS = {
-    "batch_size": "global_batch_size is the size of all members' batch together.",
+    "batch_size": "global_batch_size is the size of the batch of all members together.",
     "sampler": "Subset(dataset, the sampler's indices) with shuffle=False: 'An order of your own'"
     " in docs/data.md.",
     "num_epochs": "epochs= is the number of epochs.",
@@ -46,7 +46,7 @@ class LoadingOptions(TypedDict, total=False):
     timeout: float
     silence_s: float
     collate_fn: Collate | None
-    """The same function as `collate`."""
+    """Another name of the option `collate`, as in torch."""
     drop_last: bool
     """Leave out the samples at an epoch's end that do not fill a global batch."""
     seed_samples: bool
@@ -162,7 +162,7 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Take the options that the script did not give from its DataLoader."""
+    """Return the options, with those that the script did not give taken from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")

@@ -134,10 +134,10 @@ class Loader:
         if self._samples is not None:
             self._samples.start()
 
-    def set_wait_callback(self, looks: Callable[[float], None]) -> None:
+    def set_wait_callback(self, callback: Callable[[float], None]) -> None:
         """Set the function to call repeatedly while a batch is late: see `BatchLoader.on_wait`."""
         if self._samples is not None:
-            self._samples.on_wait = looks
+            self._samples.on_wait = callback
 
     def close(self) -> None:
         """End the loading processes. May be called twice."""
@@ -266,7 +266,7 @@ def dataset_size(dataset: Dataset) -> int:
         return len(columns[0])
     if isinstance(dataset, tuple):
         raise InvalidSpec(
-            "a tuple as the dataset holds something other than tensors",
+            "the dataset is a tuple of something other than tensors",
             seen=", ".join(type(each).__name__ for each in dataset) or "nothing",
             expected="tensors of one length, such as (inputs, targets)",
             fix="torch.from_numpy(array) makes a tensor of an array. Put samples into a list.",

@@ -278,7 +278,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """Return all positions below `size`, or if there are more, `most` positions spread evenly."""
+    """Return all positions below `size`; if these are more than `most`, `most` of them, spread
+    evenly."""
     if size <= most:
         return range(size)
     return [k * (size - 1) // (most - 1) for k in range(most)]

@@ -62,7 +62,8 @@ def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
     assert trainer is not None, "a process of a DataLoader has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The thread is not enough alone: a process that is forked later holds the sentinel open.
+    # The thread alone is not enough: a process that the trainer forks later keeps the sentinel
+    # open.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 

@@ -322,9 +322,9 @@ class BatchLoader:
             if has_come:
                 return delivered
             signs = signs or LoadingProgress(processes_of(self._iterator), self._num_begun)
-            self._look(signs)
+            self._check_late_batch(signs)
 
-    def _look(self, signs: LoadingProgress) -> None:
+    def _check_late_batch(self, signs: LoadingProgress) -> None:
         """Check on a late batch. If the batch takes too long, or if `on_wait` raises an error,
         kills the processes, which may not react to requests. Then raises LoadingFailed or the error
         of `on_wait`."""
@@ -430,10 +430,10 @@ class BatchLoader:
 
 
 def _start_method() -> str | None:
-    """The method by which loading processes start; None: Python's.
+    """The method by which loading processes start; None: the one that Python or the script chose.
 
-    Without it, from Python 3.14 on, they would be started by forkserver, under which a dataset must
-    be picklable and a script without `if __name__ == "__main__":` is run again.
+    From Python 3.14 on, the default on Linux is forkserver: a dataset would have to be picklable,
+    and a script without `if __name__ == "__main__":` would be run again.
     """
     if sys.platform != "linux":
         return None

@@ -102,8 +102,9 @@ class Order:
 
     @cached_property
     def num_steps_more(self) -> int:
-        """Number of steps at the end of the origin's epoch in a job whose batches always had this
-        size, minus the number of steps in this job. Below 0 if earlier batches were smaller."""
+        """Number of steps that a job would have taken by the end of the origin's epoch if its
+        batches had always had this size, minus the number that this job has taken by then. Below 0
+        if earlier batches were smaller."""
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
     def place(self, step: int) -> tuple[int, int]:
@@ -174,5 +175,6 @@ def range_of_rank(start: int, stop: int, rank: int, world_size: int) -> tuple[in
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed. Not `mix` of both: orders are those of earlier checkpoints."""
+    """Mix two numbers into one seed. Not by `mix`: a job that continues from a checkpoint of an
+    earlier release must get the same order."""
     return splitmix64(seed * GAMMA + epoch + 1) & (2**63 - 1)

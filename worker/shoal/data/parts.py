@@ -143,7 +143,7 @@ def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
     is_known = isinstance(values, PerColumn)
     if columns and isinstance(values, list) and len(values) == size > 1 and not is_known:
         raise InvalidSpec(
-            "a list that may hold one tensor a sample, or one tensor for all samples in each entry",
+            "a list that may hold a tensor for each sample, or a tensor for each column",
             seen=f"{size} tensors of {size} rows, for {size} samples",
             expected="a tuple or a dict where each tensor has a row for each sample",
         )

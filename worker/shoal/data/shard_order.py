@@ -1,4 +1,4 @@
-"""Order of samples in shards with which each member reads few shards.
+"""Order of the samples of a data set in shards, in which each member reads few shards.
 
 In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
 windows of `window` samples, and then cut into `columns` x `turns` streams of about equal length. A

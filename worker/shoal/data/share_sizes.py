@@ -31,7 +31,7 @@ class ShareSizes:
         self._order = order
         self._most_members = most_members
         self._needs_two = self._is_warned = False
-        before_calls(functional, "_verify_batch_size", _look)
+        before_calls(functional, "_verify_batch_size", _check_input)
 
     @property
     def smallest_batch(self) -> int:
@@ -101,6 +101,6 @@ def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
     )
 
 
-def _look(size: Sequence[int]) -> None:
+def _check_input(size: Sequence[int]) -> None:
     if not torch.compiler.is_compiling() and (sizes := step_context.current().sizes) is not None:
         sizes.check_norm_input(size)

@@ -97,8 +97,8 @@ class TableExchange:
                 rows.begin_step()
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index.
-        Raises what `TableClient` raises."""
+        """Return the rows of the distinct ids, as a leaf of autograd's graph, and for each id the
+        index of its row. Raises what `TableClient` raises."""
         routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:

@@ -76,8 +76,8 @@ class WeightDifferences:
     ) -> Segment | None:
         """Return the difference from `base` to `target`. Return None if the whole segment is to be
         sent: the sizes differ, too much has changed, the difference would be larger than MAX_SIZE,
-        or there is too little memory. Unless memory was lacking, the result is kept; see `sweep`.
-        `elements`: runs of elements as (bytes of an element, bytes of the run).
+        or there is too little memory. The result of a comparison is kept, see `sweep`, unless
+        memory was lacking. `elements`: runs of elements as (bytes of an element, bytes of the run).
 
         Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
         is not in `codec.SIZES`.

@@ -29,8 +29,8 @@ class WeightDisk:
         self._written = {self._path(*each) for each in self._found()}
 
     def holds(self, series: str, digest: bytes) -> bool:
-        """True if the segment is on disk: written by this process, after `fsync`, or found there at
-        the start."""
+        """True if this process has written the segment to disk durably, or found it there at the
+        start."""
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
@@ -49,7 +49,7 @@ class WeightDisk:
                         at += file.write(chunk[at:]) or 0
                 os.fsync(file.fileno())
             draft.replace(path)
-            # The names of file and folders are in the folders above, and may be new.
+            # The names of file and folders are entries in their parent folders, and may be new.
             for folder in (path.parent, path.parent.parent, self._directory):
                 _synchronize(folder)
         except OSError:

@@ -1,4 +1,4 @@
-"""The segments in this server's memory: admitted, verified, counted, and freed."""
+"""The segments in this server's memory: how they are admitted, received, verified and freed."""
 
 import asyncio
 import time
@@ -89,15 +89,15 @@ class WeightHoldings:
         of_chunks: bytes | None = None,
     ) -> Segment:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
-        memory is reserved meanwhile.
+        memory is reserved before anything is received.
 
-        `of_chunks`: digests of the chunks of a descriptor, computed by its sender once the memory
-        was write-protected; None: they are computed here.
+        `of_chunks`: digests of the chunks of a segment that comes as a descriptor. Its sender
+        computed them once the memory was write-protected. None: they are computed here.
 
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
         ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed
-        or has another size, or for digests of another number of chunks, Unavailable if nothing is
-        received for STALLED_S, and what `transport` raises.
+        or has another size, or for digests of another number of chunks, Unavailable if the
+        descriptor or a chunk is not complete within STALLED_S, and what `transport` raises.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
@@ -267,6 +267,6 @@ async def _in_time(arriving: Awaitable[T]) -> T:
     except TimeoutError:
         raise Unavailable(
             "the publisher of a segment has stopped sending",
-            seen=f"nothing for {STALLED_S:g} s",
+            seen=f"no whole chunk and no descriptor for {STALLED_S:g} s",
             expected="the next chunk, or the descriptor",
         ) from None

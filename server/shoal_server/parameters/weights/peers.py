@@ -90,7 +90,7 @@ class WeightPeers:
             try:
                 return await self._called(destination, idle, call)
             except Unavailable as error:
-                # The server may have closed it at this moment, or may have been restarted.
+                # The server may have just closed the connection, or may have been restarted.
                 log.info("peer_called_again", to=server.id, reason=str(error))
         elif idle is not None:
             idle.close()
@@ -120,10 +120,11 @@ class WeightPeers:
         connection: SegmentConnection,
         call: Callable[[SegmentConnection], T],
     ) -> T:
-        """Make the call on a thread. The connection is kept for the next call unless it fails."""
+        """Make the call on a thread. Unless the call fails, its connection may be used again."""
 
         def kept() -> tuple[T, SegmentConnection]:
-            # Even if this is cancelled before a thread is free, the thread closes the connection.
+            # Runs even if the caller is cancelled before a thread is free: the call then fails on
+            # the aborted connection, which is closed.
             try:
                 return call(connection), connection
             except BaseException:

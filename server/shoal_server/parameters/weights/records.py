@@ -18,8 +18,8 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series as of the newest event that was seen; they stay while etcd is unreachable.
-    Lives on the event loop."""
+    """Records of series, as of the newest event of a watch; they are kept while etcd is
+    unreachable. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -49,7 +49,7 @@ class SeriesRecords:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all records have been read."""
+        """True if all records have been read, and the watch follows their changes."""
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:

@@ -1,4 +1,4 @@
-"""Interface of a connection that carries a call about a segment."""
+"""Interface for receiving and sending a segment in one call of a bulk connection."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -7,7 +7,7 @@ from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 
 class SegmentTransport(Protocol):
-    """A call of a bulk connection, from the server's side."""
+    """A call of a bulk connection, as the server sees it."""
 
     @property
     def is_local(self) -> bool:

@@ -68,7 +68,8 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free segments and differences that are no longer needed."""
+        """Free segments, and differences between two segments, that are no longer needed. Let
+        `upkeep` remove files once all records have been read."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
@@ -135,7 +136,7 @@ class WeightsServicer(WeightStoreServicer):
             raise AccessDenied(
                 "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
-                expected=f"one of role {' or '.join(sorted(r.value for r in PUBLISHING))}",
+                expected=f"the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = SegmentOrigin(
@@ -166,7 +167,7 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
         """Make a shard's segment, and hold it on this server and on all servers of the request's
-        chain. Sets the segment's digest in `request`.
+        chain. Sets `segment` and `abandoned` in `request`.
 
         Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
         of the chain does not hold the segment afterwards, and what `planned.fill` raises.
@@ -175,7 +176,7 @@ class WeightsServicer(WeightStoreServicer):
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # An earlier attempt at this publication may have left a segment of its cut.
+        # An earlier attempt at this publication may have left a segment of another cut.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)

@@ -16,9 +16,9 @@ GRACE_S = 120.0
 """Time for which a segment is held although no version names it: longer than any publication takes
 to be committed or abandoned."""
 MAX_UNDECIDED = 2
-"""Most segments of one rank that no version names yet: one of the publication in progress, and one
-of an earlier publication that may never be complete. With the number of kept versions, this bounds
-the memory of a series."""
+"""Maximum number of segments of one rank that no version has named yet: one of the publication in
+progress, and one of an earlier publication that may never be complete. With the number of kept
+versions, this bounds the memory of a series."""
 
 
 Position = tuple[int, int]
@@ -62,6 +62,7 @@ class _Series:
     newest: Position = (0, 0)
     """The series' epoch, and the newest publication that was committed in it."""
     named: Mapping[bytes, Position] = field(default_factory=dict)
+    """Newest publication of each segment that a version names, by digest."""
     held: dict[bytes, HeldSegment] = field(default_factory=dict)
 
 
@@ -80,8 +81,8 @@ class SegmentStore:
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Admit a segment for a publication.
 
-        Raises StaleEpoch if the series has a later epoch, and Overloaded if too many publications
-        of the rank are undecided.
+        Raises StaleEpoch if the series has a later epoch, and Overloaded if the rank has put
+        MAX_UNDECIDED other segments that no version has named yet.
         """
         known = self._series.get(series)
         if known is None:
@@ -104,8 +105,8 @@ class SegmentStore:
         if len(undecided) >= MAX_UNDECIDED:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
-                seen=f"segments of publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED}, before a segment of publication"
+                seen=f"segments of publications {sorted(undecided)}, which no version names yet",
+                expected=f"fewer than {MAX_UNDECIDED} such segments, before one of publication"
                 f" {origin.publication} is put",
                 fix="Publish again once they are committed; abandoned segments are freed after"
                 f" {GRACE_S:g} s.",

@@ -150,7 +150,7 @@ class WeightUpkeep:
         return True
 
     async def _ensure_on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Write a segment to disk. False if that failed."""
+        """Write a segment to disk if it is in memory and still wanted. False if writing failed."""
         segment = self._holdings.find(series, digest)
         if segment is None or digest not in self._wanted.get(series, {}):
             return True

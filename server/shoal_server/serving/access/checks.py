@@ -56,7 +56,7 @@ def check_role(caller: Caller, method: str) -> None:
         raise AccessDenied(
             f"{method} is not for a {caller.role.value}",
             seen=f"the certificate of {caller}",
-            expected=f"one of the role {' or '.join(sorted(r.value for r in allowed)) or 'none'}",
+            expected=f"the role {' or '.join(sorted(r.value for r in allowed)) or 'of nobody'}",
             fix="docs/security.md has the table of roles and calls.",
         )
 

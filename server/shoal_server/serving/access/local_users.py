@@ -1,8 +1,8 @@
 """User of the process at the other end of a local TCP connection, as the kernel reports it.
 
 Linux knows the user of each of its sockets: `sock_diag(7)` looks up a socket by its two addresses,
-and if that is not available, `/proc/net/tcp` lists all sockets. Root and other users can connect to
-a port on loopback alike; this lets a server tell them apart without a secret.
+and if that is not available, `/proc/net/tcp` lists all sockets. Every user of the machine can
+connect to a port on loopback; a server tells them apart by this look-up, without a secret.
 """
 
 import errno

@@ -17,7 +17,8 @@ Roles = frozenset[CertificateRole]
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
-"""`shoal run` reports on its workers with its user's certificate (operator), or with theirs."""
+"""`shoal run` reports on its workers with its user's certificate (of an operator), or with the
+workers' certificate."""
 _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
 """A worker that is bound to a job reads that job's series; a reader that is bound to a series
 reads that series."""
@@ -40,7 +41,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Heartbeat": _LAUNCHER,
         "ReportExit": _LAUNCHER,
         "ReportHalt": _LAUNCHER,
-        # A worker drains only itself, which its incarnation proves; an operator any member.
+        # An operator drains any member. A worker drains only itself: its incarnation proves that.
         "Drain": _LAUNCHER,
         "GetCluster": _READ,
         "GetGeneration": _READ,

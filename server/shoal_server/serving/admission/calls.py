@@ -30,8 +30,8 @@ class CallCounts:
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """Count a call as in progress during the block. Raises Overloaded at the limit of all
-        calls, or of the calls of the peer's host."""
+        """Count a call as in progress during the block. Raises Overloaded if as many calls as
+        allowed are in progress already, in total or from the peer's host."""
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:

@@ -23,8 +23,8 @@ class CallLimits:
     """Most calls in progress on one connection; the client holds further calls back until others
     end."""
     max_calls: Annotated[int, _COUNT] = 60_000
-    """Most calls in progress over all connections, including those that wait; a further one is
-    refused as Overloaded."""
+    """Most calls in progress over all connections, including calls that wait for something; a
+    further one is refused as Overloaded."""
     max_calls_per_peer: Annotated[int, _COUNT] = 30_000
     """The same limit for one IP address, which all members on a machine share."""
     handshake_s: Annotated[float, _SECONDS] = 10.0

@@ -19,9 +19,9 @@ ACCEPT_AGAIN_S = 0.5
 async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Yield each connection to the listener, and its peer's address, for ever. If none can be
-    accepted, most likely because no descriptors are left, this is logged and tried again after a
-    pause. `service`: name of the service, for the log."""
+    """Yield each connection to the listener, and its peer's address, for ever. If a connection
+    cannot be accepted, most likely because no descriptors are left, the error is logged, and the
+    next attempt follows after a pause. `service`: name of the service, for the log."""
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)

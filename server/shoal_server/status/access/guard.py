@@ -52,7 +52,7 @@ OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, diges
 class Guard:
     """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
     everything: for a port that only holders of a certificate reach. With `own_user`, processes of
-    this process's user and of root may do everything; others need a token."""
+    this process's user and of root may do everything; others need one of `tokens`."""
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens

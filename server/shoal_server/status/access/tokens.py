@@ -1,4 +1,4 @@
-"""Tokens for the HTTP API: a file has their hashes, each with a name and a role, but no token.
+"""Tokens for the HTTP API. A file has their hashes, each with a name and a role, not the tokens.
 
 One line per token: NAME ROLE SHA256. A token has 256 random bits, too many to try, so a plain hash
 is enough.

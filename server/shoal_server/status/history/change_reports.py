@@ -3,7 +3,8 @@
 The coordinator knows which members were lost or left and why, and when the new generation began to
 run. Only the members that continue know how long training paused: from the last step committed
 before the change to the first step after it. Their health reports contain that time. The line is
-logged at the first such report, or after REPORTED_WITHIN_S if no report has come.
+logged at the first such report. If none has come, it is logged after REPORTED_WITHIN_S, or before
+the next change.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ REPORTED_WITHIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeReport:
-    """Report of a member about a change that it has trained through."""
+    """Report of a member that trained before a change and goes on after it."""
 
     member_id: str
     generation: int

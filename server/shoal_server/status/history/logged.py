@@ -1,5 +1,5 @@
-"""Values that scripts log, over steps: one value for each step, averaged over intervals of steps,
-whose number is bounded."""
+"""Values that scripts log, over steps. Each step has one value; the values are averaged over a
+bounded number of intervals of steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ class LoggedValues:
                 self._by_name.setdefault(name, LoggedSeries()).add(int(step), value)
 
     def newest_values(self) -> dict[str, tuple[int, float]]:
-        """Step and value of each name."""
+        """Newest value of each name, with its step."""
         return {name: (each.step, each.value) for name, each in self._by_name.items()}
 
     def view(self, after_step: int = 0) -> tuple[LoggedView, ...]:

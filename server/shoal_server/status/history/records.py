@@ -38,7 +38,7 @@ class LoggedView(View):
     newest: float
     """Newest value; NaN and infinity are given as text."""
     interval_steps: int
-    """Steps of each interval: a power of two, so that there are at most 256 intervals."""
+    """Length of each interval in steps: a power of two, so that there are at most 256 intervals."""
     steps: tuple[int, ...] = ()
     """First step of each interval that has values."""
     values: tuple[float, ...] = ()

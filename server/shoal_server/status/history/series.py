@@ -30,7 +30,7 @@ class Reading:
 
 @dataclass(kw_only=True, slots=True)
 class _Mean:
-    """Weighted mean of the added values; None if there are none."""
+    """Weighted mean of the added values; `value` is None while there are none."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -73,7 +73,7 @@ class _Point:
         times = [each for each in reading.step_s.values() if math.isfinite(each)]
         if times:
             self.step_s.add(median(times))
-            self._slowest(max(times))
+            self._add_slowest(max(times))
         ranks = [rank for rank in reading.step_s if rank < MAX_RANKS]
         self._grow(1 + max(ranks, default=-1))
         for rank in ranks:
@@ -85,7 +85,7 @@ class _Point:
         for name in ("loss", "samples_per_s", "step_s", "staleness"):
             getattr(self, name).join(getattr(other, name))
         if other.slowest_step_s is not None:
-            self._slowest(other.slowest_step_s)
+            self._add_slowest(other.slowest_step_s)
         self._grow(len(other.by_rank))
         for mine, its in zip(self.by_rank, other.by_rank, strict=False):
             mine.join(its)
@@ -93,7 +93,7 @@ class _Point:
     def _grow(self, num_ranks: int) -> None:
         self.by_rank += [_Mean() for _ in range(num_ranks - len(self.by_rank))]
 
-    def _slowest(self, step_s: float) -> None:
+    def _add_slowest(self, step_s: float) -> None:
         self.slowest_step_s = max(step_s, self.slowest_step_s or 0.0)
 
 

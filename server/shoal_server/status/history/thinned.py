@@ -21,7 +21,7 @@ class CurvePoint(Protocol):
     """Values of one interval."""
 
     number: int
-    """Number of intervals of its level between 0 and its start."""
+    """Index of the interval among the intervals of its level, counted from position 0."""
 
     def join(self, other: Self, /) -> None:
         """Add the values of another point of the same interval."""
@@ -31,7 +31,7 @@ P = TypeVar("P", bound=CurvePoint)
 
 
 class ThinnedCurve(Generic[P]):
-    """The points of one curve. Positions are whole numbers of level 0's intervals."""
+    """The points of one curve. A position is the index of an interval of level 0."""
 
     def __init__(self, new_point: Callable[[int], P]) -> None:
         """`new_point`: makes a point without values, given its number."""
@@ -50,7 +50,7 @@ class ThinnedCurve(Generic[P]):
         return point
 
     def add(self, level: int, point: P) -> None:
-        """Add a point of another curve, which is no older than the points of this level."""
+        """Add a point of another curve; the point must be no older than the points of the level."""
         while len(self._levels) <= level:
             self._levels.append(deque())
         points = self._levels[level]
@@ -92,8 +92,9 @@ class ThinnedCurve(Generic[P]):
         return ((level, points) for level, points in enumerate(self._levels) if points)
 
     def view(self, start: int | None = None) -> tuple[int, list[P]]:
-        """Return a level, and the points that end after `start`, joined to intervals of that level:
-        the coarsest level that has such points. `start` None: all points."""
+        """Return a level, and the points that end after `start`, joined to intervals of that level.
+        It is the coarsest level that has such points, or a coarser one if these would be more than
+        MAX_POINTS. `start` None: all points."""
         level = 0
         for number, points in self._filled():
             if start is None or _end(number, points[-1]) > start:

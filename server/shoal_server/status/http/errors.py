@@ -68,7 +68,7 @@ _FIXES = {
 
 
 class ErrorBody(BaseModel):
-    """Error in its parts."""
+    """Answer to a request that failed."""
 
     model_config = ConfigDict(
         use_attribute_docstrings=True,

@@ -2,7 +2,7 @@
 requests name the client's certificate.
 
 uvicorn limits the time between two requests of a connection. This module adds three limits: for the
-head of a request, for the rest of a body whose request was answered before, and for a client that
+head of a request, for the rest of a body whose request was already answered, and for a client that
 does not read the answer. `errors.BodyLimit` has the limit for other bodies.
 """
 
@@ -31,10 +31,10 @@ def caller_in(scope: Scope) -> Caller | None:
 
 
 class Awaited(Enum):
-    """Data that a client has begun to send, and has only a limited time to send whole."""
+    """Data that a client has to send within a limited time."""
 
     HEAD = "the head of a request"
-    LATE_BODY = "the rest of a body whose request was answered before"
+    LATE_BODY = "the rest of a body whose request was already answered"
 
 
 class BoundedProtocol(H11Protocol):
@@ -123,7 +123,7 @@ class BoundedProtocol(H11Protocol):
                 expected=f"one within {self._limits.http_request_s:g} s of the connection's start,"
                 " or of a further request's first byte",
             )
-            # After a late body, the client would read this as the answer to its next request.
+            # Not sent after a late body: the client would take it for the next request's answer.
             self.transport.write(raw_answer(408, late))
         self.transport.close()
 

@@ -20,8 +20,8 @@ from shoal.torch_private.c10d import takes_batches
 def add_subgroups(
     groups: Iterable[dist.ProcessGroup], whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Register subgroups with the waiters of the whole group, and connect them on the device.
-    Collective.
+    """Register the subgroups, so that an abort of the whole group's waits ends waits in them too,
+    and connect them on the device. Collective.
 
     Groups are connected here because the first batch of messages in an unconnected group would need
     all ranks of the group. Raises RuntimeError if a group could not be connected, or if the waiters

@@ -106,7 +106,7 @@ def barrier_after_collective(group: dist.ProcessGroup) -> None:
 
 
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
-    """Make one more barrier, so that every rank has the result of the last collective.
+    """Wait at one more barrier, so that every rank has the result of the last collective.
 
     Call it before all ranks raise the same error. A rank that raises leaves, which cuts the group:
     a rank that has not received the result yet would see the loss of a member, and continue

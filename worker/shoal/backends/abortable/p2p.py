@@ -43,7 +43,7 @@ class AbortableP2P:
         """True if a rank's messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._end_thread: Callable[[], object] | None = None
-        """Lets the waiting thread end; None if there is none."""
+        """Call that makes the waiting thread end; None if there is no such thread."""
 
     @property
     def group_name(self) -> str:

@@ -23,7 +23,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class RankWorld:
-    """One rank's tables of groups, with the fields of torch's own."""
+    """Tables of groups of one rank, with the same fields as torch's table."""
 
     pg_config_info = c10d.pg_config_info
 
@@ -106,7 +106,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
             _install()
         _bound.append(world)
         _current.world = world
-        # torch wraps the process' hook again at each call, and never removes the wrapper.
+        # torch wraps `sys.excepthook` again at each call, and never removes the wrapper.
         hook = sys.excepthook
         try:
             initialise()

@@ -89,7 +89,7 @@ class GlooGroup:
             if gloo is None:
                 gloo = self._connect(seat.rank, seat.world_size, self._store)
             _ready.append((self, gloo))
-            # torch wraps the hook again at each call, and never removes the wrapper.
+            # torch wraps `sys.excepthook` again at each call, and never removes the wrapper.
             hook = sys.excepthook
             try:
                 dist.init_process_group(
@@ -173,8 +173,8 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # The group keeps this timeout for all later operations, so that it cannot be the limit for
-        # connecting: `_within_limit` sets that one.
+        # The group keeps this timeout for all later operations, so it cannot be the limit for
+        # connecting: `_within_limit` sets that limit.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():
@@ -223,6 +223,7 @@ class GlooGroup:
 _ready: list[tuple[GlooGroup, Any]] = []
 """The group that is being opened, and its connected Gloo group for `init_process_group`."""
 _current: list[GlooGroup] = []
+"""The group that was opened last; empty before the first."""
 
 
 def _create(options: Any, unused: Any) -> Any:

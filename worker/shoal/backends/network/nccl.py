@@ -235,5 +235,5 @@ def _abort(backend: Any) -> None:
         log.warning(
             "abort_failed",
             reason=str(error)[:300],
-            consequence="operations of this group may hold their GPU until the process ends",
+            consequence="operations of this group may occupy the GPU until the process ends",
         )

@@ -17,20 +17,20 @@ REQUIRED: Mapping[str, str] = {
     # CleanUpOnly: torch aborts the communicator of a collective that failed or timed out. The other
     # modes (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # The monitor ends a process whose watchdog was silent for some minutes: it was stopped or
-    # suspended, or an abort hangs. Heartbeats detect these cases.
+    # The monitor ends a process whose watchdog was silent for some minutes, because the process was
+    # stopped or suspended, or because an abort hangs. Heartbeats detect these cases.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # A dump before an abort would make the trainer wait longer.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # A report of all ranks through the store before an abort; meant for a process that then ends.
+    # If on, all ranks report through the store before an abort; meant for a process that then ends.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A device assertion at the first NaN: the process could not use its GPU any more. With AMP,
-    # gradients that are not finite are normal.
+    # If on, the first NaN fails a device assertion, and the process cannot use its GPU any more.
+    # With AMP, gradients that are not finite are normal.
     "TORCH_NCCL_NAN_CHECK": "0",
-    # Errors are sent to all ranks through the store; here the coordinator reports losses.
+    # If on, errors are sent to all ranks through the store. Here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # A timeout would end the process, from torch 2.15 on (pytorch pull request 196187).
+    # If on, a timeout ends the process, from torch 2.15 on (pytorch pull request 196187).
     "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
 }
 """Values that let a member survive an error of NCCL."""

@@ -45,7 +45,7 @@ class LocalRank:
             gpus = "1 GPU" if num_visible == 1 else f"{num_visible} GPUs"
             workers = "1 worker" if num_visible == 1 else f"{num_visible} workers"
             raise InvalidSpec(
-                "there is no GPU for each worker of this host",
+                "this host has too few GPUs for its workers",
                 seen=f"{self.world_size} workers, {gpus}",
                 expected="a GPU for each worker whose model is on CUDA",
                 fix=f"Start {workers} on this host: shoal run -n {num_visible} ..."

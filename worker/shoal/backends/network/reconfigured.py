@@ -1,13 +1,13 @@
-"""One Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
+"""A Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
-The agreed generation defines the group's number and the order of its members. Each member writes
+The generation's number is the group's number, and its ranks are the group's. Each member writes
 its group's handle to the generation's store, and reconnects its group with all ranks' handles.
 Then each member writes its outcome to the store, and the generation uses the group only if all
 members succeeded. Otherwise all of them make a new group.
 
-torch's handle for Gloo consists of the group's rank and number in the generation for which it was
-last connected. Handles are unique within a generation because a new group is made with its member's
-rank in that generation.
+torch's handle for Gloo consists of two numbers: the member's rank and the group's number, both from
+the generation for which the group was last connected. Handles are unique within a generation
+because a new group is made with its member's rank in that generation.
 """
 
 import weakref
@@ -40,7 +40,7 @@ class LiveGloo:
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
         self._live: list[ReconfigurableGloo] = []
-        """One group or none; `_free` empties the list."""
+        """The group, or nothing; `_free` empties the list."""
         # Freeing joins the group's threads: neither the trainer nor the process' exit may do it.
         weakref.finalize(self, _free, self._live)
 

@@ -9,7 +9,7 @@ from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
 
 LONGEST_S = 24 * 3600.0
-"""Time limit of a transport's operations if the session's own watch detects hangs."""
+"""Time limit of a transport's operations if the session itself detects hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Group(Protocol):
         """
 
     def keep_for_ever(self) -> None:
-        """Never free the group, as an operation in it does not end, and freeing would wait."""
+        """Never free the group: an operation in it does not end, and freeing would wait for it."""
 
 
 class Backend(Protocol):
@@ -63,14 +63,14 @@ class Backend(Protocol):
 
     name: str
     is_watched: bool
-    """True if the session's own watch detects hangs; otherwise the transport's limits do."""
+    """True if the session itself detects hangs; otherwise the transport's time limits do."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
     def stalled_since_s(self, now_s: float) -> float | None:
         """Return the time (`time.monotonic`) since which the device has made no progress in the
         trainer's work. None if it advances, or if there is no device besides the host. Called by
-        the session's watch with the present time."""
+        the session's hang detection with the present time."""
 
     def is_failure(self, error: BaseException) -> bool:
         """True if the error comes from a failed collective, not from the script's own code."""

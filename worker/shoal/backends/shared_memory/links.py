@@ -1,9 +1,9 @@
 """Connections between ranks that share memory: they notify a rank when another is lost.
 
 Shared memory does not show that a peer has died. So each rank has a connection to rank 0, and a
-thread waits for its end. A rank that leaves in order sends `LEAVING` first. A connection that ends
-without that message, also by `cut`, means a loss; rank 0 then ends all its connections, which
-notifies the others.
+thread waits for the connection's end. A rank that leaves in order sends `LEAVING` first. A
+connection that ends without that message, also by `cut`, means a loss; rank 0 then ends all its
+connections, which notifies the others.
 """
 
 import os
@@ -23,10 +23,12 @@ class PeerSockets:
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """`on_lost` is called by a thread, at most once, with the reason. It is referred to weakly,
-        so that the connections are closed even if the owner does not call `close`."""
+        """Start a thread that waits for the loss of a rank, and then calls `on_lost` with the
+        reason, at most once. `on_lost` is a bound method, and is referred to weakly, so that the
+        connections are closed even if its object does not call `close`."""
         self._connections = tuple(connections)
-        # A notified rank ends its own connection at once, so all are notified before any is closed.
+        # Held while this rank notifies its peers that it leaves: a notified peer ends its
+        # connection at once, and `_watch` would then close the connections to the other peers.
         # Reentrant: garbage collection may run the finalizer in the thread that holds the lock.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())

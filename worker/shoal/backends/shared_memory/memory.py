@@ -81,7 +81,7 @@ class SharedMemory:
         return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
-        """Set the connections to peers. `on_left` is called after this rank's last write."""
+        """Set the connections to peers. `close` calls `on_left`: this rank then writes no more."""
         self._links, self._on_left = links, on_left
 
     def gather_words(self, word: int = 0) -> Sequence[int]:
@@ -129,7 +129,7 @@ class SharedMemory:
     def wait_for(self, semaphore: Semaphore) -> None:
         """Wait until another rank has posted the semaphore. Raises what `gather_words` raises."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # Counted, as barriers are, for the watch that checks if this rank advances.
+        # Counted, as barriers are, for the hang detection, which checks if this rank advances.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:

@@ -1,9 +1,10 @@
 """Set-up of shared memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 creates the memory and sends its descriptors to the other ranks over a Unix socket. It has
-announced the socket's name and key in a collective of the group. Either all ranks share the memory
-or none does. Memory that all ranks kept from the previous generation is reused, see `regions`. But
-the memory for barriers is always new: a late `cut` of a past generation posts to the old one.
+Rank 0 announces the name of a Unix socket, which is also its key, in a collective of the group.
+Then it creates the memory and sends its descriptors to the other ranks over this socket. Either all
+ranks share the memory or none does. Memory that all ranks kept from the previous generation is
+reused, see `regions`. But the memory for barriers is always new: a late `cut` of a past generation
+posts to the old one.
 """
 
 import hashlib
@@ -156,7 +157,8 @@ def socket_address(name: bytes) -> str:
 
 def serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
     """Make the memory for barriers, and send it and the region to all other ranks, which connect to
-    `listener` with `name` as key. For rank 0. Raises OSError, also for ranks that are late."""
+    `listener` with `name` as key. For rank 0. Raises OSError, also if a rank is late, and _Refused.
+    """
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
@@ -258,8 +260,8 @@ class _Greetings:
 
 
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
-    """Map the memory that rank 0 sends from the socket of this name; `old` if that is its region.
-    For all other ranks. Raises OSError."""
+    """Map the memory that rank 0 sends from the socket of this name. If rank 0 sends the region
+    `old`, this rank's mapping of it is used. For all other ranks. Raises OSError and _Refused."""
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # The kernel's limit: with Python's timeout, `connect` would fail at once on a full backlog.

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share, kept from one generation for the next.
+"""Memory that the ranks of one machine share, and keep for the next generation.
 
 New memory is expensive: the kernel clears each page when it is first touched, and every process
 maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that survive
