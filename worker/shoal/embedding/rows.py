@@ -108,7 +108,7 @@ class TableRows:
         """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Begin a step, and discard rows that were used in the last step and not pushed."""
+        """Begin a step, and forget which rows the last step used, pushed or not."""
         self._uses.clear()
         self._step += 1
 
@@ -141,7 +141,8 @@ class TableRows:
         return lookup.merged(held)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
-        """Return the rows as a leaf of the graph, whose gradient is to be pushed."""
+        """Return the rows' values on the device. If gradients are enabled, they are a leaf of the
+        graph, and `gradients` returns the leaf's gradient."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
@@ -151,9 +152,10 @@ class TableRows:
     # Pushes.
 
     def gradients(self, lr: float) -> dict[Where, Gradients]:
-        """Return the gradients of all uses since the step began, by shard, each row once.
+        """Return the gradients of all uses since the step began, by shard, summed for each row.
 
-        Raises NonFiniteGradient, with the row's id, also for values beyond the codec's range.
+        Raises NonFiniteGradient, with the row's id, for NaN, infinity and values beyond the codec's
+        range.
         """
         uses = [use for use in self._uses if use.values.grad is not None]
         if not uses:
@@ -225,8 +227,8 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
 
 
 def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
-    """Sum the gradients of each row. Returns ids, births, the oldest (version, epoch) that the
-    gradients are based on, and the sums."""
+    """Sum the gradients of each row. Returns ids, births, the oldest version and epoch that each
+    row's gradients are based on, and the sums."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
@@ -237,8 +239,8 @@ def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids
     np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, positions, np.concatenate(bases))
-    # Drop gradients for an evicted row if the row was created again since then. Gradients for
-    # initial values count.
+    # Drop the gradients that were computed on a row that was then evicted and created again.
+    # Gradients computed on initial values (birth 0) count.
     is_current = torch.from_numpy((births == 0) | (births == newest[positions]))
     stacked = torch.cat(gradients) * is_current[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

@@ -30,9 +30,9 @@ class WholeCollate:
 class JobBatches:
     """Batches with this member's part of each step of the job, in order.
 
-    Takes the arguments of `Session.batches`, which is called only when the first batch is taken:
-    until then the model may be distributed. The constructor raises InvalidSpec for arguments that
-    `Session.batches` would refuse."""
+    Takes the arguments of `Session.batches`, and calls it when the first batch is taken: the script
+    may distribute its model after it makes this object. The constructor raises InvalidSpec for
+    arguments that `Session.batches` would refuse."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class JobBatches:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole job, from the first batch on."""
+        """Number of steps of the whole job. If the run continues a checkpoint of another batch
+        size, the number is right only once the first batch was taken."""
         return self._order.num_steps
 
     @property

@@ -227,12 +227,14 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # Counted at the end: Keras also reads one batch before it trains, which is no epoch.
+        # Counted at the end: Keras also begins an iteration before it trains, reads one batch of it
+        # and leaves it.
         self._epoch += 1
 
 
 def _count_samples(model: Any) -> None:
-    """Weight each rank's gradients by its samples, and average the values that layers track."""
+    """Make `train_step` weight each rank's gradients by its number of samples, and average the
+    non-trainable values (such as moving averages) over the ranks."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:
@@ -249,7 +251,8 @@ def _count_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """Return the model's only LayerSplits: all modules made of the model share its layers."""
+    """Return the LayerSplits of a Keras model. There is one, as all KerasModules of the model share
+    its layers."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 

@@ -49,7 +49,7 @@ from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
 
 OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
-"""Strategies under which members have no state in common between steps."""
+"""Strategies under which each member trains its own copy of the model between outer steps."""
 
 OF_ONE_MEMBER = tuple(
     getattr(callbacks, name)

@@ -115,8 +115,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of this step's version; without a step, of the newest version. Report
         the version as installed once the engine has consumed the last tensor. Only versions that
-        were published after `init_process_group` count, if verl has called it. Raises what
-        `_version_of` and `Subscription.fetch` raise."""
+        were published after `init_process_group` count, if verl has called it. Raises VersionGone
+        if the step's version is not kept, DeadlineExceeded if none appears within WAIT_S, and what
+        `Subscription.fetch` raises."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)

@@ -261,7 +261,8 @@ class HostLaunchers:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers, as their cluster is gone for good. Callable from any thread."""
+        """End the workers for this reason, for example the loss of their cluster. Callable from any
+        thread."""
         self._events.put((None, reason))
 
     def _on_event(self, connection: _Connection | None, message: _Message) -> None:
@@ -280,7 +281,7 @@ class HostLaunchers:
             self._end_if_starved()
 
     def _end(self, order: int | str) -> None:
-        """End the hosts' launchers. `order`: a signal, or the reason for giving up the cluster."""
+        """End the hosts' launchers. `order`: a signal, or the reason of `give_up`."""
         if isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
