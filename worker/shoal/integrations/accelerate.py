@@ -163,7 +163,7 @@ class SessionAccelerator(Accelerator):
 
 
 class AcceleratedSteps(AbstractContextManager[None]):
-    """Steps of the loop: each begins with the first part of a batch and ends after the last part."""
+    """Steps of the loop: each begins with the first part of a batch and ends with the last one."""
 
     def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
         self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
