@@ -133,9 +133,9 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large; otherwise makes a barrier, and
-        raises what `barrier` raises. InvalidSpec unless `op` is SUM or AVG. `number`: see
-        `gather`."""
+        order of ranks. Returns False, on all ranks, if `whole` is too large; otherwise makes a
+        barrier, and raises what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG.
+        `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
