@@ -1,4 +1,7 @@
-"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays."""
+"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays.
+
+A table is divided into `num_shards` virtual shards. The hash of an id decides its virtual shard.
+"""
 
 from dataclasses import dataclass
 

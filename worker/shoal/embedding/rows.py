@@ -35,7 +35,8 @@ FATES = {
 
 @dataclass(frozen=True)
 class UsedRows:
-    """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
+    """Rows of one lookup in a forward pass. `values` is a leaf; the backward pass sets its
+    gradient."""
 
     routed: RoutedIds
     held: CachedRows
@@ -76,8 +77,8 @@ class Lookup:
 
 
 class TableRows:
-    """Rows of one table, for use by one thread at a time. The owner sends lookups and gradients to
-    the servers, and passes the answers to this object."""
+    """Rows of one table, for use by one thread at a time. `TableExchange` sends the lookups and
+    gradients to the servers, and passes the answers to this object."""
 
     def __init__(
         self,
@@ -136,9 +137,9 @@ class TableRows:
             self._seen_versions[shard] = max(self._seen_versions[shard], each.version)
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
-        held = _held(rows, counts, self.spec.dim, self._dtype)
-        self._cache.store_rows(lookup.missing.ids, held, self._step)
-        return lookup.merged(held)
+        received = _joined(rows, counts, self.spec.dim, self._dtype)
+        self._cache.store_rows(lookup.missing.ids, received, self._step)
+        return lookup.merged(received)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
         """Return the rows' values on the device. If gradients are enabled, they are a leaf of the
@@ -183,9 +184,9 @@ class TableRows:
         """Return the bytes to send for each row's gradient."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
-        data, is_held = self._codec.encode(total)
-        if not is_held.all():
-            self._refuse(routed, is_held, f"beyond what {self._codec.message.kind} can hold")
+        data, is_in_range = self._codec.encode(total)
+        if not is_in_range.all():
+            self._refuse(routed, is_in_range, f"beyond the range of {self._codec.message.kind}")
         return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
@@ -215,7 +216,10 @@ class TableRows:
         )
 
 
-def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype) -> CachedRows:
+def _joined(
+    rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype
+) -> CachedRows:
+    """Join the servers' answers, one for each shard, to one object. `counts`: rows of each."""
     values = bytearray(b"".join(each.values for each in rows))
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
     return CachedRows(

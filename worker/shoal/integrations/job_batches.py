@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WholeCollate:
-    """The script's own `collate`, whose result stays whole: inputs and targets together, as entry
-    "batch" of a dict."""
+    """Calls the script's own `collate`, and returns the whole result, inputs and targets together,
+    as entry "batch" of a dict."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate

@@ -1,9 +1,9 @@
 """Keras 3 on the torch backend.
 
 There are three ways to train. `distribute` keeps `model.fit` and Keras's own optimizers, on a fixed
-set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, to be
-trained with a torch optimizer in your own loop: elastic in a session, or under `shoal.distribute`.
-`shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
+set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, which your
+own loop trains with a torch optimizer: in a session, or on a fixed set of ranks with
+`shoal.distribute`. `shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
 """
 
 import copy
@@ -176,7 +176,7 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
         split_layers(model, model.optimizer)
     else:
         shard_optimizer(model.optimizer)
-        _count_samples(model)
+        _weight_by_samples(model)
     return model
 
 
@@ -232,7 +232,7 @@ class _Shares(Sampler[list[int]]):
         self._epoch += 1
 
 
-def _count_samples(model: Any) -> None:
+def _weight_by_samples(model: Any) -> None:
     """Make `train_step` weight each rank's gradients by its number of samples, and average the
     non-trainable values (such as moving averages) over the ranks."""
     plain_step = model.train_step

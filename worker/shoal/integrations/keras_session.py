@@ -97,7 +97,7 @@ class SessionBatches(DataLoader[Any]):
         return self._present
 
     def attempt(self) -> None:
-        """Mark the batch that was taken last as being trained on: it is not repeated."""
+        """Mark the batch that was taken last as trained on: no later iteration begins with it."""
         self._present = None
 
     @property

@@ -166,12 +166,12 @@ class _Split:
 def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
     """Find the layers that can be split over the group, and how; split nothing yet."""
     ranks = group.size()
-    pairs = _rows_of_pairs(model, ranks)
+    pairs = _find_pairs(model, ranks)
     found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
     return [split for split in found if split is not None]
 
 
-def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
+def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
     """Map the first layer of each pair (by id) to the id of the second."""
     pairs: dict[int, int] = {}
     owners = Counter(
