@@ -74,7 +74,7 @@ class AgreedCheckpoints:
         raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
-            return found  # Lightning saves because this member fails: no collectives
+            return found  # Lightning saves because this member has raised: no collectives
         return bool(self._session.all_reduce(float(found and self._session.is_first), "max"))
 
     def state_dict(self) -> dict[str, Any]:

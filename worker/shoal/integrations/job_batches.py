@@ -68,7 +68,7 @@ class JobBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+        """Number of steps of a whole epoch."""
         return self._order.steps_per_epoch
 
     @property
@@ -92,7 +92,7 @@ class JobBatches:
         return self._session.step_number >= self._order.num_steps
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step and its number in that epoch, as `Order.place`."""
+        """Return the epoch of a step, and the step's number in that epoch, as `Order.place`."""
         return self._order.place(step)
 
     def take(self) -> Batch | None:

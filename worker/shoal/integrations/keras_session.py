@@ -70,7 +70,7 @@ class SessionBatches(DataLoader[Any]):
         self._present: tuple[Any, ...] | None = None
         self.epochs = epochs
         self.ended = False
-        """True once the job's last step is done."""
+        """True once all members have committed the job's last step."""
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
@@ -211,10 +211,10 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
-    decides which member holds its state. Raises InvalidSpec for a model that is not built and
-    compiled, or has constraints or its own `train_step`; under a strategy whose members do not step
-    together, or that needs both passes in one call; and for `sync_batchnorm`. Raises what
-    `KerasSteps` raises."""
+    decides which member holds the optimizer's state. Raises InvalidSpec for a model that is not
+    built and compiled, or has constraints or its own `train_step`; under a strategy whose members
+    do not step together, or that needs both passes in one call; and for `sync_batchnorm`. Raises
+    what `KerasSteps` raises."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):

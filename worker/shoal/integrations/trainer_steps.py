@@ -47,7 +47,8 @@ class TrainerSteps:
         return self._batches.order
 
     def position(self) -> int:
-        """Return the job's current step; after the loss of a member, first wait for the others."""
+        """Return the job's current step; after the loss of a member, first wait for the next
+        generation."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 

@@ -290,7 +290,7 @@ class SessionTrainer(Trainer):
         while len(self._counted) > MAX_STEPS_BACK:
             del self._counted[min(self._counted)]
         if self.state.global_step + 1 == self.state.max_steps:
-            steps.stop_after_step("max_steps, or a part of an epoch, is trained")
+            steps.stop_after_step("Trainer's max_steps or num_train_epochs is reached")
         return [{} for _ in range(num_batches)], None
 
     def training_step(

@@ -88,9 +88,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> WeightVersion | None:
-        """Publish the generator's tensors as the version of this step; return it once it is
-        committed. The other ranks only exhaust their generators, as each yield is a collective,
-        and return None. Raises DeadlineExceeded after WAIT_S."""
+        """Publish the tensors that `weights` yields as the version of this step; return the version
+        once it is committed. Ranks other than the publisher only exhaust `weights`, as each yield
+        is a collective, and return None. Raises DeadlineExceeded after WAIT_S."""
         if not self.is_master:
             for _ in weights:
                 pass
@@ -126,7 +126,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         subscription.installed(self._weights)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield the tensors of the version received last, from this host's memory."""
+        """Yield the tensors of the version received last, from this host's memory. Raises
+        InvalidSpec if none was received."""
         if self._weights is None:
             raise InvalidSpec("no version was received", expected="receive_weights() first")
         for name, tensor in self._weights.items():

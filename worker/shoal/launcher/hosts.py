@@ -25,8 +25,8 @@ _GROUP = Group(
 
 
 class WorkerCount(int):
-    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` have
-    another value on other hosts."""
+    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` may mean
+    another number on other hosts."""
 
     text: str
 

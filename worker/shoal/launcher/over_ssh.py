@@ -251,7 +251,7 @@ class HostLaunchers:
                     connection, message = self._events.get(timeout=self._left_s())
                 except queue.Empty:
                     names = [each.host.name for each in self._connections if not each.is_over]
-                    self._say(f"not ended in time, left behind: {', '.join(names)}")
+                    self._say(f"did not end in time and are left behind: {', '.join(names)}")
                     break
                 self._on_event(connection, message)
                 if len(self._interrupted) > INSISTED:
@@ -383,7 +383,8 @@ def _message(text: str) -> HostGreeting | HostEnding | None:
 
 
 def _is_useful(address: str) -> bool:
-    """True if other machines can connect to the address."""
+    """True for an IP address that is no loopback address and has no zone (fe80::1%eth0): other
+    machines can connect to it."""
     try:
         parsed = ip_address(address)
     except ValueError:

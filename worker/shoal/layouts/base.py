@@ -168,8 +168,8 @@ class Layout(ABC):
         return (self.world.rank,) if self.counts(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
-        that peers need a copy. True by default, as an unneeded copy does no harm."""
+        """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
+        rank, so that peers need a copy. True by default, as an unneeded copy does no harm."""
         return True
 
     @property

@@ -63,7 +63,8 @@ class CallBetweenSteps:
     is_under_way: bool = False
     """True while the script is in a shared call."""
     has_too_few: bool = False
-    """True if the generation was formed for a shared call, and has fewer members than a step needs."""
+    """True if the generation was formed for a shared call, and has fewer members than a step
+    needs."""
     end_step: int = 0
     """The step at which the script left its loop over the batches; 0 while it is in the loop. The
     state may not be rolled back to before this step: without the loop no step is taken again."""

@@ -6,9 +6,9 @@ a sum it writes into its own slot, and each rank adds up its part of all slots. 
 at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
 follows before their use, the barrier of the sum completes the gather too.
 
-A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
-until the next collective. So each rank announces at each barrier which slots it still uses, and all
-ranks choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
+A slot is reused only when no rank uses it any more. torch may keep gathered weights beyond the next
+collective. So each rank announces at each barrier which slots it still uses, and all ranks choose
+the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
 A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
 what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
