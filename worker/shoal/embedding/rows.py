@@ -1,4 +1,4 @@
-"""One table in a worker: rows looked up for a step, gradients gathered for the push."""
+"""A table in a worker: rows looked up for a step, gradients gathered for the push."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class UsedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """One lookup in progress."""
+    """A lookup in progress."""
 
     routed: RoutedIds
     is_missing: NDArray[np.bool_]
