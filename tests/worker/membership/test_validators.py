@@ -84,7 +84,7 @@ def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
 
 
 def test_a_validator_that_does_not_end_rejects_in_time_and_is_not_called_again() -> None:
-    """The other validators' verdicts count, and no further thread is started for later rosters."""
+    """The other validators' answers count, and no further thread is started for later rosters."""
     end, asked = threading.Event(), []
 
     def hangs(roster: shoal.Roster) -> None:
@@ -96,7 +96,7 @@ def test_a_validator_that_does_not_end_rejects_in_time_and_is_not_called_again()
 
     judges = ValidatorSet({"b-hangs": hangs, "a-rejects": rejects}, "a")
     answers = {r.field: r.seen for r in judges.rejections(ROSTER, 1.0)}
-    assert answers["b-hangs"] == "no verdict after 1 s"
+    assert answers["b-hangs"] == "no answer after 1 s"
     assert answers["a-rejects"] == "bad"
     (again,) = judges.rejections(ROSTER, LIMIT_S)
     assert (again.field, again.seen) == ("b-hangs", "still at work on generation 3")

@@ -1,6 +1,6 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
-Here only their types are checked. The coordinator checks ranges when the table is placed, and its
+This module checks only their types. The coordinator checks ranges when it places the table, and its
 errors name the setting."""
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class RowNormal:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSGD:
-    """`torch.optim.SGD`; momentum and weight decay are applied to a row only when it is pushed."""
+    """`torch.optim.SGD`, applied only to rows with a gradient, as are momentum and weight decay."""
 
     lr: float
     momentum: float = 0.0
@@ -165,8 +165,8 @@ class Eviction:
     max_idle_s: float = 0.0
     """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: no limit but
-    `max_shard_bytes`."""
+    """Limit of rows in the whole table; the limit of each shard is its share, rounded up. 0: only
+    `max_shard_bytes` limits the rows."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True

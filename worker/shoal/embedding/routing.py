@@ -1,4 +1,7 @@
-"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays."""
+"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays.
+
+A table is divided into `num_shards` virtual shards. The hash of an id decides its virtual shard.
+"""
 
 from dataclasses import dataclass
 
@@ -21,7 +24,8 @@ class RoutedIds:
     """Index of the virtual shard of each id."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (shard, start, stop) for each shard of the ids: its range in `ids`."""
+        """Return (shard, start, stop) for each shard that has some of the ids, which are
+        `ids[start:stop]`."""
         if not len(self.ids):
             return []
         starts = np.flatnonzero(np.diff(self.shards, prepend=self.shards[0] - 1))

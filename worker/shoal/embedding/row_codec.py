@@ -1,7 +1,7 @@
 """Compression of the gradients of rows to 16 or 8 bits for each value.
 
-Rounding errors are not kept, as the next step has other rows. Every row is encoded separately; with
-int8 it has its own scale.
+Rounding errors are not added to later gradients, as the next step has other rows. Every row is
+encoded separately; with int8 it has its own scale.
 """
 
 import torch
@@ -24,7 +24,7 @@ class RowCodec:
         self._kind = kind
 
     def reduces_size(self, dim: int, dtype: torch.dtype) -> bool:
-        """True if rows of `dim` values become smaller; else they are to be sent uncompressed."""
+        """True if this codec makes rows of `dim` values smaller."""
         num_bytes = SCALE_BYTES + dim if self._kind == "int8" else 2 * dim
         return num_bytes < dim * dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""One table in a worker: rows looked up for a step, gradients gathered for the push."""
+"""A table in a worker: rows looked up for a step, gradients gathered for the push."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ FATES = {
 
 @dataclass(frozen=True)
 class UsedRows:
-    """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
+    """Rows of one lookup in a forward pass. `values` is a leaf; the backward pass sets its
+    gradient."""
 
     routed: RoutedIds
     held: CachedRows
@@ -44,7 +45,7 @@ class UsedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """One lookup in progress."""
+    """A lookup in progress."""
 
     routed: RoutedIds
     is_missing: NDArray[np.bool_]
@@ -76,8 +77,8 @@ class Lookup:
 
 
 class TableRows:
-    """Rows of one table, for use by one thread at a time. The owner sends lookups and gradients to
-    the servers, and passes the answers to this object."""
+    """Rows of one table, for use by one thread at a time. `TableExchange` sends the lookups and
+    gradients to the servers, and passes the answers to this object."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class TableRows:
         """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Begin a step, and discard rows that were used in the last step and not pushed."""
+        """Begin a step, and forget which rows the last step used, pushed or not."""
         self._uses.clear()
         self._step += 1
 
@@ -136,12 +137,13 @@ class TableRows:
             self._seen_versions[shard] = max(self._seen_versions[shard], each.version)
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
-        held = _held(rows, counts, self.spec.dim, self._dtype)
-        self._cache.store_rows(lookup.missing.ids, held, self._step)
-        return lookup.merged(held)
+        received = _joined(rows, counts, self.spec.dim, self._dtype)
+        self._cache.store_rows(lookup.missing.ids, received, self._step)
+        return lookup.merged(received)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
-        """Return the rows as a leaf of the graph, whose gradient is to be pushed."""
+        """Return the rows' values on the device. If gradients are enabled, they are a leaf of the
+        graph, and `gradients` returns the leaf's gradient."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
@@ -151,9 +153,10 @@ class TableRows:
     # Pushes.
 
     def gradients(self, lr: float) -> dict[Where, Gradients]:
-        """Return the gradients of all uses since the step began, by shard, each row once.
+        """Return the gradients of all uses since the step began, by shard, summed for each row.
 
-        Raises NonFiniteGradient, with the row's id, also for values beyond the codec's range.
+        Raises NonFiniteGradient, with the row's id, for NaN, infinity and values beyond the codec's
+        range.
         """
         uses = [use for use in self._uses if use.values.grad is not None]
         if not uses:
@@ -181,9 +184,9 @@ class TableRows:
         """Return the bytes to send for each row's gradient."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
-        data, is_held = self._codec.encode(total)
-        if not is_held.all():
-            self._refuse(routed, is_held, f"beyond what {self._codec.message.kind} can hold")
+        data, is_in_range = self._codec.encode(total)
+        if not is_in_range.all():
+            self._refuse(routed, is_in_range, f"beyond the range of {self._codec.message.kind}")
         return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
@@ -213,7 +216,10 @@ class TableRows:
         )
 
 
-def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype) -> CachedRows:
+def _joined(
+    rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype
+) -> CachedRows:
+    """Join the servers' answers, one for each shard, to one object. `counts`: rows of each."""
     values = bytearray(b"".join(each.values for each in rows))
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
     return CachedRows(
@@ -225,8 +231,8 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
 
 
 def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
-    """Sum the gradients of each row. Returns ids, births, the oldest (version, epoch) that the
-    gradients are based on, and the sums."""
+    """Sum the gradients of each row. Returns ids, births, the oldest version and epoch that each
+    row's gradients are based on, and the sums."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
@@ -237,8 +243,8 @@ def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids
     np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, positions, np.concatenate(bases))
-    # Drop gradients for an evicted row if the row was created again since then. Gradients for
-    # initial values count.
+    # Drop the gradients that were computed on a row that was then evicted and created again.
+    # Gradients computed on initial values (birth 0) count.
     is_current = torch.from_numpy((births == 0) | (births == newest[positions]))
     stacked = torch.cat(gradients) * is_current[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

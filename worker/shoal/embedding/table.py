@@ -62,11 +62,12 @@ class EmbeddingTable(nn.Module):
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
         job; empty: the module's path in the model.
 
-        `staleness_bound`: a cached row may be used in its step and this number of later steps of
-        this worker, unless its shard is known to have more than this number of later updates.
-        `cache_rows`: number of rows in the cache, rounded up to a power of two. The attribute `lr`
-        is sent with every push. Raises InvalidSpec for these numbers if they are out of range; the
-        coordinator checks the other options when it places the table.
+        `staleness_bound`: a cached row may be used in the step that looked it up and this number of
+        later steps of this worker, unless its shard is known to have more than this number of later
+        updates. `cache_rows`: number of rows in the cache, rounded up to a power of two. The
+        attribute `lr` is sent with every push. Raises InvalidSpec for sizes, bounds and
+        `padding_idx` out of range; the coordinator checks `optimizer`, `init`, `admission` and
+        `eviction` when it places the table.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -117,7 +118,8 @@ class EmbeddingTable(nn.Module):
         return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to look up rows for a later step, unless four calls are in progress. Does not wait.
+        """Begin to look up rows for a later step, and return at once. If four prefetches of the
+        model's tables are in progress, do nothing.
 
         The rows count as looked up at the present step: with a `staleness_bound` of 0, a later step
         looks them up again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the

@@ -163,7 +163,7 @@ class SessionAccelerator(Accelerator):
 
 
 class AcceleratedSteps(AbstractContextManager[None]):
-    """Steps of the loop: each begins with the first part of a batch and ends after the last."""
+    """Steps of the loop: each begins with the first part of a batch and ends with the last one."""
 
     def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
         self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
@@ -185,7 +185,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     def next_part(self) -> Batch | None:
         """Take the next part of the open step, and return it; None if no step is open. Raises
-        InvalidSpec if no part is left: the script left out the training on an earlier batch."""
+        InvalidSpec if no part is left: the script did not train on an earlier batch."""
         if self._step is None:
             return None
         part = next(self._parts, None)
@@ -200,7 +200,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     @property
     def may_count(self) -> bool:
-        """True if a scheduler may step: in the last part of a step, and after a committed step."""
+        """True if a scheduler may step: in the last part of a step, or between a committed step and
+        the next one."""
         return self._num_given == self.num_parts and (self._is_accumulating or self.committed)
 
     def check_within(self, call: str) -> None:
@@ -253,7 +254,7 @@ class PreparedLoader:
         self._size = loader.batch_size * steps.num_parts
 
     def __len__(self) -> int:
-        """Number of batches in an epoch; each part of a step counts as one."""
+        """Number of parts of all steps in an epoch, each of which the loop gets as a batch."""
         num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
         whole, rest = divmod(num_samples, self._size)
         return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts

@@ -23,7 +23,7 @@ def agreed(session: Session, metric: Any) -> Tensor:
 
 class AgreedStopping:
     """Gives the callback the same value on all members, so that all stop after the same step. If
-    its counters are registered as state, a member that joins continues from them."""
+    this object is registered as state, a member that joins gets the callback's counters."""
 
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
@@ -50,9 +50,9 @@ class AgreedStopping:
 
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
-    member may become rank 0 later. If the choices are registered, a member that joins knows the
-    best checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
-    """
+    member may become rank 0 later. If this object is registered as state, a member that joins knows
+    the best checkpoint. Its paths are relative to the callback's folder, which may differ by
+    member."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
@@ -69,11 +69,12 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file. All members use rank 0's result, as another member may
-        look for the file after rank 0 has written it. A member that fails uses its own result."""
+        """True if rank 0 found the file. All members use rank 0's result: another member that looks
+        later may find the file that rank 0 has written meanwhile. A member whose training has
+        raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
-            return found  # Lightning saves because this member fails: no collectives
+            return found  # Lightning saves because this member has raised: no collectives
         return bool(self._session.all_reduce(float(found and self._session.is_first), "max"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,8 +95,8 @@ class AgreedCheckpoints:
         callback.best_model_path = self._absolute(state_dict["best"])
         callback.kth_best_model_path = self._absolute(state_dict["worst"])
         callback.last_model_path = self._absolute(state_dict["last"])
-        # Without this path a new member would write a last checkpoint at the end, and ask the
-        # others for its name.
+        # Without this path, a new member would write a last checkpoint at the end, and call
+        # `exists`, a collective, while the other members do not.
         callback._last_checkpoint_saved = self._absolute(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WholeCollate:
-    """The script's own `collate`, whose result stays whole: inputs and targets together, as entry
-    "batch" of a dict."""
+    """Calls the script's own `collate`, and returns the whole result, inputs and targets together,
+    as entry "batch" of a dict."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -30,9 +30,9 @@ class WholeCollate:
 class JobBatches:
     """Batches with this member's part of each step of the job, in order.
 
-    Takes the arguments of `Session.batches`, which is called only when the first batch is taken:
-    until then the model may be distributed. The constructor raises InvalidSpec for arguments that
-    `Session.batches` would refuse."""
+    Takes the arguments of `Session.batches`, and calls it when the first batch is taken: the script
+    may distribute its model after it makes this object. The constructor raises InvalidSpec for
+    arguments that `Session.batches` would refuse."""
 
     def __init__(
         self,
@@ -68,12 +68,13 @@ class JobBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+        """Number of steps of a whole epoch."""
         return self._order.steps_per_epoch
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole job, from the first batch on."""
+        """Number of steps of the whole job. If the run continues a checkpoint of another batch
+        size, the number is right only once the first batch was taken."""
         return self._order.num_steps
 
     @property
@@ -91,7 +92,7 @@ class JobBatches:
         return self._session.step_number >= self._order.num_steps
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step and its number in that epoch, as `Order.place`."""
+        """Return the epoch of a step, and the step's number in that epoch, as `Order.place`."""
         return self._order.place(step)
 
     def take(self) -> Batch | None:

@@ -1,9 +1,9 @@
 """Keras 3 on the torch backend.
 
 There are three ways to train. `distribute` keeps `model.fit` and Keras's own optimizers, on a fixed
-set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, to be
-trained with a torch optimizer in your own loop: elastic in a session, or under `shoal.distribute`.
-`shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
+set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, which your
+own loop trains with a torch optimizer: in a session, or on a fixed set of ranks with
+`shoal.distribute`. `shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
 """
 
 import copy
@@ -176,7 +176,7 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
         split_layers(model, model.optimizer)
     else:
         shard_optimizer(model.optimizer)
-        _count_samples(model)
+        _weight_by_samples(model)
     return model
 
 
@@ -227,12 +227,14 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # Counted at the end: Keras also reads one batch before it trains, which is no epoch.
+        # Counted at the end: Keras also begins an iteration before it trains, reads one batch of it
+        # and leaves it.
         self._epoch += 1
 
 
-def _count_samples(model: Any) -> None:
-    """Weight each rank's gradients by its samples, and average the values that layers track."""
+def _weight_by_samples(model: Any) -> None:
+    """Make `train_step` weight each rank's gradients by its number of samples, and average the
+    non-trainable values (such as moving averages) over the ranks."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:
@@ -249,7 +251,8 @@ def _count_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """Return the model's only LayerSplits: all modules made of the model share its layers."""
+    """Return the LayerSplits of a Keras model. There is one, as all KerasModules of the model share
+    its layers."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.session.session import Session
 
 IN_PLACE = frozenset({"ddp", "local-sgd", "diloco"})
-"""Strategies that train the Keras model's own weights, and no copies."""
+"""Strategies that train the Keras model's own weights, not copies of them."""
 _MARK = "shoal_fitting"
 
 
@@ -41,7 +41,8 @@ class SessionBatches(DataLoader[Any]):
 
     `model`: a model that the session has distributed; the other arguments are those of
     `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit`
-    runs fewer epochs. Raises InvalidSpec for another model, and what `session.batches` raises."""
+    runs fewer epochs. Raises InvalidSpec for a model that no session has distributed, and what
+    `session.batches` raises."""
 
     def __init__(
         self,
@@ -69,15 +70,15 @@ class SessionBatches(DataLoader[Any]):
         self._present: tuple[Any, ...] | None = None
         self.epochs = epochs
         self.ended = False
-        """True once the job's last step is done."""
+        """True once all members have committed the job's last step."""
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
-        """Yield batches to the end of the job's epoch. A batch that was read but not trained on is
-        repeated."""
+        """Yield batches to the end of the job's epoch. If the last iteration yielded a batch on
+        which Keras did not train, begin with that batch."""
         while (pair := self._present or self.take()) is not None:
             yield pair
             if self._job.epoch_is_done:
@@ -96,7 +97,7 @@ class SessionBatches(DataLoader[Any]):
         return self._present
 
     def attempt(self) -> None:
-        """Mark the batch that was taken last as being trained on: it is not repeated."""
+        """Mark the batch that was taken last as trained on: no later iteration begins with it."""
         self._present = None
 
     @property
@@ -115,7 +116,7 @@ class FittedModule(KerasModule):
         trained, kept = model.trainable_variables, model.non_trainable_variables
         values = [*self._values(trained), *(value.clone() for value in self._values(kept))]
         mapping = zip([*trained, *kept], values, strict=True)
-        # Regularisers then compute their losses from the weights that are trained.
+        # In this scope, regularisers compute their losses from the trained weights.
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
@@ -210,10 +211,10 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
-    decides which member holds its state. Raises InvalidSpec for a model that is not built and
-    compiled, or has constraints or its own `train_step`; under a strategy whose members do not step
-    together, or that needs both passes in one call; and for `sync_batchnorm`. Raises what
-    `KerasSteps` raises."""
+    decides which member holds the optimizer's state. Raises InvalidSpec for a model that is not
+    built and compiled, or has constraints or its own `train_step`; under a strategy whose members
+    do not step together, or that needs both passes in one call; and for `sync_batchnorm`. Raises
+    what `KerasSteps` raises."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):
@@ -230,7 +231,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     for name, body in (("train_step", _train_step), ("test_step", _test_step)):
         model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
         model.__dict__[name] = types.MethodType(body, model)
-    # Keras builds these again, from the new steps.
+    # Keras builds these again, from the new train_step and test_step.
     model.train_function = model.test_function = None
     return model
 
@@ -273,7 +274,7 @@ def _refuse(model: Any, strategy: Strategy) -> None:
     bound = [v.path for v in model.trainable_variables if v.constraint is not None]
     if bound:
         raise InvalidSpec(
-            "constraints need whole weights, which a member may not hold",
+            "constraints need whole weights, and a member may have only parts of them",
             seen=", ".join(bound[:5]),
             expected="weights without constraints",
         )

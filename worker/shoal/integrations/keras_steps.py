@@ -44,7 +44,8 @@ class KerasSteps(Optimizer):
         config = optimizer.get_config()
         self._config = {**config, "global_clipnorm": None}
         self._rate = _rate_of(optimizer)
-        # A group for each parameter identifies it. Members compare the settings of groups.
+        # Each parameter has its own group: the group's index identifies the parameter's variable.
+        # Members compare the settings of groups.
         rate = {} if self._rate is None else {"lr": self._rate}
         groups: list[dict[str, Any]] = [{"params": [p], **rate} for _, p in parameters]
         groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)

@@ -52,13 +52,13 @@ class _ColumnEmbedding:
 
 
 def split_layers(model: Any, optimizer: Any) -> None:
-    """Split the model's layers in place. Its optimizer, without state yet, is left unchanged.
+    """Split the model's layers in place. The optimizer must have no state yet, and is not changed.
 
-    Two consecutive plain Dense layers of a Sequential, with an elementwise activation between them,
-    are split by columns and by rows, unless one of them is also used elsewhere. Other plain Dense
-    layers and Embeddings with enough units are split by units, and their outputs gathered. Raises
-    UnsupportedOptimizer for an optimizer that is not elementwise or clips by norm, and InvalidSpec
-    if no layer can be split.
+    Of two consecutive plain Dense layers of a Sequential, with an elementwise activation between
+    them, the first is split by columns and the second by rows, unless one of them is also used
+    elsewhere. Other plain Dense layers and Embeddings with enough units are split by units, and
+    their outputs gathered. Raises UnsupportedOptimizer for an optimizer that is not elementwise or
+    clips by norm, and InvalidSpec if no layer can be split.
     """
     check_elementwise(optimizer)
     if optimizer.clipnorm or optimizer.global_clipnorm:
@@ -92,7 +92,7 @@ def track_values(model: Any) -> None:
 
 
 class LayerSplits:
-    """Splits of a Keras model's layers over the ranks of one generation after another.
+    """Splits of a Keras model's layers, made again over the ranks of each generation.
 
     Between `split_variables` and `undo` the layers compute with parts. The caller passes the values
     of the layers' variables to each call, see `keras.StatelessScope`.
@@ -166,12 +166,12 @@ class _Split:
 def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
     """Find the layers that can be split over the group, and how; split nothing yet."""
     ranks = group.size()
-    pairs = _rows_of_pairs(model, ranks)
+    pairs = _find_pairs(model, ranks)
     found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
     return [split for split in found if split is not None]
 
 
-def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
+def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
     """Map the first layer of each pair (by id) to the id of the second."""
     pairs: dict[int, int] = {}
     owners = Counter(

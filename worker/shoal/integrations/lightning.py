@@ -49,7 +49,7 @@ from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
 
 OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
-"""Strategies under which members have no state in common between steps."""
+"""Strategies under which each member trains its own copy of the model between outer steps."""
 
 OF_ONE_MEMBER = tuple(
     getattr(callbacks, name)
@@ -408,7 +408,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _turn_off_gathering(module: LightningModule | None) -> None:
-    """Turn off the metrics' own gathering, which would end all members if one is lost."""
+    """Turn off the metrics' own gathering, which would fail on all members if one is lost."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):

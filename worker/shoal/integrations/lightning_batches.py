@@ -85,7 +85,7 @@ class LightningBatches:
         return None if self._batch is None else self._content(self._batch)
 
     def next_batch(self) -> Any:
-        """Return the next batch, for a step that Lightning has already begun."""
+        """Return the next batch, instead of one that Lightning has already counted."""
         content = self.take()
         if self._batch is not None and self._counters is not None:
             self._counters.set_after_count(self._batch.step)

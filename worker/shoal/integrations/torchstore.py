@@ -80,9 +80,9 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 
 def series_of(key: str, store_name: str) -> str:
-    """Return the name of a key's series, in the job SHOAL_JOB or in a job with the store's name. If
-    the key has other characters than names may have, or more than 40, a digest is appended:
-    different keys have different series."""
+    """Return the name of a key's series, in the job that the environment variable SHOAL_JOB names,
+    or else in a job with the store's name. If the key has characters that a name may not have, or
+    more than 40, a digest is appended: different keys have different series."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"

@@ -53,7 +53,8 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
     """Raise InvalidSpec for options with which Lightning would end an epoch before the job does, or
     would not train."""
     refused = {
-        # These two options set limit_train_batches: the error names them in place of it.
+        # fast_dev_run and overfit_batches set limit_train_batches. They come first, so that the
+        # error names the option that the script gave.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
         "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
         "limit_train_batches": _is_part(trainer.limit_train_batches),
@@ -63,7 +64,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise InvalidSpec(
-                "each epoch of the job has all samples of its batches",
+                "an option that cuts the epochs of the job short, or trains nothing",
                 seen=name,
                 expected="a Trainer without it",
                 fix="Pass a part of the data set, a torch.utils.data.Subset, to `batches`; or pass"
@@ -91,21 +92,21 @@ class JobCounters:
 
     def set_before_count(self, step: int) -> None:
         """Set the counters before Lightning counts this step's batch."""
-        self._take(step, ready=self._batches.place(step)[1])
+        self._set_all(step, ready=self._batches.place(step)[1])
 
     def count_steps(self, step: int) -> None:
-        """Set the number of committed steps, without the attempts that Lightning counted."""
+        """Overwrite Lightning's number of steps, which also counts attempts without a commit."""
         self._set_steps(step)
 
     def set_after_count(self, step: int) -> None:
-        """Set the counters to this step, taken in place of a batch that Lightning has counted."""
+        """Set the counters to this step. Its batch replaces one that Lightning has counted."""
         ready = self._batches.place(step)[1] + 1
-        self._take(step, ready=ready)
+        self._set_all(step, ready=ready)
         is_last = ready >= self._batches.steps_per_epoch
         self._loop.epoch_loop.batch_progress.is_last_batch = is_last
         self._loop._data_fetcher.done = is_last
 
-    def _take(self, step: int, *, ready: int) -> None:
+    def _set_all(self, step: int, *, ready: int) -> None:
         epoch, done = self._batches.place(step)
         self._set_epoch(ready=epoch + 1, done=epoch)
         self._set_steps(step)

@@ -21,7 +21,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 class StepRetaken(Exception):
-    """Raised if a step was not committed: the trainer continues with the job's current step."""
+    """Raised if the trainer's step was not committed, or is not the job's next step. The trainer
+    continues with the job's current step."""
 
 
 class TrainerSteps:
@@ -34,7 +35,7 @@ class TrainerSteps:
         self._parts: Iterator[Batch] = iter(())
         self._step: Step | None = None
         self.skip = 0
-        """Number of the epoch's steps that were committed before this member began."""
+        """Number of committed steps at the epoch's start that Trainer's loop still has to skip."""
         self.weight: float | None = None
         """Weight of the next loss in `backward`; None: its number of samples."""
         self.is_over = False
@@ -46,7 +47,8 @@ class TrainerSteps:
         return self._batches.order
 
     def position(self) -> int:
-        """Return the job's current step; after the loss of a member, first wait for the others."""
+        """Return the job's current step; after the loss of a member, first wait for the next
+        generation."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 
@@ -88,8 +90,8 @@ class TrainerSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """End the step if a member is lost within the block. Raises StepRetaken once this member
-        can repeat the step."""
+        """End the step if the block raises. If a lost member caused the error, raises StepRetaken
+        instead, once this member can repeat the step."""
         try:
             yield
         except BaseException as error:
@@ -163,7 +165,8 @@ class CountedSmoother(LabelSmoother):
 
 
 class NamedCollate:
-    """A data collator of the script, which returns named values. Raises InvalidSpec for others."""
+    """A data collator of the script, which must return named values. Raises InvalidSpec if it
+    returns anything else."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate

@@ -48,7 +48,8 @@ class SessionTrainer(Trainer):
     Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
     whole job. Raises InvalidSpec for what a session does not support, such as float16, Trainer's
     own checkpoints (`checkpoints=` writes the session's), its wrappers FSDP and DeepSpeed, an order
-    that depends on the samples, and callbacks that end an epoch early."""
+    that depends on the samples' contents (grouping by length), and callbacks that end an epoch
+    early."""
 
     model: Any
     optimizer: Any
@@ -93,7 +94,8 @@ class SessionTrainer(Trainer):
         return super().train(None, *positional, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model on rank 0, collectively; before the training, on each member."""
+        """Write the whole model on rank 0; all members must call this. Before the training, each
+        member that calls this writes its own model."""
         if self._steps is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -148,7 +150,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._checkpoints
         )
         self.model = self.model_wrapped = model
-        # An evaluation then uses the model unchanged.
+        # Trainer's evaluation prepares no model if the accelerator has one.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -273,8 +275,8 @@ class SessionTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Begin the job's next step, and return an empty dict for each of its parts, which
-        `training_step` fills. Returns no dict for a step that was committed before this member
-        began. After the last step, returns no dict and ends Trainer's loop."""
+        `training_step` fills. Returns no dict for a step that is committed already. After the last
+        step, returns no dict and ends Trainer's loop."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1
@@ -288,14 +290,14 @@ class SessionTrainer(Trainer):
         while len(self._counted) > MAX_STEPS_BACK:
             del self._counted[min(self._counted)]
         if self.state.global_step + 1 == self.state.max_steps:
-            steps.stop_after_step("max_steps, or a part of an epoch, is trained")
+            steps.stop_after_step("Trainer's max_steps or num_train_epochs is reached")
         return [{} for _ in range(num_batches)], None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward of one part. Returns its loss times its share of this member's
-        samples or items."""
+        """Run the forward and backward pass of one part. Returns the part's loss times the part's
+        share of this member's samples or items."""
         steps = self._present()
         # The loss of each part is a mean: the session weights the parts over all members.
         self.current_gradient_accumulation_steps = 1
@@ -385,8 +387,8 @@ class SessionTrainer(Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        # Different hardware may differ in the last bits, but members must continue with equal
-        # metrics.
+        # Results of different hardware may differ in the last bits, but members must continue with
+        # equal metrics.
         numbers = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
         return output._replace(
             metrics={**output.metrics, **self._session.all_reduce(numbers, op="max")}

@@ -88,9 +88,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> WeightVersion | None:
-        """Publish the generator's tensors as the version of this step; return it once it is
-        committed. The other ranks only exhaust their generators, as each yield is a collective,
-        and return None. Raises DeadlineExceeded after WAIT_S."""
+        """Publish the tensors that `weights` yields as the version of this step; return the version
+        once it is committed. Ranks other than the publisher only exhaust `weights`, as each yield
+        is a collective, and return None. Raises DeadlineExceeded after WAIT_S."""
         if not self.is_master:
             for _ in weights:
                 pass
@@ -115,8 +115,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of this step's version; without a step, of the newest version. Report
         the version as installed once the engine has consumed the last tensor. Only versions that
-        were published after `init_process_group` count, if verl has called it. Raises what
-        `_version_of` and `Subscription.fetch` raise."""
+        were published after `init_process_group` count, if verl has called it. Raises VersionGone
+        if the step's version is not kept, DeadlineExceeded if none appears within WAIT_S, and what
+        `Subscription.fetch` raises."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)
@@ -125,7 +126,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         subscription.installed(self._weights)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield the tensors of the version received last, from this host's memory."""
+        """Yield the tensors of the version received last, from this host's memory. Raises
+        InvalidSpec if none was received."""
         if self._weights is None:
             raise InvalidSpec("no version was received", expected="receive_weights() first")
         for name, tensor in self._weights.items():

@@ -40,8 +40,9 @@ LOOPBACK = "127.0.0.1"
 
 def run(config: RunConfig) -> int:
     """Run the workers and return the exit code; 2 if the script is missing or does not compile.
-    Raises ShoalErrors, such as Unavailable, JobFinished or InvalidSpec, only before workers start;
-    SystemExit for a SIGTERM before or after the launcher's run."""
+    With a `finished_file`, waits for SIGTERM after exit code 0. Raises ShoalErrors, such as
+    Unavailable, JobFinished or InvalidSpec, only before workers start; SystemExit for a SIGTERM
+    before or after the launcher's run."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."

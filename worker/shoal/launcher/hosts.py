@@ -25,8 +25,8 @@ _GROUP = Group(
 
 
 class WorkerCount(int):
-    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` have
-    another value on other hosts."""
+    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` may mean
+    another number on other hosts."""
 
     text: str
 
@@ -150,8 +150,8 @@ class HostOptions:
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
     """Number of hosts, as for torchrun. The run does not begin if fewer than MIN of --hosts can be
-    used. It raises --min to the number of workers on the MIN hosts with the fewest workers. It is
-    refused if fewer than MIN hosts could have that many workers. N alone: all hosts are needed."""
+    used. --min is raised to the number of workers on the MIN hosts with the fewest workers. The run
+    is refused if fewer than MIN hosts could have that many together. N alone: MIN and MAX are N."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""

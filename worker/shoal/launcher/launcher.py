@@ -205,7 +205,8 @@ class Launcher:
         self._events.put(process)
 
     def _report_exit(self, process: Process, code: int) -> None:
-        """Report an exit once for each process. The lifeline usually shows it before the kernel."""
+        """Report an exit once for each process. Usually the lifeline shows it first, and the kernel
+        reports it later."""
         with self._reporting:
             if process.pid in self._reported:
                 return

@@ -252,7 +252,7 @@ class HostLaunchers:
                     connection, message = next_of(self._events, self._left_s())
                 except queue.Empty:
                     names = [each.host.name for each in self._connections if not each.is_over]
-                    self._say(f"not ended in time, left behind: {', '.join(names)}")
+                    self._say(f"did not end in time and are left behind: {', '.join(names)}")
                     break
                 self._on_event(connection, message)
                 if len(self._interrupted) > INSISTED:
@@ -262,7 +262,8 @@ class HostLaunchers:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers, as their cluster is gone for good. Callable from any thread."""
+        """End the workers for this reason, for example the loss of their cluster. Callable from any
+        thread."""
         self._events.put((None, reason))
 
     def _on_event(self, connection: _Connection | None, message: _Message) -> None:
@@ -281,7 +282,7 @@ class HostLaunchers:
             self._end_if_starved()
 
     def _end(self, order: int | str) -> None:
-        """End the hosts' launchers. `order`: a signal, or the reason for giving up the cluster."""
+        """End the hosts' launchers. `order`: a signal, or the reason of `give_up`."""
         if isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
@@ -383,7 +384,8 @@ def _message(text: str) -> HostGreeting | HostEnding | None:
 
 
 def _is_useful(address: str) -> bool:
-    """True if other machines can connect to the address."""
+    """True for an IP address that is no loopback address and has no zone (fe80::1%eth0): other
+    machines can connect to it."""
     try:
         parsed = ip_address(address)
     except ValueError:

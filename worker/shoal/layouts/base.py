@@ -95,8 +95,8 @@ class Layout(ABC):
     """True if `stepped` sends updated parameters to other ranks."""
 
     looks_for_faults: bool = True
-    """True if `reduce` or `check` raises for gradients that are not finite. Otherwise they are
-    left, and `overflowed` reports them."""
+    """True if `reduce` or `check` raises for gradients that are not finite. If False, such
+    gradients stay as they are, and `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
     """Names of parameters that the loss does not depend on, if the step's gradients were not
@@ -168,8 +168,8 @@ class Layout(ABC):
         return (self.world.rank,) if self.counts(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
-        that peers need a copy. True by default, as an unneeded copy does no harm."""
+        """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
+        rank, so that peers need a copy. True by default, as an unneeded copy does no harm."""
         return True
 
     @property
@@ -220,7 +220,7 @@ class Layout(ABC):
     @property
     def completes(self) -> bool:
         """True if gradients are to be the whole batch's, not only this rank's, after the pass that
-        begins."""
+        begins now."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
@@ -304,7 +304,7 @@ class Layout(ABC):
         False if the loss came from another module."""
         return True
 
-    def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
+    def release(self) -> None:  # noqa: B027 - most layouts keep no such references
         """Drop the references to the group when it ends, even if `module` is still referenced.
 
         Returns quickly, raises nothing, may be called twice. No step is taken afterwards.

@@ -66,7 +66,8 @@ class RunningBuffers:
     """The persistent buffers of a model that every rank holds.
 
     DDP broadcasts the first rank's buffers only in the next forward pass. Until then the ranks'
-    buffers differ: if the first rank were lost, the job would continue with another rank's.
+    buffers differ: if the first rank were lost, the job would continue with another rank's. So the
+    layout calls `broadcast_buffers` in every step.
     """
 
     def __init__(self, model: nn.Module) -> None:

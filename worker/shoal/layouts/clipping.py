@@ -13,7 +13,8 @@ from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 
 @torch.no_grad()
 def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
-    """Scale gradients so that their common 2-norm is at most `max_norm`; returns the norm before.
+    """Scale gradients so that their common 2-norm is at most `max_norm`. Returns the norm that they
+    had before.
 
     Collective, unless the layout `is_replicated`. Equals torch.nn.utils.clip_grad_norm_ on one
     process: each element of a parameter counts once, however many ranks hold it. The same

@@ -8,8 +8,8 @@ every member; and a mean over the member's own rows, each compared with all rows
 
 Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages from
 rank to rank with their own tags, so none is mixed up with another collective's message. A member
-that makes more calls than the others waits until the watch for hangs ends the generation. Rows on a
-GPU are sent by one collective of the group, once the descriptions agree. Backward passes reach the
+that makes more calls than the others waits until hang detection ends the generation. Rows on a GPU
+are sent by one collective of the group, once the descriptions agree. Backward passes reach the
 calls in the same order on every member.
 """
 

@@ -47,9 +47,11 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
 
 
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if none."""
+    """Return the name of the first parameter whose gradient on this rank has a NaN or Inf; empty if
+    there is none."""
     gradients = local_gradients(parameters)
-    # One pass over all gradients. A norm of finite numbers may overflow: the exact test decides.
+    # The norms take one pass over all gradients. A norm of finite numbers may overflow, so the test
+    # of each element decides.
     norms = foreach_norm(list(gradients.values()))
     if math.isfinite(sum_of_squares(norms, torch.device("cpu")).item()):
         return ""
@@ -65,7 +67,7 @@ def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # Uncut, each rank would count all elements of a replicated gradient.
+                # Otherwise each rank would count all elements of the replicated gradient.
                 parameter.grad = gradient = own
         if gradient is not None:
             gradients[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient

@@ -26,12 +26,12 @@ PASSES_END = -1
 _SIZES, _SIZES_END = -2, -(1 << 31)
 """Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
 MAX_KEPT = 4096
-"""Limit of the newest exchanges that are kept individually. Above it, the older half is replaced
-by a digest."""
+"""Maximum number of exchanges that are kept individually. Above it, the older half of them is
+replaced by a digest."""
 MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
-"""Limit of the description of one exchange."""
+"""Maximum length of the description of one exchange, in characters."""
 DIGEST_BITS, FIRST_BITS = 38, 16
 """Bits of the two parts of `LayerExchanges.summary`: a digest, and the lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1

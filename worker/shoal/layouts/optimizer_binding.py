@@ -50,7 +50,8 @@ from shoal_proto.errors import (
 
 
 class MetaModel:
-    """A model, later without its weights, and the position of each parameter in the optimizer.
+    """A model, whose weights `forget_weights` frees, and the groups of its parameters in the
+    optimizer.
 
     Raises UnsupportedOptimizer if `take_state` does, and InvalidSpec if
 
@@ -194,7 +195,7 @@ class OptimizerBinding:
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
         self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        """Initial shapes and dtypes of the tensors of the optimizer's state."""
+        """Shape and dtype of each tensor of the optimizer's state when `collect` first read it."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
@@ -233,7 +234,7 @@ class OptimizerBinding:
         own = (value.shape, value.dtype)
         first = self._outlines.setdefault(f"{name}/{key}", own)
         if own != first:
-            # Copies of the state after later steps reuse the same memory.
+            # Copies of later states reuse the memory of the first copy.
             raise cannot_carry(
                 self.optimizer,
                 f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
@@ -299,9 +300,9 @@ class OptimizerBinding:
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
-        not copy it: for the model the layout's own, for optimizer state new memory. None for state
-        of another shape than its parameter, such as a scalar; if this rank's part is another chunk;
-        and if the part is not on the host."""
+        not copy it: for the model the layout's own memory, for optimizer state new memory. Returns
+        None if the tensor is a scalar or has another shape than its parameter, if this rank's part
+        is not exactly this chunk, or if that part is not on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)

@@ -1,8 +1,8 @@
 """Completion of a rank's own gradients to those of the whole batch, after each backward pass.
 
-Between passes, and after the last one, a script may read or change gradients: it clamps them, or
-moves weights along them (sharpness-aware minimisation). A script has to see the gradients that one
-process sees, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
+Between passes, and after the last one, a script may read or change gradients: it may clamp them, or
+move weights along them (sharpness-aware minimisation). It has to see the gradients that one process
+would compute, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
 reduce during backward do not need this.
 """
 

@@ -153,7 +153,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def overflowed(self) -> bool:
-        # Every layout looks, also after one that has overflowed.
+        # Ask every layout, even if an earlier one has overflowed.
         found = [each.overflowed() for each in self._active]
         return any(found)
 

@@ -25,8 +25,8 @@ class Context:
     limits: Limits
     """The job's time limits, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Returns the time, by `time.monotonic`, until which waits for other members had no limit, as a
-    member was paused or no coordinator could be reached. Thread-safe."""
+    """Returns the time, by `time.monotonic`, until which waits for other members had no limit,
+    because of a member's pause or because no coordinator could be reached. Thread-safe."""
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Thread-safe."""
     leaves_unreplaced: Callable[[], bool] = lambda: False

@@ -102,7 +102,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send the last report, for at most `timeout_s`, and end the thread."""
+        """Send the last report and end the thread. Waits for this for at most `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -92,7 +92,7 @@ class RendezvousStore(Store):
         for call in in_progress:
             call.cancel()
 
-    # --- called by torch: by Python's names and, if they differ, by those of C++ ---
+    # --- called by torch, under Python's names and, if these differ, C++'s names ---
 
     def set(self, key: str, value: Value) -> None:
         self._set([(key, value)], append=False)

@@ -1,4 +1,4 @@
-"""Validators: a script's own conditions on a generation, whose verdict applies to all members.
+"""Validators: a script's own conditions on a generation. One member's rejection applies to all.
 
 @shoal.validator("scratch-space")
 def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
@@ -160,13 +160,13 @@ class ValidatorSet:
         if late is not None and late.thread.is_alive():
             # No second thread while the first one runs, which may never end.
             seen = f"still at work on generation {late.roster.generation}"
-            return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
+            return [_rejection(late.name, Reject(seen=seen, expected="an answer in time"))]
         run = self._running = _Run(self._validators, view(roster, self._member_id))
         run.thread.start()
         run.thread.join(limit_s)
         if run.thread.is_alive():
-            seen = f"no verdict after {limit_s:g} s"
-            run.rejected[run.name] = Reject(seen=seen, expected="a verdict in time")
+            seen = f"no answer after {limit_s:g} s"
+            run.rejected[run.name] = Reject(seen=seen, expected="an answer in time")
         return [_rejection(name, reject) for name, reject in dict(run.rejected).items()]
 
 
@@ -184,14 +184,14 @@ class _Run:
         for name, function in self._validators.items():
             self.name = name
             try:
-                verdict = function(self.roster)
-            except BaseException as error:  # noqa: BLE001 - any exception is its verdict
-                verdict = Reject(seen=f"{type(error).__name__}: {error}", expected="no exception")
-            if verdict is None:
+                answer = function(self.roster)
+            except BaseException as error:  # noqa: BLE001 - any exception is a rejection
+                answer = Reject(seen=f"{type(error).__name__}: {error}", expected="no exception")
+            if answer is None:
                 continue
-            if not isinstance(verdict, Reject):
-                verdict = Reject(seen=f"it returned {verdict!r}", expected="None or shoal.Reject")
-            self.rejected[name] = verdict
+            if not isinstance(answer, Reject):
+                answer = Reject(seen=f"it returned {answer!r}", expected="None or shoal.Reject")
+            self.rejected[name] = answer
 
 
 def view(roster: pb.Roster, member_id: str) -> Roster:

@@ -47,8 +47,8 @@ def refuse_reused(model: nn.Module) -> None:
                 "the model's weights went to an earlier session",
                 seen=f"{name}, which has no memory: a strategy that spreads a model took it over",
                 expected="a model, and an optimizer, made anew for each session",
-                fix="To train on from the weights of the earlier one, take session.state_dict()"
-                " within its block, and load it into the new model.",
+                fix="To train on from the earlier session's weights, call session.state_dict()"
+                " within that session's block, and load the result into the new model.",
             )
 
 

@@ -158,6 +158,6 @@ def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
         f"{what} would be a part of the model",
         seen=f"{(elsewhere or cut)[0]}, which {'another member has' if elsewhere else 'is cut'}",
         expected="a strategy whose members have the whole model, such as ddp or zero1",
-        fix="Call session.state_dict() on every member, without a session shoal.state_dict(model): "
-        "it gathers the whole model, which one member may then save.",
+        fix="Call session.state_dict() on every member (without a session:"
+        " shoal.state_dict(model)). It gathers the whole model, which one member may then save.",
     )

@@ -35,10 +35,10 @@ def others_not_finite(faults: Sequence[object], step: int) -> GenerationBroken:
     ranks = [str(rank) for rank, fault in enumerate(faults) if fault]
     if len(ranks) == 1:
         return GenerationBroken(
-            f"the gradient of rank {ranks[0]} is not finite at step {step}; this rank leaves"
+            f"the gradient of rank {ranks[0]} is not finite at step {step}; rank {ranks[0]} leaves"
         )
     return GenerationBroken(
-        f"the gradients of ranks {', '.join(ranks)} are not finite at step {step}; these ranks"
+        f"the gradients of ranks {', '.join(ranks)} are not finite at step {step}; these members"
         " leave"
     )
 

@@ -191,8 +191,9 @@ def joined(
 ) -> tuple[SeveralModels, SeveralOptimizers]:
     """Combine the models into one, and the optimizers into one.
 
-    Raises InvalidSpec if a parameter is in two models or two optimizers, a buffer in two models, or
-    for an invalid name, or too many or no objects.
+    Raises InvalidSpec if two models share a parameter or buffer, if two optimizers share a
+    parameter, if a name is invalid, or if there are no models or optimizers, or more than
+    MAX_NAMES of them.
     """
     for kind, objects in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(objects) <= MAX_NAMES:

@@ -98,7 +98,7 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Replace expanded buffers, such as masks, by ones with memory for each element: an expanded
+    """Replace expanded buffers, such as masks, by copies with memory for each element: an expanded
     buffer cannot be written to, so no state could be loaded into it."""
     replacements: dict[int, Tensor] = {}
     for part in model.modules():

@@ -1,4 +1,5 @@
-"""Checks of a model: its state is in tensors, and its trained parameters stay as they were.
+"""Checks of a model: its state is in tensors, and the set of its trained parameters and their
+dtypes and shapes stay the same.
 
 Gradients are reduced for the parameters that required one at `distribute`. A parameter that is
 trained only from a later step on would get each member's own gradient, and a member that joins

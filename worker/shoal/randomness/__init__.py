@@ -1,8 +1,8 @@
 """Randomness that does not depend on membership: drawn from seed, step and sample.
 
-The output of a stateful generator depends on earlier draws, and so on how a batch is cut. A value
-computed from a sample's position does not: it is the same in one process, on any number of ranks,
-in micro-batches, and in a repeated step.
+The output of a stateful generator depends on earlier draws, and therefore on how a batch is cut. A
+value computed from a sample's position does not: it is the same in one process, on any number of
+ranks, in micro-batches, and in a repeated step.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it

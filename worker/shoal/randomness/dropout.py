@@ -85,9 +85,9 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
     """Draw a mask (bool) of this shape: an element is kept with probability 1 - p.
 
-    Returns None if the module is not keyed, or if no samples are set. In a compiled graph, which
-    cannot return None, a key is then drawn from torch's generator. Each call for the same samples
-    has another mask.
+    Returns None if the module is not keyed, or if no samples are set. If no samples are set in a
+    compiled graph, which cannot return None, it draws a key from torch's generator instead. Each
+    call for the same samples has another mask.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:

@@ -123,8 +123,8 @@ class Distribution:
         """Fields of the proposal: values that must be the same on all members."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """The models of each optimizer; None if the script gave one model and one optimizer, not in
-        a list or by name."""
+        """The models of each optimizer; None if the script gave a single model and a single
+        optimizer, neither of them in a list or dict."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
@@ -361,8 +361,8 @@ class Distribution:
             self._parameters.check(0)
 
     def note_samples(self, dataset: Any, order: Callable[[], Order]) -> Mapping[str, str]:
-        """Set and return the proposal's fields about the samples. Warns of layers that may not
-        train in small shares. `order` returns the present order."""
+        """Set and return the proposal's fields about the samples. Warns of layers for which a
+        member's share may be too small. `order` returns the present order."""
         details, samples = self._controller.details, fields_of(dataset, order())
         self.fields |= samples
         content, listings = content_fields(dataset)

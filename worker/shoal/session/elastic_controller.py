@@ -55,15 +55,16 @@ _MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
 
 @dataclass
 class CallBetweenSteps:
-    """State of the calls that all members make together, such as `session.evaluate`."""
+    """State of shared calls, which all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
     """True if the script has asked for a batch, or begun a step. Before that, the members' scripts
     may be at different points."""
     is_under_way: bool = False
-    """True while the script is in a call that all members make together."""
+    """True while the script is in a shared call."""
     has_too_few: bool = False
-    """True if the generation was formed for the call and has fewer members than a step needs."""
+    """True if the generation was formed for a shared call, and has fewer members than a step
+    needs."""
     end_step: int = 0
     """The step at which the script left its loop over the batches; 0 while it is in the loop. The
     state may not be rolled back to before this step: without the loop no step is taken again."""

@@ -126,7 +126,8 @@ class SplitShardedLayout(ShardedLayout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Sum, over a tensor group, the gradients that each rank has for its positions only."""
+        """Sum, over a tensor group, the gradients that each rank has for its positions of the
+        sequence only."""
         self.world.exchanges.completes()
         if self.plan.degree > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))

@@ -131,8 +131,9 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """True if no buffer was written since the pass began; False if a buffer is known to change
-        without a counted write. Quick, as most stages have only constant buffers such as masks."""
+        """True if no buffer was written since the pass began. Always False once a buffer is known
+        to change, as writes to it may not be counted. Quick for most stages, which have only
+        constant buffers such as masks."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))

@@ -131,7 +131,8 @@ def _described(leaf: Any) -> dict[str, Any]:
 
 @contextmanager
 def _reading(source: int) -> Iterator[None]:
-    """Turn what reading a description of stage `source` raises into MalformedMessage."""
+    """Raise MalformedMessage instead of the error that a bad description of stage `source`
+    causes."""
     try:
         yield
     # NotImplementedError: torch's, for an unknown kind of container.

@@ -253,7 +253,7 @@ def _identity(loss: Tensor, rows: Tensor) -> Tensor:
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """Return activations of twice as many samples: these, repeated."""
+    """Repeat the activations, so that they are of twice as many samples."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 

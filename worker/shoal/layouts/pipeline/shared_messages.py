@@ -117,7 +117,7 @@ class _Lane:
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
-        """Begin to receive the next message into `tensor`, and return it, to be awaited."""
+        """Begin to receive the next message into `tensor`. Returns the message, to be awaited."""
         at, view = self._advance(tensor)
         self._num_awaited += 1
         return _Awaited(self, (at, view), self._num_awaited, tensor)

@@ -54,8 +54,9 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which the model may be cut; None: before any layer. Then, if
-    there are fewer layers than stages, the largest ones are traced into, one after the other.
+    `split_at` names the layers before which the model may be cut. None: it may be cut before any
+    layer, and if there are fewer layers than stages, the largest layers are traced into, one after
+    the other.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Groups of modules gathered together: small ones jointly, large ones and blocks on their own.
+"""Groups of modules whose parameters are gathered together: several small modules, or one block, or
+one large layer.
 
 A group's parameters travel in one collective, so a thousand small layers must not be a thousand
 groups, and a large model must not be one group. Groups depend only on the module tree and sizes.
@@ -55,7 +56,7 @@ class Grouping:
     model itself, at the beginning of its forward pass. May be empty."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
-        """The groups that have parameters; the rest comes first."""
+        """Iterate over the rest, if it has parameters, and then over the groups."""
         return iter((self.rest, *self.groups) if self.rest.parameters else self.groups)
 
 
@@ -64,10 +65,11 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
     parent may have half as many. Parameters in no group are the rest.
 
     Small modules are joined with their neighbours under the same parent. A module that is large
-    enough is divided further, unless it is one of several blocks of the same class in a list.
-    None: 1/24 of the model, but at least 1 MiB and at most 32 MiB. 0: every module that has
-    parameters itself is a group, except in torch's attention and transformer layers. Raises
-    InvalidSpec if the size is negative, or if trained parameters of a group have several dtypes.
+    enough is divided further, unless it is one of several blocks of the same class in a list. If
+    `min_group_bytes` is None, it is 1/24 of the model, but at least 1 MiB and at most 32 MiB. If it
+    is 0, every module that has parameters itself is a group, except in torch's attention and
+    transformer layers. Raises InvalidSpec if it is negative, or if trained parameters of a group
+    have several dtypes.
     """
     if min_group_bytes is not None and min_group_bytes < 0:
         raise InvalidSpec(

@@ -83,7 +83,8 @@ class RecordedOrder:
 def different_operations(
     ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
-    """Build the refusal of ranks that differ; `operations`: each rank's next or last operation."""
+    """Build the refusal of ranks whose operations differ. `operations`: each rank's next or last
+    operation."""
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",

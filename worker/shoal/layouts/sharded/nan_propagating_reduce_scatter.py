@@ -67,8 +67,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
         """Zero if this rank's own gradients on a device were finite in each pass, else NaN. It
-        stays on the device, as reading it waits for all work queued there. None: there were
-        none."""
+        stays on the device, as reading it waits for all work queued there. None: no gradients on a
+        device."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
         stay on the device, as reading them waits for all work queued there."""
@@ -109,8 +109,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
-    """Return the first parameter of a group whose gradients on this rank were not finite before
-    they were reduced; empty if there is none. Waits for a device once."""
+    """Find a group whose gradients on this rank were not finite before they were reduced, and
+    return the name of its first parameter; empty if there is none. Waits for a device once."""
     on_device = []
     for each in reductions:
         if each.own:

@@ -6,9 +6,9 @@ a sum it writes into its own slot, and each rank adds up its part of all slots. 
 at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
 follows before their use, the barrier of the sum completes the gather too.
 
-A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
-until the next collective. So each rank announces at each barrier which slots it still uses, and all
-ranks choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
+A slot is reused only when no rank uses it any more. torch may keep gathered weights beyond the next
+collective. So each rank announces at each barrier which slots it still uses, and all ranks choose
+the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
 A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
 what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
@@ -133,9 +133,9 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large; otherwise makes a barrier, and
-        raises what `barrier` raises. InvalidSpec unless `op` is SUM or AVG. `number`: see
-        `gather`."""
+        order of ranks. Returns False, on all ranks, if `whole` is too large; otherwise makes a
+        barrier, and raises what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG.
+        `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"

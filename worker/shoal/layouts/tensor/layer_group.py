@@ -63,7 +63,7 @@ class TensorGroup:
 
     def begin(self) -> None:
         """Begin a step. Collective in the second step, in which ranks of one machine open shared
-        memory. Not in the first: that would lengthen the stop after a member was lost."""
+        memory. If they did so in the first step, survivors would resume later after a loss."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1

@@ -179,7 +179,8 @@ class TensorLayout(Layout):
         world.exchanges.set_peers(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
-        # Gradients of these parameters cover this rank's positions only: they have to be summed.
+        # Gradients of these parameters cover this rank's positions of the sequence only: they have
+        # to be summed.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SelfSplittingModule):
@@ -216,7 +217,8 @@ class TensorLayout(Layout):
             super().backward(loss, weight)
 
     def _complete(self) -> None:
-        """Sum, over the ranks, the gradients that each rank has for its positions only."""
+        """Sum, over the ranks, the gradients that each rank has for its positions of the sequence
+        only."""
         self.world.exchanges.completes()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:

@@ -227,7 +227,7 @@ class _Block:
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
-        """Return True if the child takes this rank's positions, and note its role, or the roles of
+        """Return True if the child takes this rank's positions; note its role then, or the roles of
         an inner block's modules."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
