@@ -112,9 +112,9 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: the share's
-    weight would scale it again. A sum over the `num_gathered` rows of all members is allowed: it is
-    the same on every member."""
+    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: it grows
+    with the share, and the weight of the share would scale it a second time. A sum over the
+    `num_gathered` rows of all members is allowed: it is the same on every member."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -327,8 +327,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: which samples are in the same part depends on
-        the shares, and so on the number of members."""
+        """Raise InvalidSpec within a loop over several parts: which samples are in the same part
+        depends on the shares, and thus on the number of members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",
@@ -337,8 +337,8 @@ class MicroBatches:
                 " members a part would have other samples, and the job would train a different"
                 " loss",
                 fix="Before the loop, compute features without gradients, gather them, and compute"
-                " the loss's gradient for each. In the loop, train each part with its gradients:"
-                " see 'In parts' in docs/contrastive.md.",
+                " the loss's gradient for each feature. In the loop, train each part with its"
+                " gradients: see 'In parts' in docs/contrastive.md.",
             )
 
     def check_complete(self) -> None:

@@ -333,13 +333,13 @@ class Session:
         return Batches(self._source)
 
     def step(self) -> Step:
-        """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
-        commits them at its end.
+        """Return one optimizer step, a context: it zeroes gradients at its start; at its end it
+        applies them and commits the step.
 
         The step is rolled back without an error if a peer is lost in the block, if a script has
-        called `stop` before the step, or if servers have refused it as stale: `committed` of the
-        returned object stays False. After any other error in the block the member leaves, and the
-        error, or an InvalidSpec that explains it, is raised.
+        called `stop` before the step, or if servers have refused its gradients as stale:
+        `committed` of the returned object stays False. After any other error in the block the
+        member leaves, and the error, or an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -539,9 +539,9 @@ class Session:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model, however they are sharded; with several optimizers, of the parameters of
-        `optimizer`. Raises InvalidSpec outside a step, and if there are several optimizers
-        and `optimizer` is not given.
+        of the whole model, however they are sharded; with several optimizers, only those of the
+        parameters of `optimizer`. Raises InvalidSpec outside a step, and if there are several
+        optimizers and `optimizer` is not given.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
@@ -590,12 +590,12 @@ class Session:
     @property
     def is_first(self) -> bool:
         """True if this member has rank 0: for work that is done once, such as logging. If the
-        member with rank 0 is lost, another member gets rank 0. Waits as `rank`."""
+        member with rank 0 is lost, another member gets rank 0. Waits as `rank` does."""
         return self._present().rank == 0
 
     @property
     def world_size(self) -> int:
-        """Number of members in the present generation. Waits as `rank`."""
+        """Number of members in the present generation. Waits as `rank` does."""
         return self._present().world_size
 
     @property

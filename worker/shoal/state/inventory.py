@@ -1,7 +1,8 @@
 """Inventories: descriptions of the state that each rank holds, which ranks exchange. They have
 names, chunks and values, but no tensors.
 
-Inventories are sent as JSON, compressed because names repeat; the receiver checks bounds.
+Inventories are sent as JSON, compressed because names repeat. The receiver checks all sizes and
+numbers in them.
 """
 
 import json

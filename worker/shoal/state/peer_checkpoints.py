@@ -101,8 +101,8 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # No copy of this generation exists yet. The first is made after the next step rather than
-        # at once, as all members wait for that step.
+        # No copy of this generation exists yet. The first is made after the next step, which it
+        # would delay if it were made at once.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
             # At step 0 no earlier copy exists either: a loss in the first step would end the job.

@@ -146,7 +146,7 @@ class PendingPublication:
         """Wait until the publication has reached this level; return the version if it is committed.
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
-        all ranks are a version, which readers see. "durable": the servers also have it on their
+        all ranks form a version, which readers see. "durable": the servers also have it on their
         disks. Returns None if another member publishes for all.
 
         Raises InvalidSpec for another level, DeadlineExceeded after `timeout` seconds, or the error
@@ -340,8 +340,8 @@ class Publications:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
-        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or, if
-        this rank is the only one, a single publication. If `is_over` returns True meanwhile,
+        is made from the step. First waits while `IN_FLIGHT` publications are in progress; if this
+        rank is the only one, while one publication is. If `is_over` returns True meanwhile,
         because a rank was lost, the new publication and all in progress are abandoned, so that the
         trainer can enter the next generation. In this case the returned publication has failed.
 
@@ -395,8 +395,8 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Return the next number. It is above all numbers of this generation. It is the same on all
-        ranks, as all ranks publish after the same steps."""
+        """Return the next number. It is above all earlier numbers of this generation. It is the
+        same on all ranks, as all ranks publish after the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
         self._numbers = (step, count)
@@ -424,7 +424,8 @@ class Publications:
     def _send(self, publication: _Publication) -> None:
         ticket = publication.ticket
         try:
-            # Not during the copy, for which the trainer waits: it would take its processors.
+            # Digest after the copy, not during it: the trainer waits for the copy, and a digest
+            # would take processors from it.
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:

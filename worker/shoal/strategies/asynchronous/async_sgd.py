@@ -166,7 +166,7 @@ class StepRefusals:
 
     @property
     def may_redo(self) -> bool:
-        """True if the step is to be taken again."""
+        """True unless the step was refused more than MAX_REDONE times."""
         return self.num_redone <= MAX_REDONE
 
     def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
@@ -529,7 +529,7 @@ class AsyncSGD(LeasingStrategy):
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:
-        """Return the present values, whole, as one member publishes for all."""
+        """Return the present values, whole: one member publishes for all."""
         model = self._shared.model
         return replicated_weights(
             dict(model.named_parameters()),

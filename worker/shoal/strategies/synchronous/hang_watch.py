@@ -138,12 +138,12 @@ class HangWatch:
         self._sign_s = time.monotonic()
 
     def note_coordinator_wait(self, *, begins: bool) -> None:
-        """Note that the trainer begins, or ends, to wait for the coordinator's answer."""
+        """Note that the trainer begins, or stops, to wait for the coordinator's answer."""
         self._inside += 1 if begins else -1
         self.note_progress()
 
     def loads(self, *, begins: bool) -> None:
-        """Note that the trainer begins, or ends, to wait for a batch to be loaded."""
+        """Note that the trainer begins, or stops, to wait for a batch to be loaded."""
         self._loads = begins
         self.note_progress()
 
