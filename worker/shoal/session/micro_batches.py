@@ -25,7 +25,8 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of graph nodes, from the loss backwards, at which the search for its mean ends."""
+"""A search for means in the graph of a loss ends after about this many nodes, from the loss
+backwards."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -88,8 +89,8 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
     0), and the sums of weights differ between the `num_samples` samples: with other shares of the
-    batch this would be another loss. Only means that torch's loss functions took in the last
-    operations of the loss are found. A mean over the `num_gathered` rows of all members is
+    batch this would be another loss. Finds only means that torch's loss functions computed, among
+    the last operations of the loss. A mean over the `num_gathered` rows of all members is
     allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
@@ -293,9 +294,9 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """Return the loss function with a check of each loss against the samples in its targets.
-        For strategies that call the loss function several times. `look` is called with each
-        loss."""
+        """Return the loss function, extended by checks: each loss must be a mean over the samples
+        in its targets. For strategies that call the loss function several times. `look` is called
+        with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)

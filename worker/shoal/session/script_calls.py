@@ -40,8 +40,8 @@ class SchedulerWarnings:
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the strategy's own schedule, for which no warning is logged; `fix`: the advice
-        in the warning."""
+        """`given`: the schedule that the script gave to the strategy, for which no warning is
+        logged; `fix`: the advice in the warning."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix

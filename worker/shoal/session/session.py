@@ -225,11 +225,12 @@ class Session:
     ) -> tuple[Any, Any]:
         """Return the model and optimizer to train with; they stay valid when members change.
 
-        With `checkpoints`, the state is written to storage every `every_steps` steps while training
-        continues, and a job in which no member has state resumes from the newest checkpoint. With
-        `keyed_dropout`, the masks of Dropout modules under a synchronous strategy depend on seed,
-        step and sample, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
-        statistics of all members' samples, as torch's SyncBatchNorm modules always do.
+        With `checkpoints`, the state is written to storage every `checkpoints.every_steps` steps
+        while training continues, and a job in which no member has state resumes from the newest
+        checkpoint. With `keyed_dropout`, the masks of Dropout modules under a synchronous strategy
+        depend on seed, step and sample, not on the number of members. With `sync_batchnorm`,
+        BatchNorm uses the statistics of all members' samples, as torch's SyncBatchNorm modules
+        always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form.
         The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
@@ -281,8 +282,8 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state cannot be
-        carried: docs/loop.md.
+        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state has values
+        that cannot be sent to another member: see docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful
@@ -382,8 +383,8 @@ class Session:
         all rows. All members make the same calls in a step, in the same order. See
         docs/contrastive.md.
 
-        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that
-        gather no rows, and on all members if their tensors do not fit together.
+        Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
+        that gather no rows, and on all members if their tensors do not fit together.
         """
         return self._steps.gather(tensor)
 

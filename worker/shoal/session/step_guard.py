@@ -157,7 +157,7 @@ class StepGuard:
     def check_loss_graph(self, loss: Tensor) -> None:
         """Check the graph of a loss before its backward pass, only in the member's first step:
         graphs may be large and later losses are similar. Raises InvalidSpec for functions that
-        train differently on several members; `refuse_layers` finds layers of that kind only."""
+        train differently on several members; `refuse_layers` finds only layers of that kind."""
         if self._step() == self._first_step:
             self._others.note_loss(loss)
             strategy = self._strategy

@@ -109,7 +109,7 @@ def pack(content: Json) -> bytes:
 
 
 def unpack(message: bytes, rank: int) -> Any:
-    """Decode a message of this rank; its content is not validated. Raises MalformedMessage."""
+    """Decode a message that `rank` sent; the content is not validated. Raises MalformedMessage."""
     try:
         return json.loads(inflate(message, MAX_TEXT_BYTES))
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
-"""Limit of the wait for a copy in progress in `close`; a copy whose group was cut ends at once."""
+"""Time for which `close` waits for a copy in progress; a copy whose group was cut ends at once."""
 
 
 class PeerCheckpoints:
@@ -41,10 +41,12 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state from when this member was alone; kept until peers have copies."""
+        """The whole state as of the time when this member was alone; kept until peers have
+        copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
-        """Names of tensors that only other members hold, and only since `_names` was recorded."""
+        """Names of tensors that only other members hold, and that did not exist when `_names` was
+        recorded."""
         self._half: StateShard | None = None
         """A state shard without contents: it names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()

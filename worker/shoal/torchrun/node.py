@@ -210,7 +210,7 @@ class Node:
 
     def num_waiting(self) -> int:
         """Return the number of nodes that wait for another rendezvous; 1 if this generation is
-        over.
+        over, or if ranks in it were assumed (see `AgentStore`).
 
         If it is above 0, the agent stops its workers and enters the next generation."""
         membership = self._membership

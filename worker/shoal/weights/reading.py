@@ -29,7 +29,7 @@ _PACKED = (torch.float4_e2m1fn_x2,)
 MAX_THREADS = 4
 """Maximum number of threads that write an installation's tensors."""
 THREAD_BYTES = 32 * 1024 * 1024
-"""Bytes for each thread: an installation of fewer bytes than `MAX_THREADS` x this has fewer."""
+"""Minimum number of bytes for each of these threads."""
 NAMED = 5
 """Limit of the names in an error's list."""
 

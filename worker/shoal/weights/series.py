@@ -47,7 +47,7 @@ MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
-"""Limit of the publications after one step."""
+"""Count of publication numbers for the publications after one step."""
 
 Level = Literal["replicated", "committed", "durable"]
 
@@ -63,7 +63,8 @@ class SeriesOptions:
     dtype: torch.dtype | None = None
     """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """Publish the rows of embedding tables, too: a version is then one cut through the servers."""
+    """True: publish the rows of embedding tables, too. A version is then one cut through the
+    servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
@@ -304,7 +305,7 @@ class _Publication:
 
 
 class Publications:
-    """Publications of one rank. The trainer's thread calls all methods except `_send`."""
+    """Publications of one rank. One thread at a time calls its methods, except `_send`."""
 
     def __init__(
         self,
@@ -341,9 +342,10 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while `IN_FLIGHT` publications are in progress; if this
-        rank is the only one, while one publication is. If `is_over` returns True meanwhile,
-        because a rank was lost, the new publication and all in progress are abandoned, so that the
-        trainer can enter the next generation. In this case the returned publication has failed.
+        rank is the only one, while one publication is. If `is_over` returns True meanwhile, because
+        a rank was lost or the series is released, the new publication and all in progress are
+        abandoned, so that the trainer can enter the next generation. In this case the returned
+        publication has failed.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and Overloaded if there
         is no memory for the copy."""

@@ -22,7 +22,7 @@ MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Limit for all objects together. The state is copied at each step, so that steps can be undone."""
 GROUPS = "param_groups"
-"""Name of the settings of the optimizer's groups in the state: schedulers change them."""
+"""Name, in the state, of the settings of the optimizer's groups, which schedulers change."""
 KINDS = "registered_kinds"
 """Key of the objects' classes in a state's values."""
 _BLOCK_ELEMENTS = 1 << 20
@@ -199,7 +199,7 @@ class RegisteredState:
     def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
         if an object is of another class, or if `load_state_dict` fails: then some objects may have
-        the new state."""
+        the new state. A MemoryError or OSError of `load_state_dict` is raised unchanged."""
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(

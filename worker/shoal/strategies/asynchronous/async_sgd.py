@@ -88,7 +88,7 @@ class SharedModel:
     values: SharedValues
     """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
-    """The optimizer for pushes, on the servers."""
+    """The optimizer with which the servers apply pushes."""
     gradients: StepGradients
     """Gradients of the whole model; a step begins with none."""
     compressor: PushCompressor | None = None
@@ -222,9 +222,9 @@ class AsyncSGD(LeasingStrategy):
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
-        `staleness_policy.py`; `reject_above`: number of updates above which a gradient is
-        refused, with any of these. `compensation`: DC-ASGD's lambda_0, or its lambda if not
-        `adaptive`.
+        `staleness_policy.py`; `reject_above`: the staleness, in updates, above which a gradient is
+        refused under any of these policies. `compensation`: DC-ASGD's lambda_0, or its lambda if
+        not `adaptive`.
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they

@@ -88,7 +88,8 @@ class OuterLoop:
         self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
-        """Note that the group of members has changed."""
+        """Note that the group of members has changed: discard the optimizer state that was set
+        aside, and the compressor's state that must be the same on all members."""
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
