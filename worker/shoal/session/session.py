@@ -82,7 +82,9 @@ class ScriptPause:
         limit_s = as_number("limit_s", limit_s)
         if not 0 < limit_s <= LONGEST_S:
             raise InvalidSpec(
-                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
+                "limit_s is out of range",
+                seen=f"{limit_s:g}",
+                expected=f"above 0, and at most {LONGEST_S:g} s",
             )
         if self.is_on:
             raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")

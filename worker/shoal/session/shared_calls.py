@@ -208,7 +208,7 @@ def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int
 def _reducible(name: Any, value: Any, op: Reduction) -> float | int | Tensor:
     if not isinstance(name, str):
         raise InvalidSpec(
-            "values are reduced by name",
+            "a value to reduce has a name that is not a string",
             seen=repr(name),
             expected="a dict with strings as keys",
         )

@@ -34,7 +34,7 @@ class PeerCheckpoints:
             raise InvalidSpec(
                 "the copies' settings are out of range",
                 seen=f"copies={copies} copy_every_steps={every_steps}",
-                expected="copies of at least 0, every 1 or more steps",
+                expected="copies: 0 or more; copy_every_steps: 1 or more, or None",
             )
         self._num_copies = copies
         self._every_steps = every_steps

@@ -205,8 +205,9 @@ class PeerCopies:
     newer one is complete on every rank. So once the first copy is complete, there is always a step
     that is complete on all ranks. Until then the copies of the previous generation are kept.
 
-    **Interval.** Without `every_steps` the ranks agree on the interval: with each copy they exchange
-    how many steps it took. `interval_of` the largest number is the interval from the next copy on.
+    **Interval.** Without `every_steps` the ranks agree on the interval: with each copy they
+    exchange how many steps it took. `interval_of` the largest number is the interval from the next
+    copy on.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It

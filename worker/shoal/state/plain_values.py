@@ -43,7 +43,7 @@ def split_state(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return InvalidSpec(
-            f"the state of {name!r} cannot be carried",
+            f"the state of {name!r} cannot be sent to another member",
             seen=f"{seen} at {'.'.join(path) or 'the top'} of its state_dict()",
             expected=expected,
             fix="Leave it out of state_dict(), and create it in load_state_dict().",

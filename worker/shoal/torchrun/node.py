@@ -176,8 +176,9 @@ class Node:
         if membership.away_s > 0.0:
             self._unanswered = True
             raise self._no_coordinator(Unavailable(membership.waiting_for))
+        # Callers of torch's stores recognise this error by the word "timeout".
         raise DeadlineExceeded(
-            f"the other nodes did not finish within {timeout_s:g} s",
+            f"timeout after {timeout_s:g} s: the other nodes have not finished",
             seen=membership.waiting_for,
         )
 

@@ -110,13 +110,13 @@ class RegisteredState:
             raise InvalidSpec(f"{name!r} is registered already, under another name")
         if not isinstance(registered, Stateful) or isinstance(registered, type):
             raise InvalidSpec(
-                f"{name!r} has no state that could be carried",
+                f"{name!r} is not an object with a state",
                 seen=f"a {type(registered).__name__}",
                 expected="an object with state_dict() and load_state_dict(state)",
             )
         if isinstance(registered, nn.Module) and not registered.state_dict():
             raise InvalidSpec(
-                f"nothing of {name!r} would be carried: its state_dict() is empty",
+                f"nothing of {name!r} would be committed: its state_dict() is empty",
                 seen=type(registered).__name__,
                 expected="a module with parameters, or with persistent buffers",
                 fix="For a metric of torchmetrics, set metric.persistent(True) and"

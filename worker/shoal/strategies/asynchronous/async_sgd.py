@@ -125,7 +125,9 @@ class PushOptions:
         convert_fields(self, numbers=("lost_wait_s",))
         if not 0.0 <= self.lost_wait_s < math.inf:
             raise InvalidSpec(
-                "bad lost_wait_s", seen=str(self.lost_wait_s), expected="0 or more seconds, finite"
+                "lost_wait_s is out of range",
+                seen=str(self.lost_wait_s),
+                expected="0 or more seconds, finite",
             )
         if self.compression is not None and self.policy.kind == "compensate":
             raise InvalidSpec(
