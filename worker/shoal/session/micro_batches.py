@@ -94,7 +94,7 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
-        return  # The loss is the mean of a mean for each sample.
+        return  # The loss is a mean over samples, of a mean for each sample.
     for counts in weights:
         if num_gathered and not counts.numel() % num_gathered:
             continue

@@ -54,7 +54,7 @@ def run_origin() -> RunOrigin:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the arguments as for a shell, up to MAX_COMMAND characters, with likely secrets
+    """Return the arguments, quoted as for a shell, up to MAX_COMMAND characters. Likely secrets are
     masked."""
     shown = shlex.join(_masked(arguments)).replace(_STAND_IN, MASK)
     return shown if len(shown) <= MAX_COMMAND else f"{shown[: MAX_COMMAND - 4]} ..."

@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 
 class SchedulerWarnings:
     """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
-    counts only the steps of its member, a part of the job's updates, and begins at 0 when the
-    member is restarted."""
+    counts only the steps of its member, not all updates of the job, and begins at 0 when the member
+    is restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str

@@ -169,7 +169,7 @@ class Session:
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
-        """End the membership; `completed` ends the job for all members. The first call counts."""
+        """End the membership; `completed` ends the job for all members. Later calls do nothing."""
         reports, self._reports = self._reports, None
         # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:

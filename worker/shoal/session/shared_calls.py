@@ -243,8 +243,8 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Reduce the values of all members, by a collective. If `part` is given, for sums only, only
-    the first of the members with the same `part` counts. If `part` is None, all members count.
+    """Reduce the values of all members, by a collective. `part`, which only sums support: of the
+    members with the same `part` the first counts. If `part` is None, all members count.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """

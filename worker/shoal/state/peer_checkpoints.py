@@ -170,7 +170,8 @@ class PeerCheckpoints:
 
     def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
-        part of the state after `step` steps. `names`: the tensors of that part."""
+        part of the state after `step` steps. `names`: names of the optimizer state in that part; a
+        model's tensors are known anyway."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)

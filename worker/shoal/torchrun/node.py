@@ -36,7 +36,7 @@ LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
 """Time to notify the coordinator that this node gave up. If the coordinator does not answer in this
-time, it learns it from the closed stream."""
+time, it learns this from the closed stream."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
-"""Count of publication numbers for the publications after one step."""
+"""Publication numbers that are reserved for each step."""
 
 Level = Literal["replicated", "committed", "durable"]
 

@@ -45,7 +45,8 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name, and under GROUPS; they refer to tensors by path."""
+    """Plain values by the object's name, and those of the optimizer's groups under GROUPS. They
+    refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
