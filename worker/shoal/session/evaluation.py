@@ -26,7 +26,7 @@ Measure = Callable[[Batch], Metrics]
 
 
 class Evaluation:
-    """An evaluation of one data set, in its own order."""
+    """An evaluation of one data set, in the data set's own order."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class Evaluation:
         batch_size: int | None,
         collate: Collate | None,
     ) -> None:
-        """`batch_size` is per member. A DataLoader gives its data set, and the default batch size
-        and collate function. Raises InvalidSpec without a batch size."""
+        """`batch_size` is per member. If `data` is a DataLoader, its data set is evaluated, and its
+        batch size and collate function are the defaults. Raises InvalidSpec without a batch
+        size."""
         if isinstance(data, DataLoader):
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
@@ -85,7 +86,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Measured even without samples in the batch: a forward pass may need all members.
+            # Measure a batch without samples, too: a forward pass may need all members.
             measured = values_by_name(self._measured(batch))
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}

@@ -85,7 +85,7 @@ class _Certificate:
 
 def _use_certificate(files: TlsFiles | None) -> None:
     """Use these files for connections. None drops the certificate that an earlier session set; a
-    certificate that the process has set otherwise stays."""
+    certificate that the process has set in another way stays."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()

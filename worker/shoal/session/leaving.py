@@ -1,4 +1,4 @@
-"""End of a session's block: ends the membership with a reason, and keeps the script's error."""
+"""End of a session's block: the member leaves with a reason; the script's error stays raised."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -15,7 +15,8 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""Silence of the loading processes after which a leaving member stops waiting for a batch."""
+"""Time without a sign of work from the loading processes, after which a member that was asked to
+leave stops waiting for a batch."""
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ class SessionEnd:
     def check_drain(self, silent_s: float) -> None:
         """Raise Drained if this member was asked to leave, and either it trains alone or its
         loading processes have been silent for SILENT_DRAIN_S. Called while the script waits for a
-        batch; `silent_s`: the seconds of silence so far."""
+        batch. `silent_s`: seconds since the last sign of work from these processes."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")

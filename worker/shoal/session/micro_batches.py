@@ -25,7 +25,8 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of graph nodes, from the loss backwards, at which the search for its mean ends."""
+"""A search for means in the graph of a loss ends after about this many nodes, from the loss
+backwards."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -88,12 +89,12 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
     0), and the sums of weights differ between the `num_samples` samples: with other shares of the
-    batch this would be another loss. Only means that torch's loss functions took in the last
-    operations of the loss are found. A mean over the `num_gathered` rows of all members is
+    batch this would be another loss. Finds only means that torch's loss functions computed, among
+    the last operations of the loss. A mean over the `num_gathered` rows of all members is
     allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
-        return  # The loss is the mean of a mean for each sample.
+        return  # The loss is a mean over samples, of a mean for each sample.
     for counts in weights:
         if num_gathered and not counts.numel() % num_gathered:
             continue
@@ -112,9 +113,9 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: the share's
-    weight would scale it again. A sum over the `num_gathered` rows of all members is allowed: it is
-    the same on every member."""
+    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: it grows
+    with the share, and the weight of the share would scale it a second time. A sum over the
+    `num_gathered` rows of all members is allowed: it is the same on every member."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -293,9 +294,9 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """Return the loss function with a check of each loss against the samples in its targets.
-        For strategies that call the loss function several times. `look` is called with each
-        loss."""
+        """Return the loss function, extended by checks: each loss must be a mean over the samples
+        in its targets. For strategies that call the loss function several times. `look` is called
+        with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -327,8 +328,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: which samples are in the same part depends on
-        the shares, and so on the number of members."""
+        """Raise InvalidSpec within a loop over several parts: which samples are in the same part
+        depends on the shares, and thus on the number of members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",
@@ -337,8 +338,8 @@ class MicroBatches:
                 " members a part would have other samples, and the job would train a different"
                 " loss",
                 fix="Before the loop, compute features without gradients, gather them, and compute"
-                " the loss's gradient for each. In the loop, train each part with its gradients:"
-                " see 'In parts' in docs/contrastive.md.",
+                " the loss's gradient for each feature. In the loop, train each part with its"
+                " gradients: see 'In parts' in docs/contrastive.md.",
             )
 
     def check_complete(self) -> None:

@@ -66,11 +66,12 @@ class SessionSeries:
                 policy.publish(metadata={"loss": loss.item()})
 
         Returns once this member's part of the model is copied. First waits for a generation, if
-        there is none, and while two publications are in progress, or one if a single member
-        publishes (world size 1, or an asynchronous strategy). The copy is sent, replicated and
-        committed in the background: see `PendingPublication.wait`. If a member is lost before its
-        part is on the servers, the publication fails with PublicationAbandoned, and the next
-        version gets the number that this one would have had. Readers see whole versions only.
+        there is none. Then waits while two publications are in progress; if a single member
+        publishes (world size 1, or an asynchronous strategy), while one is. The copy is sent,
+        replicated and committed in the background: see `PendingPublication.wait`. If a member is
+        lost before its part is on the servers, the publication fails with PublicationAbandoned, and
+        the next version gets the number that this one would have had. Readers see whole versions
+        only.
 
         `model`: another module, or tensors by name, the same on all members, such as an average.
         Each member publishes its own slice of a DTensor. Under an asynchronous strategy the member

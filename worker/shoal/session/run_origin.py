@@ -54,7 +54,7 @@ def run_origin() -> RunOrigin:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the arguments as for a shell, up to MAX_COMMAND characters, with likely secrets
+    """Return the arguments, quoted as for a shell, up to MAX_COMMAND characters. Likely secrets are
     masked."""
     shown = shlex.join(_masked(arguments)).replace(_STAND_IN, MASK)
     return shown if len(shown) <= MAX_COMMAND else f"{shown[: MAX_COMMAND - 4]} ..."
@@ -90,7 +90,7 @@ def _is_secret(name: str) -> bool:
 
 def _commit_of(script: str) -> tuple[str, bool | None]:
     """Return the commit of the working directory (empty if there is none), and True if tracked
-    files or the script differ from it (None if that is unknown)."""
+    files differ from it or the script is untracked (None if that is unknown)."""
     status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return (_git("rev-parse", "HEAD") or "").strip(), None

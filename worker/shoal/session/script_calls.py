@@ -34,14 +34,14 @@ log = structlog.get_logger(__name__)
 
 class SchedulerWarnings:
     """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
-    counts only the steps of its member, which make a part of the job's updates, and begins at 0
-    when the member is restarted."""
+    counts only the steps of its member, not all updates of the job, and begins at 0 when the member
+    is restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the strategy's own schedule, for which no warning is logged; `fix`: the advice
-        in the warning."""
+        """`given`: the schedule that the script gave to the strategy, for which no warning is
+        logged; `fix`: the advice in the warning."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -53,7 +53,7 @@ class SchedulerWarnings:
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
 
     def release(self) -> None:
-        """End the watch with the session. May be called twice."""
+        """End the watch when the session ends. May be called twice."""
         _forget(self._optimizers, self)
 
     def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -90,13 +90,13 @@ class ScriptCalls:
         _watch(AveragedModel, "update_parameters", _model_of_average)
 
     def release(self) -> None:
-        """End the watch with the session. May be called twice."""
+        """End the watch when the session ends. May be called twice."""
         _forget(self._owners, self)
 
     def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its object: at once, or within a step after the optimizer's
-        step. Raises InvalidSpec for an object that is not registered, and for an average of a model
-        that the strategy divides among members."""
+        """Make the script's call on its object: at once, or, if a step is open, after the
+        optimizer's step. Raises InvalidSpec for an object that is not registered, and for an
+        average of a model that the strategy divides among members."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -166,7 +166,7 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
     """Wrap this method of a class and its present subclasses: calls on an object whose owner is
-    watched go to that watch. Wraps each class once. Without a session it works as before."""
+    watched go to that watch. Wraps each class once. Without a session the method is unchanged."""
     kinds = [root]
     while kinds:
         kind = kinds.pop()

@@ -82,7 +82,9 @@ class ScriptPause:
         limit_s = as_number("limit_s", limit_s)
         if not 0 < limit_s <= LONGEST_S:
             raise InvalidSpec(
-                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
+                "limit_s is out of range",
+                seen=f"{limit_s:g}",
+                expected=f"above 0, and at most {LONGEST_S:g} s",
             )
         if self.is_on:
             raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
@@ -167,7 +169,7 @@ class Session:
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
-        """End the membership; `completed` ends the job for all members. The first call counts."""
+        """End the membership; `completed` ends the job for all members. Later calls do nothing."""
         reports, self._reports = self._reports, None
         # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:
@@ -225,11 +227,12 @@ class Session:
     ) -> tuple[Any, Any]:
         """Return the model and optimizer to train with; they stay valid when members change.
 
-        With `checkpoints`, the state is written to storage every `every_steps` steps while training
-        continues, and a job in which no member has state resumes from the newest checkpoint. With
-        `keyed_dropout`, the masks of Dropout modules under a synchronous strategy depend on seed,
-        step and sample, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
-        statistics of all members' samples, as torch's SyncBatchNorm modules always do.
+        With `checkpoints`, the state is written to storage every `checkpoints.every_steps` steps
+        while training continues, and a job in which no member has state resumes from the newest
+        checkpoint. With `keyed_dropout`, the masks of Dropout modules under a synchronous strategy
+        depend on seed, step and sample, not on the number of members. With `sync_batchnorm`,
+        BatchNorm uses the statistics of all members' samples, as torch's SyncBatchNorm modules
+        always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form.
         The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
@@ -281,8 +284,8 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state cannot be
-        carried: docs/loop.md.
+        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state has values
+        that cannot be sent to another member: see docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful
@@ -333,13 +336,13 @@ class Session:
         return Batches(self._source)
 
     def step(self) -> Step:
-        """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
-        commits them at its end.
+        """Return one optimizer step, a context: it zeroes gradients at its start; at its end it
+        applies them and commits the step.
 
         The step is rolled back without an error if a peer is lost in the block, if a script has
-        called `stop` before the step, or if servers have refused it as stale: `committed` of the
-        returned object stays False. After any other error in the block the member leaves, and the
-        error, or an InvalidSpec that explains it, is raised.
+        called `stop` before the step, or if servers have refused its gradients as stale:
+        `committed` of the returned object stays False. After any other error in the block the
+        member leaves, and the error, or an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -382,8 +385,8 @@ class Session:
         all rows. All members make the same calls in a step, in the same order. See
         docs/contrastive.md.
 
-        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that
-        gather no rows, and on all members if their tensors do not fit together.
+        Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
+        that gather no rows, and on all members if their tensors do not fit together.
         """
         return self._steps.gather(tensor)
 
@@ -539,9 +542,9 @@ class Session:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model, however they are sharded; with several optimizers, of the parameters of
-        `optimizer`. Raises InvalidSpec outside a step, and if there are several optimizers
-        and `optimizer` is not given.
+        of the whole model, however they are sharded; with several optimizers, only those of the
+        parameters of `optimizer`. Raises InvalidSpec outside a step, and if there are several
+        optimizers and `optimizer` is not given.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
@@ -590,12 +593,12 @@ class Session:
     @property
     def is_first(self) -> bool:
         """True if this member has rank 0: for work that is done once, such as logging. If the
-        member with rank 0 is lost, another member gets rank 0. Waits as `rank`."""
+        member with rank 0 is lost, another member gets rank 0. Waits as `rank` does."""
         return self._present().rank == 0
 
     @property
     def world_size(self) -> int:
-        """Number of members in the present generation. Waits as `rank`."""
+        """Number of members in the present generation. Waits as `rank` does."""
         return self._present().world_size
 
     @property

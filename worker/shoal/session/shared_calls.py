@@ -40,7 +40,8 @@ _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 class SharedCalls:
     """The shared calls of one session. A call returns once all members have its result. If a member
-    is lost while they confirm this, the call returns with its result unconfirmed."""
+    is lost while they confirm this, the call still returns its result, which other members may
+    lack: the next call then begins with a new generation."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields`: the proposal's fields."""
@@ -187,7 +188,7 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 
 def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """Return values by name, in the form in which they are reduced; a single one has the name "".
+    """Return values by name, in the form in which they are reduced. A single value has the name "".
 
     Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
     Python numbers. Raises InvalidSpec for values that cannot be reduced.
@@ -207,7 +208,7 @@ def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int
 def _reducible(name: Any, value: Any, op: Reduction) -> float | int | Tensor:
     if not isinstance(name, str):
         raise InvalidSpec(
-            "values are reduced by name",
+            "a value to reduce has a name that is not a string",
             seen=repr(name),
             expected="a dict with strings as keys",
         )
@@ -242,8 +243,8 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Reduce the values of all members, by a collective. With a `part`, for sums only: among
-    members with the same `part` only the first member counts. If `part` is None, all members count.
+    """Reduce the values of all members, by a collective. `part`, which only sums support: of the
+    members with the same `part` the first counts. If `part` is None, all members count.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """

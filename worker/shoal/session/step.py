@@ -127,7 +127,7 @@ class Step:
             self._rows.close()
 
     def release(self) -> None:
-        """End the step with the session. May be called twice."""
+        """End the step because the session ends. May be called twice."""
         self._opened.close()
 
     def __exit__(
@@ -246,9 +246,9 @@ class Step:
 
     def _recovers(self, error: BaseException) -> bool:
         """Return True if the step is rolled back and the script goes on: this member takes the step
-        again (after the loss of a peer, in the next generation), or no member takes it, as a script
-        has stopped before it. After other errors the member leaves: raises the session's error for
-        this case if there is one, else returns False."""
+        again (after the loss of a peer, in the next generation), or no member takes it, because a
+        script has called `session.stop` before it. After other errors the member leaves: raises the
+        session's error for this case if there is one, else returns False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True

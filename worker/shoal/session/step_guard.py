@@ -137,7 +137,8 @@ class StepGuard:
         self.modes.note()
 
     def release(self) -> None:
-        """Return the optimizer to the script, after the session. May be called twice."""
+        """Remove the guard's hooks from the optimizers, when the session ends. May be called
+        twice."""
         self._others.release()
         for hook in self._hooks:
             hook.remove()
@@ -156,7 +157,7 @@ class StepGuard:
     def check_loss_graph(self, loss: Tensor) -> None:
         """Check the graph of a loss before its backward pass, only in the member's first step:
         graphs may be large and later losses are similar. Raises InvalidSpec for functions that
-        train differently on several members; `refuse_layers` finds layers of that kind only."""
+        train differently on several members; `refuse_layers` finds only layers of that kind."""
         if self._step() == self._first_step:
             self._others.note_loss(loss)
             strategy = self._strategy
@@ -187,7 +188,7 @@ class StepGuard:
             raise InvalidSpec(
                 f"a loss that the registered GradScaler did not scale, in step {self._step()}",
                 seen="session.backward(loss)",
-                expected="session.backward(scaler.scale(loss)): the step's gradients are unscaled",
+                expected="session.backward(scaler.scale(loss)): the session unscales the gradients",
             )
 
     def note_zero_grad(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:

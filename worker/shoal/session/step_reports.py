@@ -92,7 +92,8 @@ class StepTimes(NamedTuple):
     exchange_s: float
     """The part of `step_s` in which the trainer waited for other members or for servers."""
     loading_s: float | None
-    """Time that this member has waited for batches so far; None if the script loads them."""
+    """Time that this member has waited for batches in all steps so far; None if the script loads
+    them."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,7 @@ class StepPartsMeter:
     _num_steps: int = 0
 
     def add(self, times: StepTimes, now_s: float) -> None:
-        """Add a step that is committed now. The first one only starts the measurement."""
+        """Add a step that is committed now. The first step only starts the measurement."""
         if self._since_s is None:
             self._since_s, self._loading_s = now_s, times.loading_s or 0.0
             return
@@ -116,7 +117,7 @@ class StepPartsMeter:
         self._exchange_s += times.exchange_s
 
     def read(self, loading_s: float | None, now_s: float) -> StepParts | None:
-        """Return the averages since the last call; None without a step since."""
+        """Return the averages since the last report; None if no step was committed since."""
         count, since_s = self._num_steps, self._since_s
         if not count or since_s is None:
             return None
@@ -176,7 +177,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Not left to the report of the first step, which may be long or fail.
+            # Report it before the first step is committed: the step may take long, or fail.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -254,8 +255,8 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last report, and wait for that up to 3 s. If the job is complete, it includes
-        the last step's loss."""
+        """Send the last report, and wait up to 3 s until it is sent. If the job is complete, it
+        includes the last step's loss."""
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()

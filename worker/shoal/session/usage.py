@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-_PORT_WORDS = 4
-"""Bytes of a unit in the counters of InfiniBand ports."""
+_PORT_WORD_BYTES = 4
+"""The counters of InfiniBand ports count words of this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ def host_traffic(root: Path) -> TrafficCounts:
         received += _number_in(interface / "statistics/rx_bytes")
         sent += _number_in(interface / "statistics/tx_bytes")
     for port in root.glob("sys/class/infiniband/*/ports/*/counters"):
-        received += _PORT_WORDS * _number_in(port / "port_rcv_data")
-        sent += _PORT_WORDS * _number_in(port / "port_xmit_data")
+        received += _PORT_WORD_BYTES * _number_in(port / "port_rcv_data")
+        sent += _PORT_WORD_BYTES * _number_in(port / "port_xmit_data")
     return TrafficCounts(received=received, sent=sent)
 
 

@@ -1,7 +1,8 @@
 """Inventories: descriptions of the state that each rank holds, which ranks exchange. They have
 names, chunks and values, but no tensors.
 
-Inventories are sent as JSON, compressed because names repeat; the receiver checks bounds.
+Inventories are sent as JSON, compressed because names repeat. The receiver checks all sizes and
+numbers in them.
 """
 
 import json
@@ -108,7 +109,7 @@ def pack(content: Json) -> bytes:
 
 
 def unpack(message: bytes, rank: int) -> Any:
-    """Decode a message of this rank; its content is not validated. Raises MalformedMessage."""
+    """Decode a message that `rank` sent; the content is not validated. Raises MalformedMessage."""
     try:
         return json.loads(inflate(message, MAX_TEXT_BYTES))
     except (ValueError, RecursionError) as error:

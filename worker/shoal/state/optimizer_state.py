@@ -116,7 +116,7 @@ def plain_setting(
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Apply the settings in a state's values to the optimizer's groups, as `set_settings`."""
+    """Apply the settings in a state's values to the optimizer's groups, as `set_settings` does."""
     set_settings(optimizer, settings_of(values))
 
 

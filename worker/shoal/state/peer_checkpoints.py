@@ -14,7 +14,7 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
-"""Limit of the wait for a copy in progress in `close`; a copy whose group was cut ends at once."""
+"""Time for which `close` waits for a copy in progress; a copy whose group was cut ends at once."""
 
 
 class PeerCheckpoints:
@@ -34,17 +34,19 @@ class PeerCheckpoints:
             raise InvalidSpec(
                 "the copies' settings are out of range",
                 seen=f"copies={copies} copy_every_steps={every_steps}",
-                expected="copies of at least 0, every 1 or more steps",
+                expected="copies: 0 or more; copy_every_steps: 1 or more, or None",
             )
         self._num_copies = copies
         self._every_steps = every_steps
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state from when this member was alone; kept until peers have copies."""
+        """The whole state as of the time when this member was alone; kept until peers have
+        copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
-        """Names of tensors that only other members hold, and only since `_names` was recorded."""
+        """Names of tensors that only other members hold, and that did not exist when `_names` was
+        recorded."""
         self._half: StateShard | None = None
         """A state shard without contents: it names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()
@@ -101,8 +103,8 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # No copy of this generation exists yet. The first is made after the next step rather than
-        # at once, as all members wait for that step.
+        # No copy of this generation exists yet. The first is made after the next step, which it
+        # would delay if it were made at once.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
             # At step 0 no earlier copy exists either: a loss in the first step would end the job.
@@ -168,7 +170,8 @@ class PeerCheckpoints:
 
     def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
-        part of the state after `step` steps. `names`: the tensors of that part."""
+        part of the state after `step` steps. `names`: names of the optimizer state in that part; a
+        model's tensors are known anyway."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)

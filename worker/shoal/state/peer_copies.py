@@ -1,6 +1,6 @@
 """Copies of the state in the host memory of peers, so that it survives the loss of members.
 
-After some steps each rank copies its part of the state, keeps the copy, and sends it to peers while
+Every few steps each rank copies its part of the state, keeps the copy, and sends it to peers while
 training continues.
 """
 
@@ -44,7 +44,7 @@ MAX_SWAPPED_RANKS = 64
 size, and more than ten times as long at four times the size."""
 COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.05, 2, 10
 """Share of the time during which a copy may be in progress; steps between the first two copies of a
-generation, which nothing was timed for; greatest number of steps between two copies."""
+generation, when no copy has been timed yet; greatest number of steps between two copies."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
@@ -201,12 +201,13 @@ class PeerCopies:
     whole step if each rank, or one of its targets, remains. So a host may be lost with all its
     ranks, unless it has more than half of all ranks.
 
-    Two copies are kept. The next copy overwrites the older one, but only once the newer one is
-    complete on every rank. So from the first copy on, there is always a step that is complete on
-    all ranks. Before that the copies of the previous generation are kept.
+    The copies of two steps are kept. The next copy overwrites the older one, but only once the
+    newer one is complete on every rank. So once the first copy is complete, there is always a step
+    that is complete on all ranks. Until then the copies of the previous generation are kept.
 
-    **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
-    steps it took, and `interval_of` the largest number is the interval from the next copy on.
+    **Interval.** Without `every_steps` the ranks agree on the interval: with each copy they
+    exchange how many steps it took. `interval_of` the largest number is the interval from the next
+    copy on.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It
@@ -238,7 +239,7 @@ class PeerCopies:
         the same on all ranks.
 
         A message that takes longer than `limit_s` fails the copy. None: the group's own limit. In a
-        session that is a day, because the session's watch ends a generation whose copy hangs.
+        session that is a day, because hang detection ends a generation whose copy hangs.
         """
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
@@ -390,8 +391,8 @@ class PeerCopies:
     def _serve(self, group: dist.ProcessGroup) -> None:
         try:
             while (order := self._queue.get()) is not None:
-                slot, ranks, timing = order
-                self._copy(slot, ranks, group)
+                slot, leaving_ranks, timing = order
+                self._copy(slot, leaving_ranks, group)
                 interval = self._agreed_interval(timing, group)
                 with self._changed:
                     self._interval = interval
@@ -406,13 +407,14 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
-        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. `ranks`
-        are the ranks that leave."""
+    def _copy(
+        self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
+    ) -> None:
+        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots."""
         own = slot.own
         assert own is not None
         slot.wait()
-        targets, sources = self._ring.peers(ranks)
+        targets, sources = self._ring.peers(leaving_ranks)
         values = self._catalogue.announce(own, group)
         slot.record_names(self._catalogue.names)
         receives = {}
@@ -424,7 +426,7 @@ class PeerCopies:
                 dist.irecv(chunk, group=group, group_src=peer) for chunk in message_chunks(memory)
             ]
             receives[peer] = (shards, works)
-        leaving = [
+        sends = [
             dist.isend(chunk, group=group, group_dst=peer)
             for peer in targets
             for chunk in message_chunks(slot.travelling)
@@ -433,7 +435,7 @@ class PeerCopies:
             self._wait(works)
             slot.show(peer, shards, values[peer])
         slot.full = True
-        self._wait(leaving)
+        self._wait(sends)
 
     def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:
         """Return the interval for the slowest rank. After this call all ranks have received all

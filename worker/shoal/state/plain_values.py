@@ -26,7 +26,7 @@ MAX_INLINE = 100_000
 """Limit for the elements of a tensor that is written as numbers."""
 MAX_DEPTH = 50
 _MARK = "$"
-"""Prefix of the only key of a dict that stands for a type without a JSON notation."""
+"""A value of a type that JSON lacks becomes a dict with a single key, which begins with this."""
 _CARRIED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these"
 )
@@ -43,8 +43,8 @@ def split_state(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return InvalidSpec(
-            f"the state of {name!r} cannot be carried",
-            seen=f"{seen} at {'.'.join(path) or 'its top'} of its state_dict()",
+            f"the state of {name!r} cannot be sent to another member",
+            seen=f"{seen} at {'.'.join(path) or 'the top'} of its state_dict()",
             expected=expected,
             fix="Leave it out of state_dict(), and create it in load_state_dict().",
         )

@@ -144,8 +144,9 @@ class StateShard:
     values: Mapping[str, Json] = field(default_factory=dict)
     """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that exist at this step and that this rank holds no part of. They show that
-    a tensor is missing if all its parts were on lost ranks."""
+    """Names of tensors that exist at this step, also of tensors that this rank holds no part of;
+    empty if they are unknown. They show that a tensor is missing if all its parts were on lost
+    ranks."""
 
     def copied(self) -> "StateShard":
         """Return a copy in host memory."""

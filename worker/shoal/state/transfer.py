@@ -141,7 +141,7 @@ def message_chunks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _shape(sizes: Sequence[int]) -> torch.Size:
-    """Return the sizes as a shape. Raises ValueError for a negative one, and TypeError."""
+    """Return the sizes as a shape. Raises ValueError for a negative size, and TypeError."""
     if any(size < 0 for size in sizes):
         raise ValueError(f"{sizes!r:.100} is no shape")
     return torch.Size(sizes)

@@ -363,11 +363,11 @@ class Strategy(ABC):
         return None
 
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins, or ends, to wait for the coordinator's decision on how to
-        go on. Cheap."""
+        """Note that the trainer begins or stops waiting for the coordinator's decision on how to go
+        on. Cheap."""
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins, or ends, to wait for a batch to be loaded. Cheap."""
+        """Note that the trainer begins or stops waiting for a batch to be loaded. Cheap."""
 
     def has_leftovers(self) -> bool:
         """True if results of collectives may be incomplete: an aborted collective may have ended

@@ -42,7 +42,7 @@ def _one_sample(state: StepState) -> InvalidSpec:
 
 def _gradient_twice(state: StepState) -> InvalidSpec:
     return InvalidSpec(
-        f"a parameter had its gradient twice in one backward pass, in step {state.step}",
+        f"a parameter got its gradient twice in one backward pass, in step {state.step}",
         seen=f"a backward pass within a backward pass under {state.strategy}, of a block that is"
         " used more than once",
         expected="one gradient of each parameter in a pass",

@@ -99,9 +99,9 @@ def backend_on(group: Any, device: torch.device) -> Any:
 
 
 def takes_batches(group: Any, device: torch.device) -> bool:
-    """True if the backend on this device can run several operations as one, as NCCL can. Issued one
-    by one, each operation waits on its stream for the previous one, on each rank. Such a backend
-    connects at the first operation of a group."""
+    """True if the backend on this device can run several operations as one, as NCCL can. If they
+    were issued one by one, each operation would wait on the stream for the previous one. Such a
+    backend connects at the first operation of a group."""
     try:
         return bool(backend_on(group, device).supports_coalescing)
     except RuntimeError:

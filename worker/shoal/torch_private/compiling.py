@@ -179,7 +179,8 @@ def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _excluded(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark as torch's `disable` does: the frame is neither compiled nor inlined into another."""
+    """Mark the function as torch's `disable` does: its frame is neither compiled nor inlined into
+    another."""
     marked: Any = function
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)

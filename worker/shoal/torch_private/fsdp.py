@@ -46,7 +46,8 @@ def gathering_hook(state: Any) -> Any:
 
 
 def disable_backward_marks(group: Any) -> None:
-    """Keep torch from marking, in a forward pass, where the group's backward pass will end."""
+    """Keep torch from registering, in forward passes, the hook that runs at the end of the group's
+    backward pass."""
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
@@ -149,8 +150,7 @@ def give_memory(part: Any, device: torch.device) -> None:
     """Give uninitialised memory to this rank's part of a parameter that is on the meta device.
 
     Does what `Module.to_empty` does, in a third of the time: DTensor would derive the empty tensor
-    anew for each parameter. Padding, which makes the part as large as the other ranks', is
-    zero.
+    anew for each parameter. Padding, which makes the part as large as the other ranks', is zero.
     """
     meta: Any = part.sharded_param
     padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)

@@ -19,12 +19,14 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of buffers, by name; writable as `parameter_table`."""
+    """Return the module's own table of buffers, by name. Entries can be written, as in
+    `parameter_table`."""
     return module._buffers
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own table of children, by name; writable as `parameter_table`."""
+    """Return the module's own table of children, by name. Entries can be written, as in
+    `parameter_table`."""
     return module._modules
 
 

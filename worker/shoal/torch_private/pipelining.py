@@ -1,4 +1,4 @@
-"""Torch's pipelining: stages and schedules without checks and copies of older releases."""
+"""Stages and schedules of torch's pipelining, without checks and copies that old releases make."""
 
 import inspect
 from collections.abc import Callable

@@ -26,8 +26,8 @@ def bucket_size(bucket_mb: float) -> float:
 
 
 class ReplicatedModule(DistributedDataParallel):
-    """Torch's wrapper, with calls of `begin_backward` and `end_backward` around each backward pass.
-    Unless it `is_notified_of_passes`, it behaves as torch's own.
+    """Torch's wrapper, whose caller calls `begin_backward` and `end_backward` around each backward
+    pass. If it is not notified of passes (`is_notified_of_passes`), it behaves as torch's own.
 
     Torch prepares the reducer after the forward pass. Here it is prepared when the loss is known:
     the parameters to reduce are found from the loss itself. So a loss may come from several forward

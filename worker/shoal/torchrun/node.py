@@ -35,7 +35,8 @@ MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up. Later, the closed stream shows that."""
+"""Time to notify the coordinator that this node gave up. If the coordinator does not answer in this
+time, it learns this from the closed stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class Node:
 
     def leave(self, *, completed: bool, reason: str) -> bool:
         """End the membership. Returns True if the coordinator has acknowledged that, or there was
-        no membership to end. Later calls do nothing.
+        no membership to end. Later calls do nothing, and return True.
 
         Tries for `close_timeout`, less the time for which no coordinator has answered already."""
         if self._left:
@@ -165,27 +166,29 @@ class Node:
             membership.give_up_at(math.inf)
 
     def await_others(self, timeout_s: float) -> None:
-        """Wait until all other nodes have finished, or continue without this one.
+        """Wait until each other node has finished or has gone on to a generation without this node.
 
-        Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator answered for
-        `close_timeout`."""
+        Raises DeadlineExceeded after `timeout_s`; Unavailable if no coordinator answers at that
+        time, or if none has answered for `close_timeout`."""
         membership, close_s = self._membership, self._config.close_timeout_s
         if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
             return
         if membership.away_s > 0.0:
             self._unanswered = True
             raise self._no_coordinator(Unavailable(membership.waiting_for))
+        # Callers of torch's stores recognise this error by the word "timeout".
         raise DeadlineExceeded(
-            f"wait timeout after {timeout_s:g} s for the other nodes to finish",
+            f"timeout after {timeout_s:g} s: the other nodes have not finished",
             seen=membership.waiting_for,
         )
 
     def _no_coordinator(self, error: ShoalError) -> Unavailable:
         return Unavailable(
-            f"no coordinator answered for {self._config.close_timeout_s:g} s",
+            "no coordinator answered before this node stopped waiting",
             seen=error.seen or str(error),
             expected=f"one of {', '.join(self._config.join.coordinators)} to answer",
-            fix="This node's workers are done; --rdzv-conf close_timeout waits longer.",
+            fix="This node's workers are done. To wait longer, set a larger --rdzv-conf"
+            " close_timeout.",
         )
 
     # --- generations ---
@@ -208,7 +211,7 @@ class Node:
 
     def num_waiting(self) -> int:
         """Return the number of nodes that wait for another rendezvous; 1 if this generation is
-        over.
+        over, or if ranks in it were assumed (see `AgentStore`).
 
         If it is above 0, the agent stops its workers and enters the next generation."""
         membership = self._membership

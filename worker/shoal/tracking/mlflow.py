@@ -19,9 +19,10 @@ AT_ONCE = 500
 
 @dataclass(frozen=True)
 class MLflow(Tracker):
-    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`. While a
-    member writes, a folder or SQLite file is locked; a server is not. Raises InvalidSpec if the
-    package mlflow is not installed, or does not accept `uri`."""
+    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`. A
+    member that writes to a folder or SQLite file holds the job's lock in that folder; a server has
+    no such lock. Raises InvalidSpec if the package mlflow is not installed, or does not accept
+    `uri`."""
 
     uri: str
     """Address of the tracking server, or `file:` or `sqlite:` and a path that all hosts see."""

@@ -29,7 +29,7 @@ _PACKED = (torch.float4_e2m1fn_x2,)
 MAX_THREADS = 4
 """Maximum number of threads that write an installation's tensors."""
 THREAD_BYTES = 32 * 1024 * 1024
-"""Size for which another thread writes tensors."""
+"""Minimum number of bytes for each of these threads."""
 NAMED = 5
 """Limit of the names in an error's list."""
 
@@ -178,8 +178,8 @@ class Installation:
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
-        """Install the version: write all tensors, from verified segments. Processors that torch
-        does not use for the copy of one tensor copy others."""
+        """Install the version: write all tensors, from verified segments. Several threads write, if
+        torch's copy of one tensor leaves processors free."""
         shares = _shares(self._shards)
         with ThreadPoolExecutor(len(shares), thread_name_prefix="shoal-install") as pool:
             others = [pool.submit(self._write, names, segments) for names in shares[1:]]
@@ -202,7 +202,7 @@ class Installation:
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
     """Divide the tensors among threads, about equally in bytes. The first share, which the caller's
     thread writes, has all tensors that may depend on its state, such as its current stream, and all
-    that share memory with others: of these the last one written counts."""
+    that share memory with others, which have to be written in order: the last one counts."""
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in plain.values())
@@ -229,7 +229,7 @@ def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> l
     slice is written. Returns the names in `into` that the version lacks: their tensors are not
     changed.
 
-    Raises InvalidSpec, ShapeMismatch or DtypeMismatch as `Installation`, before any tensor is
+    Raises InvalidSpec, ShapeMismatch or DtypeMismatch as `Installation` does, before any tensor is
     changed."""
     shards = {name: _own_shard(name, into[name]) for name in into if name in tensors}
     for name, shard in shards.items():

@@ -87,7 +87,7 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
     is_new = now.is_live
     was_live = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
     if before is not None:
-        # Rows mostly keep their positions: only rows that differ in place are compared by id.
+        # Rows mostly keep their positions: only positions whose rows differ are compared by id.
         count = min(len(is_new), len(was_live))
         is_same = (before.ids[:count] == now.ids[:count]) & is_new[:count] & was_live[:count]
         is_same &= _equal_bits(before.values[:count], now.values[:count])

@@ -61,7 +61,7 @@ def subscribe(
 
     `relay`: fetch from other relaying readers, and send fetched versions to at most two of them at
     a time. So the servers send each version about once, for any number of readers. This process
-    keeps the newest version that it has fetched in memory, beside a version that is arriving.
+    keeps in memory the newest version that it has fetched, and any version that is arriving.
     It listens on free ports at SHOAL_ADDRESS, by default the address of the interface towards the
     coordinator. A relay on the host of one of the series' servers sends nothing to other readers.
 
@@ -106,7 +106,7 @@ def publish(
 
     Returns once the tensors are copied, and sends them in the background: see
     `PendingPublication.wait`. First waits for the previous publication of this series, and for
-    calls of other threads about it.
+    other threads' calls that concern this series.
 
     Once the coordinator has answered, this process holds the series until `end_publishing`, the
     end of this process or the end of its lease. Meanwhile publications of other processes fail
@@ -177,7 +177,7 @@ class _PublishedSeries:
         )
 
     def close(self) -> None:
-        """Release the series, as `end_publishing`."""
+        """Release the series, as `end_publishing` does."""
         if not self._lock.acquire(timeout=CLOSE_S):
             # Another thread waits to publish: abandon its publication, and the one before it.
             self._is_ending.set()

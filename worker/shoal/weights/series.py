@@ -47,7 +47,7 @@ MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
-"""Limit of the publications after one step."""
+"""Publication numbers that are reserved for each step."""
 
 Level = Literal["replicated", "committed", "durable"]
 
@@ -63,7 +63,8 @@ class SeriesOptions:
     dtype: torch.dtype | None = None
     """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """Publish the rows of embedding tables, too: a version is then one cut through the servers."""
+    """True: publish the rows of embedding tables, too. A version is then one cut through the
+    servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
@@ -146,7 +147,7 @@ class PendingPublication:
         """Wait until the publication has reached this level; return the version if it is committed.
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
-        all ranks are a version, which readers see. "durable": the servers also have it on their
+        all ranks form a version, which readers see. "durable": the servers also have it on their
         disks. Returns None if another member publishes for all.
 
         Raises InvalidSpec for another level, DeadlineExceeded after `timeout` seconds, or the error
@@ -304,7 +305,7 @@ class _Publication:
 
 
 class Publications:
-    """Publications of one rank. The trainer's thread calls all methods except `_send`."""
+    """Publications of one rank. One thread at a time calls its methods, except `_send`."""
 
     def __init__(
         self,
@@ -340,10 +341,11 @@ class Publications:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
-        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or, if
-        this rank is the only one, a single publication. If `is_over` returns True meanwhile,
-        because a rank was lost, the new publication and all in progress are abandoned, so that the
-        trainer can enter the next generation. In this case the returned publication has failed.
+        is made from the step. First waits while `IN_FLIGHT` publications are in progress; if this
+        rank is the only one, while one publication is. If `is_over` returns True meanwhile, because
+        a rank was lost or the series is released, the new publication and all in progress are
+        abandoned, so that the trainer can enter the next generation. In this case the returned
+        publication has failed.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and Overloaded if there
         is no memory for the copy."""
@@ -395,8 +397,8 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Return the next number. It is above all numbers of this generation. It is the same on all
-        ranks, as all ranks publish after the same steps."""
+        """Return the next number. It is above all earlier numbers of this generation. It is the
+        same on all ranks, as all ranks publish after the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
         self._numbers = (step, count)
@@ -424,7 +426,8 @@ class Publications:
     def _send(self, publication: _Publication) -> None:
         ticket = publication.ticket
         try:
-            # Not during the copy, for which the trainer waits: it would take its processors.
+            # Digest after the copy, not during it: the trainer waits for the copy, and a digest
+            # would take processors from it.
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:

@@ -164,9 +164,9 @@ class Subscription:
         Raises VersionGone if the version is not kept; if it is newer than all known versions, only
         after 3 s. With `into`, raises Regressed if the version is older than the installed one, and
         InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into`. Raises InvalidSpec if
-        it lacks the subscription's tables, and, in a relay or with tables, if `into` holds slices.
-        Also raises the coordinator's refusals, and a RetryError or CorruptError if calls fail for
-        long."""
+        the version lacks tables in a subscription with `tables`, and, in a relay or with tables, if
+        `into` holds slices. Also raises the coordinator's refusals, and a RetryError or
+        CorruptError if calls fail for long."""
         with self._installing:
             while True:
                 record = self._record_of(version)

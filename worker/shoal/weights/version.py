@@ -30,7 +30,7 @@ class WeightVersion:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the publisher: rises when another publisher takes the series over."""
+        """Epoch of the series: rises with each change of its publisher."""
         return self.record.epoch
 
     @property

@@ -167,7 +167,8 @@ def distribute(
     elastic training use `shoal.join`.
 
     The loss is a mean over a rank's own samples, and every rank has the same number of samples.
-    Under "tensor" and "pipeline" all ranks have the same samples (see `data_share`).
+    Under "tensor" and "pipeline" all ranks have the same samples, under "fsdp-tensor" and "hybrid"
+    the ranks of a group: see `data_share`.
     A compiled Keras model with its own optimizer still trains by `fit`: see
     `shoal.integrations.keras`.
     `backend`: "gloo", "nccl" or "mpi"; None: chosen by the device and the launcher.

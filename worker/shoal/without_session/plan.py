@@ -32,7 +32,7 @@ def plan(
     meta tensors suffice) they include the messages with which ranks exchange activations.
 
     Raises UnknownStrategy, InvalidSpec for a strategy without figures, and the errors of the
-    strategy's own checks of model and optimizer, if it has any. `distribute` makes more checks."""
+    strategy's own checks of model and optimizer. `distribute` makes more checks."""
     world_size = as_index("world_size", world_size)
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")

@@ -22,7 +22,7 @@ MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Limit for all objects together. The state is copied at each step, so that steps can be undone."""
 GROUPS = "param_groups"
-"""Name of the settings of the optimizer's groups in the state: schedulers change them."""
+"""Name, in the state, of the settings of the optimizer's groups, which schedulers change."""
 KINDS = "registered_kinds"
 """Key of the objects' classes in a state's values."""
 _BLOCK_ELEMENTS = 1 << 20
@@ -45,7 +45,8 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name, and under GROUPS; they refer to tensors by path."""
+    """Plain values by the object's name, and those of the optimizer's groups under GROUPS. They
+    refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -110,13 +111,13 @@ class RegisteredState:
             raise InvalidSpec(f"{name!r} is registered already, under another name")
         if not isinstance(registered, Stateful) or isinstance(registered, type):
             raise InvalidSpec(
-                f"{name!r} has no state that could be carried",
+                f"{name!r} is not an object with a state",
                 seen=f"a {type(registered).__name__}",
                 expected="an object with state_dict() and load_state_dict(state)",
             )
         if isinstance(registered, nn.Module) and not registered.state_dict():
             raise InvalidSpec(
-                f"nothing of {name!r} would be carried: its state_dict() is empty",
+                f"nothing of {name!r} would be committed: its state_dict() is empty",
                 seen=type(registered).__name__,
                 expected="a module with parameters, or with persistent buffers",
                 fix="For a metric of torchmetrics, set metric.persistent(True) and"
@@ -199,7 +200,7 @@ class RegisteredState:
     def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
         if an object is of another class, or if `load_state_dict` fails: then some objects may have
-        the new state."""
+        the new state. A MemoryError or OSError of `load_state_dict` is raised unchanged."""
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(

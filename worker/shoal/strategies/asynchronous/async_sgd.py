@@ -88,7 +88,7 @@ class SharedModel:
     values: SharedValues
     """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
-    """The optimizer for pushes, on the servers."""
+    """The optimizer with which the servers apply pushes."""
     gradients: StepGradients
     """Gradients of the whole model; a step begins with none."""
     compressor: PushCompressor | None = None
@@ -125,7 +125,9 @@ class PushOptions:
         convert_fields(self, numbers=("lost_wait_s",))
         if not 0.0 <= self.lost_wait_s < math.inf:
             raise InvalidSpec(
-                "bad lost_wait_s", seen=str(self.lost_wait_s), expected="0 or more seconds, finite"
+                "lost_wait_s is out of range",
+                seen=str(self.lost_wait_s),
+                expected="0 or more seconds, finite",
             )
         if self.compression is not None and self.policy.kind == "compensate":
             raise InvalidSpec(
@@ -166,7 +168,7 @@ class StepRefusals:
 
     @property
     def may_redo(self) -> bool:
-        """True if the step is to be taken again."""
+        """True unless the step was refused more than MAX_REDONE times."""
         return self.num_redone <= MAX_REDONE
 
     def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
@@ -222,9 +224,9 @@ class AsyncSGD(LeasingStrategy):
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
-        `staleness_policy.py`; `reject_above`: number of updates above which a gradient is
-        refused, with any of these. `compensation`: DC-ASGD's lambda_0, or its lambda if not
-        `adaptive`.
+        `staleness_policy.py`; `reject_above`: the staleness, in updates, above which a gradient is
+        refused under any of these policies. `compensation`: DC-ASGD's lambda_0, or its lambda if
+        not `adaptive`.
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they
@@ -529,7 +531,7 @@ class AsyncSGD(LeasingStrategy):
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:
-        """Return the present values, whole, as one member publishes for all."""
+        """Return the present values, whole: one member publishes for all."""
         model = self._shared.model
         return replicated_weights(
             dict(model.named_parameters()),

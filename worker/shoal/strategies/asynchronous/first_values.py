@@ -79,7 +79,7 @@ def first_values(
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s
     give_up_s = now_s + limit_s
     wait_s = 0.0
-    while not _pulled(client, values, wait_s, give_up_s):
+    while not _pull(client, values, wait_s, give_up_s):
         if is_broken():
             raise GenerationBroken("the generation broke before training had its first values")
         wait_s = LOOK_S
@@ -87,8 +87,9 @@ def first_values(
             client.create(spec, values.present())
 
 
-def _pulled(client: ParameterClient, values: SharedValues, wait_s: float, give_up_s: float) -> bool:
-    """True if the values existed and were pulled."""
+def _pull(client: ParameterClient, values: SharedValues, wait_s: float, give_up_s: float) -> bool:
+    """Pull the values. Return False if they do not exist yet; raise ShardNotReady after
+    `give_up_s`."""
     try:
         client.pull(values.writable(), wait_s=wait_s)
     except ShardNotReady:

@@ -83,8 +83,8 @@ def _check_new(optimizer: Optimizer) -> None:
         if stepped:
             raise UnsupportedOptimizer(
                 "the optimizer has taken steps already",
-                seen=f"{type(optimizer).__name__} with {', '.join(_held(state))},"
-                " of its own steps or from load_state_dict",
+                seen=f"{type(optimizer).__name__} with the state {', '.join(_held(state))}, from"
+                " its own steps or from load_state_dict",
                 expected="a new optimizer: the parameter servers begin without state",
                 fix="Make a new one; to continue a job on parameter servers, restore its snapshot"
                 " (`shoal restore`). `ddp` takes the state over.",

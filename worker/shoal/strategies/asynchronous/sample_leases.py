@@ -32,7 +32,7 @@ class Leases:
     epochs.
 
     A thread leases ranges ahead and reports completed ones; iterating raises its errors. While this
-    member holds no range to begin, the iterator yields None every `LOOK_UP_EACH_S` or sooner.
+    member has no range left to begin, the iterator yields None every `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -47,7 +47,7 @@ class Leases:
         self._given_back: list[SampleRange] = []
         self._is_waiting = False
         self._has_none = False
-        """True if the coordinator's last answer had no range."""
+        """True if the newest answer since the trainer began to wait had no range."""
         self._is_exhausted = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -121,16 +121,16 @@ class Leases:
 
     def _lease(self) -> None:
         try:
-            while self._is_due():
+            while self._await_news():
                 self._request()
         except Exception as error:  # noqa: BLE001 - raised where the trainer asks for samples
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _is_due(self) -> bool:
-        """Wait until there is something to request or report, at most `TALK_EACH_S`; False if
-        leasing is over."""
+    def _await_news(self) -> bool:
+        """Wait until there is something to request or report, for at most `TALK_EACH_S`. Return
+        False if leasing is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_message, TALK_EACH_S)
             return not self._is_over

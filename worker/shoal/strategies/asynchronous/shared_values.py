@@ -64,7 +64,7 @@ class SharedValues:
         return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
-        """Return the present values, to be read at once."""
+        """Return the present values, to be read before the parameters change."""
         views = self.writable()
         staged = self._staged()
         copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()

@@ -51,7 +51,7 @@ def to_policy(
             )
     if (staleness == "reject" and reject_above is None) or (reject_above or 0) < 0:
         raise InvalidSpec(
-            "the bound of staleness is missing or out of range",
+            "reject_above is missing or out of range",
             seen=f"staleness={staleness!r} with reject_above={reject_above!r}",
             expected="reject_above=..., a number of updates from 0 up",
         )

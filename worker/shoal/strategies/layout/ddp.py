@@ -129,7 +129,7 @@ class DDP(LayoutStrategy):
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the source's state to the members that lack it."""
+        """Transfer the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
             own = with_registered(self._state.collect(self.step), self._registered.current())

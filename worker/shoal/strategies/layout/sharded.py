@@ -32,11 +32,11 @@ class ShardedStrategy(LayoutStrategy):
     filled from the shards that its members hold.
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
-    `copies` other members. They are made after the first step of each generation and then as often
-    as they take at most a twentieth of the time, at least every 10 steps, while training continues;
-    `copy_every_steps` fixes the number of steps between two copies. After a loss all members roll
-    back by at most two such intervals, and train on the same samples again. With `copies=0`, only
-    a checkpoint makes sure that training survives a loss.
+    `copies` other members. The first copy is made after the first step of a generation. The number
+    of steps between later copies is chosen so that copying takes at most a twentieth of the time,
+    but is at most 10; training continues meanwhile. `copy_every_steps` fixes this number. After a
+    loss all members roll back by at most two such intervals, and train on the same samples again.
+    With `copies=0`, only a checkpoint makes sure that training survives a loss.
     """
 
     state_is_spread = True

@@ -307,7 +307,7 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """Settle as `_settle`. If possible, a member's vote also says if its gradients are
+        """Settle as `_settle` does. If possible, a member's vote also says if its gradients are
         finite."""
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults

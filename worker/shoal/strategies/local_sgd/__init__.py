@@ -1,1 +1,2 @@
-"""Strategies whose members step their own replicas and average them at the end of each round."""
+"""Strategies whose members train their own copies of the model and average them at the end of each
+round."""

@@ -1,4 +1,5 @@
-"""The end of a round in which members stepped their own replicas: all agree on one state again.
+"""The end of a round in which each member trained its own copy of the model: all agree on one state
+again.
 
 All members started the round from the same parameters, and each took its own steps on its own
 samples. The members' changes are averaged, and an outer step applies the mean to the parameters
@@ -32,8 +33,9 @@ _VELOCITY = "/outer_velocity"
 class OuterLoop:
     """A member's side of its rounds, and the state agreed on at the end of the last round.
 
-    That state is a copy: model, optimizer and outer velocity. Changes are computed relative to it,
-    a broken round is rolled back to it, and a joining member receives it.
+    That state consists of copies of the model and of the optimizer's state, and of the outer
+    velocity, which changes only when a round ends. Changes are computed relative to it, a broken
+    round is rolled back to it, and a joining member receives it.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class OuterLoop:
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """Copy the present state, which all members have, over the last state agreed on."""
+        """Copy this member's present state over the last state agreed on. The model is the same on
+        all members; the optimizer's state is each member's own."""
         self._agreed = self.state.capture(step, self._agreed)
 
     def roll_back(self) -> None:
@@ -85,7 +88,8 @@ class OuterLoop:
         self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
-        """Note that the group of members has changed."""
+        """Note that the group of members has changed: discard the optimizer state that was set
+        aside, and the compressor's state that must be the same on all members."""
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
@@ -154,11 +158,11 @@ class OuterLoop:
         if only the sum is not finite.
         """
         if self._compressor is not None:
-            # The residual of the last round counts if that round was agreed on.
+            # The compressor keeps the residual of the last round only if that round was agreed on.
             self._compressor.begin(self.agreed.step)
         wire = Wire(group, self.traffic)
         parameters = self._parameters()
-        # Parameters that no optimizer steps have no outer step either.
+        # Parameters that are not in the optimizer get no outer step either.
         others = {**self._buffers(), **self._written(parameters, group)}
         means = {
             **self._means_of(self._changes(parameters, step, weight), wire, self._compressor),

@@ -1,10 +1,11 @@
-"""Local SGD and DiLoCo: members step their own replicas, and average them at the end of a round.
+"""Local SGD and DiLoCo: each member trains its own copy of the model, and the copies are averaged
+at the end of a round.
 
 A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
 a checkpoint is due, and when the generation stops by agreement. If a round ends early because a
 member joins, the steps taken in it count, and none is rolled back. If a member is lost in a round,
-its work in this round is lost, and the survivors' replicas differ. So all members roll back to
-the end of the last round and train on the same samples again; each sample counts once in the agreed
+its work in this round is lost, and the survivors' copies differ. So all members roll back to the
+end of the last round and train on the same samples again; each sample counts once in the agreed
 steps.
 """
 
@@ -239,7 +240,7 @@ class LocalSGD(SynchronousStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
         with self._transaction.weighted_backward():
-            # A member without a share has a stand-in sample: its replica stays unchanged.
+            # A member without a share has a stand-in sample, which must not change its parameters.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -295,7 +296,7 @@ class LocalSGD(SynchronousStrategy):
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the model as of the end of the last round, on the host: within a round the
-        replicas differ."""
+        members' copies differ."""
         further = tied(self._model)
         agreed = self._outer_loop.agreed.shards
         names = list(self._model.state_dict(keep_vars=True))

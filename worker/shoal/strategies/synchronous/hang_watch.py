@@ -55,11 +55,11 @@ class HangWatchConfig:
     limit_s: float
     """Time after which a wait for others is a hang."""
     leaderless_s: float
-    """Time that a bring-up may last without a coordinator, which would otherwise end it."""
+    """Time that a bring-up may last while there is no coordinator to end it."""
     is_away: Callable[[], bool]
     """Returns True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Returns the number of transfers between members in the background."""
+    """Returns the number of background transfers between members that have ended so far."""
     held_until_s: Callable[[], float]
     """Returns the time, by `time.monotonic`, until which limits were suspended; while a member
     pauses, the present time."""
@@ -71,8 +71,8 @@ class HangWatchConfig:
     """Takes the present time; returns the time since which the device has been stuck in the
     trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Receives, at each look at a trainer that takes steps, for how many seconds it has waited for
-    other members: without pauses, and with pauses. 0: it does not wait."""
+    """Called at each look at a trainer that takes steps, with the seconds for which the trainer has
+    waited for other members: without pauses, and with pauses. 0: it does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +138,12 @@ class HangWatch:
         self._sign_s = time.monotonic()
 
     def note_coordinator_wait(self, *, begins: bool) -> None:
-        """Note that the trainer begins, or ends, to wait for the coordinator's answer."""
+        """Note that the trainer begins or stops waiting for the coordinator's answer."""
         self._inside += 1 if begins else -1
         self.note_progress()
 
     def loads(self, *, begins: bool) -> None:
-        """Note that the trainer begins, or ends, to wait for a batch to be loaded."""
+        """Note that the trainer begins or stops waiting for a batch to be loaded."""
         self._loads = begins
         self.note_progress()
 

@@ -74,7 +74,7 @@ class Hyperparameters:
         return self._now
 
     def failed(self, step: int) -> None:
-        """Note that an attempt at the step after `step` committed ones failed."""
+        """Note that an attempt at a step failed. `step`: number of committed steps before it."""
         self._failed = (step, self.current_values())
 
     def entering(self) -> None:

@@ -2,8 +2,8 @@
 
 Some calls must be made by all members. A member that makes one alone (`if session.is_first:
 session.evaluate(...)`) waits in it, while the others wait for that member in their next step. No
-member sees an error, and all would wait until a collective's time limit. So a member that has
-waited for some time writes the point at which its script waits to the generation's store. A member
+member sees an error, and all would wait until a collective's time limit. A member that has waited
+for some time therefore writes to the generation's store at which point its script waits. A member
 that waits in such a call compares the points. Most waits are far shorter: nothing is written.
 """
 
@@ -31,13 +31,14 @@ log = structlog.get_logger(__name__)
 LOOK_AFTER_S = 2.0
 """Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: the quotient replaces `LOOK_AFTER_S`, to notify members in time."""
+"""If `limit_s` is short, a wait is examined after `limit_s` / this number, so that members are
+notified before the limit ends the generation."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
 """Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
-_POINT, _VERDICT, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
+_POINT, _FINDING, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
 _REFUSAL = "script/refusal"
 _REFUSAL_PARTS = ("what", "seen", "expected", "fix")
@@ -52,14 +53,15 @@ class ScriptPoint:
     num_calls: int
     """Number of shared calls made since the last committed step."""
     what: str
-    """Description; empty if the script does not wait, or if its last call is unconfirmed."""
+    """Description; empty if the script does not wait, or if it is not yet known whether the other
+    members have the result of its last call."""
     is_call: bool = False
     """True if all members have to make this call together."""
 
 
 class ScriptPoints:
-    """A member's part in the detection, for one generation. The watch's thread calls all methods
-    except `refusal` and `report_refusal`."""
+    """A member's part in the detection, for one generation. The thread of the session's hang
+    detection calls all methods except `refusal` and `report_refusal`."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class ScriptPoints:
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
-        """True if members differ in the layers of a pass."""
+        """True if the finding is about the layers of a pass. Also True beside `_refusal`, which
+        members of older releases show as such a finding."""
         self._refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
@@ -131,16 +134,18 @@ class ScriptPoints:
         )
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
-        """Publish the error with which the trainer is about to leave, for members that wait for it.
-        Returns once all have read it, after `read_within_s`, or if the store does not answer."""
-        # Once this is set, this member's watch compares nothing.
+        """Publish the error that is about to end this member's script, so that members waiting for
+        this member learn of it. Returns once all have read it, after `read_within_s`, or if the
+        store does not answer."""
+        # Once this is set, this member compares nothing any more.
         self._found, self._refusal = refusal.seen, refusal
         parts = {part: getattr(refusal, part) for part in _REFUSAL_PARTS}
         try:
             self._store.set(_REFUSAL, json.dumps(parts))
-            # For members of releases that know no other kind of refusal.
+            # Members of older releases do not read `_REFUSAL`; they show the finding as one about
+            # layers.
             self._store.set(_OF_LAYERS, "1")
-            self._store.set(_VERDICT, refusal.seen)
+            self._store.set(_FINDING, refusal.seen)
             self._await_all()
         except ShoalError as error:
             log.debug("refusal_not_published", reason=str(error)[:200])
@@ -155,25 +160,25 @@ class ScriptPoints:
             self._published = point
         if point.is_call:
             self._compare_points()
-        self._read_verdict()
+        self._read_finding()
 
-    def _read_verdict(self) -> None:
-        """Adopt the finding of another member, if there is one."""
-        if self._store.check([_VERDICT]):
+    def _read_finding(self) -> None:
+        """Adopt the finding that a member has published, this member included, if there is one."""
+        if self._store.check([_FINDING]):
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
                 content = json.loads(self._store.get(_REFUSAL))
                 self._refusal = InvalidSpec(**{part: content[part] for part in _REFUSAL_PARTS})
             # Set before the wait, during which other members may leave.
-            self._found = self._store.get(_VERDICT).decode()
+            self._found = self._store.get(_FINDING).decode()
             self._await_all()
 
     def _look_at_exchanges(self, stood_s: float) -> None:
         """Publish this member's layer exchanges, and compare them with its peers'. Valid in pauses
         too: peers with the same script have the same exchanges, however slow they are."""
         exchanges = self._exchanges
-        finds = exchanges is not None and (exchanges.peers or exchanges.is_compared)
-        if exchanges is None or not finds or stood_s < self._look_after_s:
+        compares = exchanges is not None and (exchanges.peers or exchanges.is_compared)
+        if exchanges is None or not compares or stood_s < self._look_after_s:
             self._next_exchange_look_s = 0.0
             return
         if stood_s < self._next_exchange_look_s:
@@ -183,7 +188,7 @@ class ScriptPoints:
         if record is not None:
             self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(record)))
             self._compare_exchanges(exchanges.peers)
-        self._read_verdict()
+        self._read_finding()
 
     def _compare_exchanges(self, peers: Sequence[int]) -> None:
         keys = [_EXCHANGES.format(rank) for rank in peers]
@@ -194,7 +199,7 @@ class ScriptPoints:
         differing = difference(dict(zip(names, records, strict=True)))
         if differing is not None:
             self._store.set(_OF_LAYERS, "1")
-            self._store.set(_VERDICT, describe_exchanges(differing))
+            self._store.set(_FINDING, describe_exchanges(differing))
 
     def _compare_points(self) -> None:
         keys = [_POINT.format(rank) for rank in range(len(self._members))]
@@ -207,7 +212,7 @@ class ScriptPoints:
         together = len({(each.step, each.num_calls) for each in points}) == 1
         if together and points == before and len({each.what for each in points}) > 1:
             by_member = zip(self._members, points, strict=True)
-            self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in by_member))
+            self._store.set(_FINDING, "; ".join(f"{name}: {each.what}" for name, each in by_member))
 
     def _await_all(self) -> None:
         """Wait until all members have read the finding: the first to leave ends the generation."""

@@ -31,7 +31,7 @@ class StateInspection:
         """Inspect the state by `look`, which collects it; keep its error in `refusal`.
 
         Raises UnsupportedOptimizer at once for a setting of a group: settings are the same on all
-        members.
+        members, so all of them raise it.
         """
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)

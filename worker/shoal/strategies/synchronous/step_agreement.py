@@ -59,7 +59,7 @@ class StepCut:
         """True once all members have voted to cut this step in the same way."""
 
     def begin_part(self, index: int, num_parts: int) -> bool:
-        """Note that the next pass is for this part; return True if its gradients are reduced."""
+        """Note that the next pass is for this part; return True if it reduces gradients."""
         self.num_parts = num_parts
         is_alone = index == 0 and self._last == 1 and not self.shares_samples
         return index == num_parts - 1 or is_alone

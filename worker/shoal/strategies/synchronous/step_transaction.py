@@ -173,8 +173,7 @@ class StepTransaction:
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which the chosen optimizers step before the end of the step, with
-        complete gradients. `held`: this member's tensors that these optimizers
-        change."""
+        complete gradients. `held`: this member's tensors that these optimizers change."""
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
         parts = parts_due(optimizer)

@@ -1,7 +1,7 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
 Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
-passes, a digest of values that have to be the same on all members, flags that may differ (with a
+passes, a digest of values that have to be the same on all members, flags that may differ (beside a
 digest of split layers), and the weight of the losses. The passes are in the ballot itself, not in a
 further exchange: members with different passes are about to run different collectives. If digests
 differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
