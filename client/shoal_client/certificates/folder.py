@@ -57,7 +57,7 @@ class CertificateFolder:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of
         the coordinator. Raises InvalidSpec if there is an authority or a certificate of a role
         already, if the folder cannot be made, if other users have access to it, or as
-        `Authority.issue` does. There is no new authority then.
+        `Authority.issue` does. In none of these cases is an authority made.
         """
         if self.has_authority:
             raise InvalidSpec(
@@ -114,7 +114,7 @@ class CertificateFolder:
         return done
 
     def list_certificates(self) -> list[ListedCertificate]:
-        """The certificates, by file. Raises InvalidSpec."""
+        """The certificates, sorted by file name. Raises InvalidSpec."""
         return [
             ListedCertificate(
                 path=path,

@@ -106,8 +106,8 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
     if not reply.total_samples:
         progress = "none was trained on"
     if reply.samples == SAMPLES_AFTER_LOSS_ANEW:
-        return f"Its samples start over ({progress}): the next run trains on all of them."
-    return f"Its samples stay counted ({progress}): the next run trains on the rest."
+        return f"The job's samples start over ({progress}): the next run trains on all of them."
+    return f"The job's samples stay counted ({progress}): the next run trains on the rest."
 
 
 def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
@@ -121,7 +121,7 @@ def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
     print("Their trained values will be gone for good.")
     print(samples)
     try:
-        given = input("Type the job's name to give them up: ").strip()
+        given = input("Type the job's name to give up these shards: ").strip()
     except EOFError:
         given = ""
     if given != job:

@@ -14,8 +14,8 @@ from shoal_proto.errors import InvalidSpec
 @dataclass(frozen=True, kw_only=True)
 class DownConfig:
     """Ends all parts of the control plane that `shoal up --hosts` has started, and removes etcd's
-    data and the keys on its hosts: what the cluster knows of its jobs is gone. Logs and checkpoints
-    stay."""
+    data and the private keys on its hosts: what the cluster knows of its jobs is gone. Logs and
+    checkpoints stay."""
 
     hosts: HostNames = ()
     """Hosts on which to end parts. By default all hosts of the control plane that was started from

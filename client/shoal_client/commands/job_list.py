@@ -16,7 +16,15 @@ from shoal_client.commands.status import Json, StatusClient
 
 RECENT_S = 24 * 3600.0
 State = Literal[
-    "running", "waiting", "interrupted", "finished", "failed", "stopped", "lost", "quarantined"
+    "waiting",
+    "starting",
+    "running",
+    "interrupted",
+    "finished",
+    "failed",
+    "stopped",
+    "lost",
+    "quarantined",
 ]
 _STYLES = {
     "running": "green",
@@ -63,12 +71,16 @@ def show(config: JobListConfig) -> int:
 def _none(config: JobListConfig) -> str:
     if config.state is not None:
         return f"no job is {config.state}"
-    return "no job" if config.every else "no job; --all also shows jobs that have ended"
+    return (
+        "no job"
+        if config.every
+        else "no job; --all also shows jobs that ended more than 24 hours ago"
+    )
 
 
 def _is_wanted(job: Json, config: JobListConfig) -> bool:
     if config.state is not None:
-        return bool(job["state"] == config.state)
+        return bool(job["shown_state"] == config.state)
     ended_s = job["ended_unix_s"]
     return config.every or not ended_s or time.time() - ended_s < RECENT_S
 

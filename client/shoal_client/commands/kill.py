@@ -34,7 +34,8 @@ class KillConfig:
 
 
 def kill(config: KillConfig) -> int:
-    """Kill the process. Raises UnknownMember, InvalidSpec if it is not this user's on this host."""
+    """Kill the process. Raises UnknownMember, and InvalidSpec if this user has no such process on
+    this host."""
     with StatusClient(config.address.urls()) as client:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]

@@ -83,8 +83,8 @@ class WhyConfig:
 
 
 def _whole(url: str) -> str:
-    """Return HOST:PORT or an http URL with the scheme to use: https with a certificate, except for
-    the page of a cluster that this user has started on this machine."""
+    """Return the URL for HOST:PORT or an http URL. Its scheme is https if this process has a
+    certificate, except for the page of a cluster that this user has started on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -534,7 +534,7 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
 
 
 def in_short(shard_id: int, version: int) -> str:
-    """Text of a lost shard, with the version that it had at least; 0: not known."""
+    """Text of a lost shard. `version`: the version that it had at least; 0: not known."""
     return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 

@@ -64,7 +64,7 @@ class ProbeListener:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # For example no descriptors are left: connections wait in the backlog.
+                    # For example, no file descriptor is left. Connections wait in the backlog.
                     log.info("probe_not_accepted", reason=str(error))
                     self._closing.wait(PAUSE_S)
                 continue

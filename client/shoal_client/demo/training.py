@@ -131,7 +131,7 @@ class DemoTraining:
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
         """Follow the run to its end; return the number of pushes that the parameter servers
-        applied."""
+        applied, or None if the training is synchronous."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 SAME_ORDER_S = 2.0
-"""Time after the first signal of an order in which a SIGTERM belongs to the same order."""
+"""Time after the first signal of an order in which another signal belongs to the same order, unless
+both are SIGINT."""
 
 
 class StopOrders:

@@ -53,8 +53,8 @@ class Keeper:
     gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
     part does not stay up. All of them run on the keeper's thread.
 
-    A part that ends with EX_TEMPFAIL needs a service outside the cluster, such as an etcd that is
-    not reached. It is started again without a limit, and the other parts serve on meanwhile.
+    A part that ends with EX_TEMPFAIL could not reach a service outside the cluster, such as an
+    existing etcd. It is started again without a limit, and the other parts serve on meanwhile.
     """
 
     def __init__(

@@ -206,8 +206,8 @@ class GenerationTrack:
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
-        """Proposal, repeated for a new leader, which knows the rosters from etcd but not what
-        members reported since."""
+        """Proposal, repeated for a new leader, which reads the rosters from etcd but does not have
+        the members' proposals."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def report_to_repeat(

@@ -1,5 +1,5 @@
 """A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
-the calls and the clock. One thread holds the stream of notices, and reports a break at once through
+the calls and the clock. One thread reads the stream of notices, and reports a break at once through
 `on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
 limits, most of which do not run while no coordinator is reached.
 """
@@ -98,7 +98,7 @@ class MemberSession:
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        # This thread holds one stream after another, until the membership ends.
+        # This thread reads one stream after another, until the membership ends.
         self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
@@ -520,7 +520,7 @@ class MemberSession:
     # --- threads ---
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
-        """Hold the stream until it ends, or until an effect of a notice fails."""
+        """Read the stream until it ends, or until an effect of a notice fails."""
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
@@ -533,7 +533,7 @@ class MemberSession:
     def _received(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
-        # The limit of every call on the thread that holds the stream: see
+        # The limit of every call on the thread that reads the stream: see
         # `MemberCore._with_stream`.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
         return ev.NoticeReceived(notice=whole, refusal=refusal)

@@ -25,7 +25,7 @@ seconds."""
 
 
 class Rosters:
-    """Rosters of one member. Used by the thread that holds its stream."""
+    """Rosters of one member. Used by the thread that reads its stream."""
 
     def __init__(self, fetch: Fetch, shared: HostFiles | None = None) -> None:
         self._fetch = fetch

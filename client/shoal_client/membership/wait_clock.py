@@ -1,5 +1,4 @@
-"""Time limits of waits. They do not run while a member is paused or no coordinator is reached, and
-begin anew afterwards."""
+"""Time limits of a member's waits for others."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +21,14 @@ class WaitClock:
         """Time since which no coordinator holds the stream; infinite while one does, and before the
         first stream."""
         self._turned_s = -math.inf
+        """Time at which `away` was last set."""
         self._paused: Sequence[str] = ()
         """Members that are paused."""
         self._released_s = -math.inf
+        """Time at which `_paused` was last set."""
         self._is_standby = False
         self._stood_by_s = -math.inf
+        """Newest time at which this member was known to be on standby."""
 
     def set_away(self, now_s: float, *, away: bool) -> None:
         """Record that the stream has ended (`away`), or that its first notice arrived."""

@@ -114,7 +114,7 @@ def note(result: TablePushResult, where: Where, reply: PushOutcome) -> None:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Join the parts of one shard's rows. The version is the lowest of theirs: no row is older."""
+    """Join the parts of one shard's rows. The version is the parts' lowest: no row is older."""
     if len(parts) == 1:
         return parts[0]
     return Rows(
@@ -127,8 +127,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """Size of a slot for parts of this size, with a reserve: the number of rows of a shard differs
-    from step to step."""
+    """Size of a slot for parts of this size, with space to spare: the number of rows of a shard
+    differs from step to step."""
     return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 

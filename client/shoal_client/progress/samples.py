@@ -43,7 +43,7 @@ class Reserve:
     given_back: Sequence[SampleRange] = ()
     """Leased ranges that were never begun: other members may train on them."""
     num_begun: int = 0
-    """Number of begun samples among those held or reported."""
+    """Number of samples begun, among those held or reported as completed in this call."""
     begins_per_s: int = 0
     """Maximum number of further samples that are begun in a second."""
 
@@ -74,10 +74,12 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._answered: dict[int, list[SampleRange]] = {}
-        """Completed ranges by the request that reported them, which may not be durable yet."""
+        """Reported ranges that may not be durable yet, by the sequence number of the request that
+        reported them."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges reported as not held by answers that `lease` has not returned."""
+        """Ranges that an answer said this member no longer holds, until `lease` returns them to the
+        caller."""
         self._sequence = 0
 
     @property
@@ -93,7 +95,8 @@ class SampleClient:
 
     @property
     def has_unreported(self) -> bool:
-        """True if ranges were completed or given back in calls that had no answer."""
+        """True if the last request had no answer, or if ranges that were completed or given back
+        are not reported yet."""
         with self._lock:
             return bool(self._unanswered is not None or self._unreported or self._given_back)
 
@@ -115,9 +118,9 @@ class SampleClient:
         After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
         may have been carried out. So the next call first repeats the request, within its own
         `timeout_s`. If a range is granted to the repeated request, the next call returns that range
-        and sends no request of its own; the call after it reports the `completed` ranges that it
-        was given. If the next call's `num_samples` is 0, it gives that range back instead, and
-        returns no range."""
+        and sends no request of its own. The ranges that were given to the next call as `completed`
+        are then reported by the call after it. If the next call's `num_samples` is 0, it gives the
+        granted range back instead, and returns no range."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []

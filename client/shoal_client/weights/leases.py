@@ -60,7 +60,7 @@ class ReaderLeases:
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> None:
-        """Take a lease on a version. Leases are counted: `release` it as often as it was taken.
+        """Take a lease on a version. Leases are counted: call `release` once for each `take`.
 
         Raises VersionGone if it is not kept any more, Overloaded if the series has its maximum of
         readers or leases, another RetryError if no coordinator answers in time, and refusals."""
@@ -103,14 +103,15 @@ class ReaderLeases:
             )
 
     def report(self, installed: InstalledVersion) -> None:
-        """Report an installed version to the coordinator, in the background. Raises Regressed if it
-        is older than the last one."""
+        """Report an installed version to the coordinator, in the background. Raises Regressed if a
+        newer version was reported before."""
         with self._lock:
             if installed.number < self.installed.number:
                 raise Regressed(
-                    f"an older version of series {self._series} is not installed",
+                    f"a reader of series {self._series} reports an older version than it had"
+                    " installed before",
                     seen=f"version {installed.number}",
-                    expected=f"at least {self.installed.number}, which was installed before",
+                    expected=f"at least version {self.installed.number}",
                     fix="To go back, roll the series back (`shoal weights rollback`): that makes a"
                     " new version with the old bytes.",
                 )

@@ -459,13 +459,13 @@ class _Wire:
         self._part = bytearray(SENT_BYTES)
 
     def frame(self, within_s: float) -> Frame:
-        """Read the next frame. Raises OSError, also if the other end hangs up, or sends nothing for
-        `within_s`."""
+        """Read the next frame. Raises OSError, also if the other end closes the connection, or
+        sends nothing for `within_s`."""
         self.socket.settimeout(within_s)
         while (frame := self._reader.next()) is None:
             count = self.socket.recv_into(self._reader.space())
             if not count:
-                raise ConnectionResetError("the other end hung up")
+                raise ConnectionResetError("the other end closed the connection")
             self._reader.received(count)
         return frame
 
