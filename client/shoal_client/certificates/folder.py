@@ -106,8 +106,8 @@ class CertificateFolder:
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match. A process that loads them then tries
-            # again.
+            # Between the two writes the files do not match. A process that reads them then keeps
+            # the earlier ones, and tries again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)

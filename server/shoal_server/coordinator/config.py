@@ -42,7 +42,7 @@ class CoordinatorConfig:
     reach: Annotated[CoordinatorServing, FLAT] = field(default_factory=CoordinatorServing)
     listen: ListenAddress = "7700"
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
-    """Address of the status page and its API. A port alone is at --bind."""
+    """Address of the status page and its API. A port without a host is opened at --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
     """Further host name by which browsers and tools may reach the page, such as the name of a load
     balancer or an ingress. Addresses, names without a dot, names of this machine and of its cluster
@@ -62,8 +62,8 @@ class CoordinatorConfig:
     leader_lease_s: Annotated[float, Parameter(metavar="SECONDS")] = DEFAULT_TTL_S
     """A leader that hangs or is cut off is replaced after this time (etcd may take longer). A
     killed leader is replaced at once, if the other coordinators reach its host. A leader that was
-    halted for most of this time steps down. Below 2 s, terms end needlessly: an election within
-    etcd takes 1 to 2 s."""
+    suspended (SIGSTOP) for most of this time steps down. Below 2 s, terms end needlessly: an
+    election within etcd takes 1 to 2 s."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 25.0
     """Longest time that the leader, on SIGTERM, waits for members that drain: they write a last
     checkpoint meanwhile. If no member drains, it ends after 5 s, and at once if it has no members,
