@@ -18,7 +18,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 30.0
-"""Time after a failed attempt to connect until a bulk connection is tried again."""
+"""Time after a failed attempt to open a bulk connection until the next attempt."""
 
 
 class OpenBulkCall(Protocol):

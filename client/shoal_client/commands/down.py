@@ -21,9 +21,9 @@ class DownConfig:
     """Hosts on which to end parts. By default all hosts of the control plane that was started from
     this machine."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """The --dir with which it was started."""
+    """The --dir with which the control plane was started."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH")] = ""
-    """Python with Shoal on the hosts. By default the one with which it was started."""
+    """Python with Shoal on the hosts. By default the one that the control plane was started with."""
 
 
 def down(config: DownConfig) -> int:

@@ -67,7 +67,8 @@ class LocalAccess:
         self._renewing: threading.Thread | None = None
 
     def make(self) -> None:
-        """Make or renew the certificates, and begin to renew them. Raises InvalidSpec."""
+        """Make or renew the certificates, and keep them renewed until `close`. Raises
+        InvalidSpec."""
         if self._made is None:
             return
         _make(CertificateFolder(self._made), _shoal_holders())

@@ -4,7 +4,7 @@
         ...  # cluster.coordinator is host:port
 
 All parts are stopped at the end of the block, and none survives a crash of this process. Each part
-takes free ports; its log, and etcd's data, are in the directory.
+takes free ports, unless the config sets them. The logs, and etcd's data, are in the directory.
 
 With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
 its addresses, a parameter server under its id and at its address, or at a new address if it does

@@ -70,7 +70,8 @@ class MemberSession:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
-        """Changed under the condition's lock only; single values are read without it."""
+        """Changed under the condition's lock only, except by `progress`; single values are read
+        without it."""
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""

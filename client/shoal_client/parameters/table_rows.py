@@ -29,7 +29,7 @@ as many. Only an item of a single row may exceed this.
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
-"""Name of a table, index of one of its virtual shards."""
+"""Name of a table, and the index of one of its shards."""
 Bytes = bytes | memoryview
 
 
@@ -98,7 +98,7 @@ class TablePushResult:
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
-    """Group ids by virtual shard: each id once, in rising order."""
+    """Group ids by the index of their shard in the table: each id once, in rising order."""
     routed: dict[int, array[int]] = {}
     for row_id in sorted(set(ids)):
         routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)

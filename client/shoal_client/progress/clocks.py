@@ -87,10 +87,10 @@ class Clock:
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that no member waits for it; at most
-        once in REST_AGAIN_S. If no coordinator answers within REST_WITHIN_S, this is only logged:
-        call again, as the next leader waits for members whose clocks it does not know. Raises
-        refusals."""
+        """Report that this member takes no steps for now, so that no member waits for it. Further
+        calls before the next `begin` repeat the report at most once in REST_AGAIN_S. If no
+        coordinator answers within REST_WITHIN_S, this is only logged: call again, as the next
+        leader waits for members whose clocks it does not know. Raises refusals."""
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
             return

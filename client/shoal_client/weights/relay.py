@@ -1,4 +1,4 @@
-"""A relay: a reader that passes segments of a series on to other readers, even while they arrive.
+"""A relay: a reader that passes segments of a series on to other relays, even while they arrive.
 
 It serves the calls with which readers fetch from a parameter server: `WeightStore.OpenBulk`, and
 SEGMENT_FETCH on a bulk connection. Segments are requested by digest, and the receiver verifies
@@ -60,8 +60,8 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Maximum number of connections. The coordinator sends at most two readers to a relay at a time;
-each fetches four segments at once."""
+"""Maximum number of connections. At most two relays fetch from this one at a time, four segments at
+once each: the coordinator names it to no further ones."""
 HELLO_S = 3.0
 IDLE_S = 10.0
 """Time without a call after which a connection is closed."""
