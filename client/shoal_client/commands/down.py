@@ -23,7 +23,7 @@ class DownConfig:
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
     """The --dir with which the control plane was started."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH")] = ""
-    """Python with Shoal on the hosts. By default the one that the control plane was started with."""
+    """Python with Shoal on the hosts. By default the one used at the start of the control plane."""
 
 
 def down(config: DownConfig) -> int:

@@ -64,10 +64,10 @@ class Clock:
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
         No pull is needed if an earlier answer already permitted this step: then all updates that
-        its values must include were applied before the last pull. While no coordinator answers,
-        this call waits only if the step is the member's first (or its first after `rest`), or if
-        the last answer does not permit the step. Raises DeadlineExceeded, which names the members
-        waited for, a refusal, or the error that ended the membership.
+        the step's values must include were applied before the last pull. While no coordinator
+        answers, this call waits only if the step is the member's first (or its first after `rest`),
+        or if the last answer does not permit the step. Raises DeadlineExceeded, which names the
+        members waited for, a refusal, or the error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:

@@ -192,9 +192,9 @@ class SeriesReader:
         The version is leased meanwhile. Returned segments are complete and verified. On a server's
         host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
         need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
-        whole. With `base`, segments that have not changed since are taken from it. For a whole
-        segment with few changes, a server on another host computes the difference, and only the
-        difference is fetched.
+        whole. With `base`, segments that have not changed since that version are taken from it. For
+        a whole segment with few changes, a server on another host computes the difference, and only
+        the difference is fetched.
 
         `reuses_memory`: segments that arrive over a network are in memory that a later fetch
         reuses once nothing refers to it. This is for callers that copy the data, and keep at most a
