@@ -58,7 +58,7 @@ def show(config: JobListConfig) -> int:
         return 0
     console = Console(highlight=False)
     if not jobs:
-        console.print(_none(config))
+        console.print(_no_jobs_text(config))
         return 0
     console.print(_table(jobs))
     for job in jobs:
@@ -68,7 +68,7 @@ def show(config: JobListConfig) -> int:
     return 0
 
 
-def _none(config: JobListConfig) -> str:
+def _no_jobs_text(config: JobListConfig) -> str:
     if config.state is not None:
         return f"no job is {config.state}"
     return (

@@ -40,7 +40,8 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
-"""Time after which an unaccepted report is dropped: the member's lease has ended by then."""
+"""Time after which an unaccepted report is dropped: with the default limits, the member's lease has
+ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
 """Time of silence on a connection after which a coordinator counts as not answering."""

@@ -285,8 +285,8 @@ class MemberCore:
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
         # Report for a trainer that never entered the generation that is over.
-        stand = self.track.idle_step_report()
-        return effects + ([self._with_stream(stand, now_s)] if stand is not None else [])
+        report = self.track.idle_step_report()
+        return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
         """Find the present leader and open a new stream."""

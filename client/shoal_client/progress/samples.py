@@ -73,7 +73,7 @@ class SampleClient:
         self._held: list[SampleRange] = []
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
-        self._answered: dict[int, list[SampleRange]] = {}
+        self._not_durable: dict[int, list[SampleRange]] = {}
         """Reported ranges that may not be durable yet, by the sequence number of the request that
         reported them."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
@@ -159,9 +159,9 @@ class SampleClient:
             raise
         self._unanswered = None
         if request.completed:
-            self._answered[request.sequence] = list(map(_range, request.completed))
-        for sequence in [s for s in self._answered if s <= reply.durable_sequence]:
-            del self._answered[sequence]
+            self._not_durable[request.sequence] = list(map(_range, request.completed))
+        for sequence in [s for s in self._not_durable if s <= reply.durable_sequence]:
+            del self._not_durable[sequence]
         not_held = list(map(_range, reply.not_held))
         self._not_held = joined([*self._not_held, *not_held])
         leased = _range(reply.range) if reply.HasField("range") else None
@@ -189,14 +189,14 @@ class SampleClient:
             sequence=self._sequence,
         )
         if reserve is not None:
-            before = joined(r for ranges in self._answered.values() for r in ranges)
+            before = joined(r for ranges in self._not_durable.values() for r in ranges)
             request.completed_before.extend(map(_message, before))
             request.reserve_samples = min(reserve.num_samples, self.num_samples)
             request.step_samples = reserve.step_samples
             request.begun_samples = reserve.num_begun
             request.begins_samples_per_s = reserve.begins_per_s
         else:
-            self._answered.clear()
+            self._not_durable.clear()
         self._unreported, self._given_back = [], []
         return request
 
