@@ -81,7 +81,7 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Return the command that the arguments name, ready to be called. Its result is the exit code.
+    """Return a function that runs the command that the arguments name, and returns the exit code.
 
     Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
     """

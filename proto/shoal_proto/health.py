@@ -105,7 +105,8 @@ class HealthFigures:
     )
     """Samples this member trains on in a second."""
     memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
-    """Memory in use: what torch holds on the GPU, or the process's if it trains on the CPU."""
+    """Memory in use: what torch has reserved on the GPU, or the process's if it trains on the
+    CPU."""
     cpu_cores: Annotated[Amount | None, Gauge("shoal_member_cpu_cores")] = None
     """Processors that the process used on average: 1.5 is one and a half. Processes that it has
     started, such as a DataLoader's workers, do not count."""

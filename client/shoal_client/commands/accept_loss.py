@@ -39,8 +39,8 @@ _SAMPLES = {
 @dataclass(frozen=True, kw_only=True)
 class AcceptLossConfig:
     """Gives up lost shards of a job: they start over with the initial values of the next worker
-    that joins. The job's other shards keep their values. This cannot be undone: try `shoal restore`
-    first, or start the server whose journal has the shards."""
+    that joins. The job's other shards keep their values. Giving up cannot be undone: try `shoal
+    restore` first, or start the server whose journal has the shards."""
 
     job: str = field(kw_only=False)
     """Name of the job."""

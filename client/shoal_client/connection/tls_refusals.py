@@ -3,7 +3,7 @@ TLS.
 
 gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
 repeated until its time limit. So after such a failure this module makes a TLS handshake itself,
-twice if the first one gives no reason: it shows the error, and the side that refused."""
+twice if the first one gives no reason. The handshake shows the error, and the side that refused."""
 
 import socket
 import ssl

@@ -18,7 +18,7 @@ class DemoPlan:
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
-    """Share of the training after which a worker is killed."""
+    """Fraction of the training after which a worker is killed."""
     timeout_s: float = 240.0
 
     @property

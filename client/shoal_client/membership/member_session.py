@@ -404,12 +404,12 @@ class MemberSession:
 
     @property
     def is_disconnected(self) -> bool:
-        """True if no coordinator holds this member's stream at the moment. Cheap to call."""
+        """True if this member has no open stream from a coordinator now. Cheap to call."""
         return self._core.clock.away
 
     @property
     def away_s(self) -> float:
-        """Seconds since a coordinator last held this member's stream; 0 while one does."""
+        """Seconds since this member's last stream from a coordinator ended; 0 while one is open."""
         return self._core.clock.away_s(time.monotonic())
 
     @property

@@ -383,7 +383,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
         f"no primary serves shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=f"no address of {', '.join(servers)}, the last primary of {_them(shards)}",
-        expected="that server to return, or a backup to take its place, within the"
+        expected="that server to return, or a backup to become primary, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
         fix="`shoal status` shows the servers, and what is lost.",
     )
@@ -396,7 +396,7 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
         f" shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=error.seen,
-        expected="that server to answer, or a backup to take its place",
+        expected="that server to answer, or a backup to become primary",
         fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
         f" it may still count as the primary of {_them(shards)}, and nothing is restored"
         " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"

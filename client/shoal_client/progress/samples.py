@@ -27,7 +27,8 @@ class SampleLease:
     """Time after which to ask again, if `range` is None and not `exhausted`: other members still
     train on the rest."""
     reserve_max: int = 0
-    """Maximum number of samples to hold, so that other members get their share. 0: any number."""
+    """Maximum number of samples to hold, so that enough are left for other members. 0: any
+    number."""
     not_held: tuple[SampleRange, ...] = ()
     """Leased ranges that no longer belong to this member: they must not be begun."""
 

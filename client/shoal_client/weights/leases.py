@@ -40,7 +40,7 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address at which this reader serves other readers; empty: it is no relay."""
+        """Address at which this reader serves other relays; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         """Lock held during a report. A report has the whole state, so the next one replaces it."""

@@ -201,7 +201,7 @@ class SeriesReader:
         base.
 
         A relay fetches from the relay that the coordinator has named, if any; if that relay fails,
-        it fetches the rest from servers. It keeps the fetched segments for other readers, in memory
+        it fetches the rest from servers. It keeps the fetched segments for other relays, in memory
         that is not reused, until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
@@ -247,7 +247,7 @@ class SeriesReader:
 
     @property
     def relay_address(self) -> str:
-        """Address at which this reader serves other readers; empty: it is no relay."""
+        """Address at which this reader serves other relays; empty: it is no relay."""
         relay = self._relay
         return "" if relay is None else relay.address
 

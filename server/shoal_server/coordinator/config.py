@@ -66,9 +66,9 @@ class CoordinatorConfig:
     election within etcd takes 1 to 2 s."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 25.0
     """Longest time that the leader, on SIGTERM, waits for members that drain: they write a last
-    checkpoint meanwhile. If no member drains, it ends after 5 s, and at once if it has no members,
-    but not before etcd has its last changes. A second signal ends it at once. 0: it does not
-    wait."""
+    checkpoint meanwhile. If no member drains, the leader ends after 5 s, or at once if its jobs
+    have no members, but not before etcd has its last changes. A second signal ends the leader at
+    once. 0: it does not wait."""
     without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
     """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what
     they need, and refuse their calls. Set this for all coordinators of one etcd, or for none."""
