@@ -99,7 +99,7 @@ class EtcdAddresses:
     client: str
     """host:port for clients."""
     peers: Mapping[str, str]
-    """host:port of each member for the others, by name."""
+    """host:port at which each member's peers reach it, by the member's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

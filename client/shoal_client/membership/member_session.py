@@ -372,7 +372,7 @@ class MemberSession:
 
     @property
     def coordinators(self) -> Coordinators:
-        """The connection, for the other services of the coordinator."""
+        """Connections to the coordinators, for calls to other services of theirs."""
         return self._coordinators
 
     @property

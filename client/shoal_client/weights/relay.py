@@ -60,8 +60,8 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Maximum number of connections. At most two relays fetch from this one at a time, four segments at
-once each: the coordinator names it to no further ones."""
+"""Maximum number of connections. The coordinator lets at most two relays fetch from this one at a
+time; each fetches four segments at once."""
 HELLO_S = 3.0
 IDLE_S = 10.0
 """Time without a call after which a connection is closed."""
