@@ -97,7 +97,7 @@ class HealthFigures:
     loss: Annotated[float | None, Gauge("shoal_member_loss_value")] = None
     """Newest loss. "NaN" and "Infinity" (as text) are allowed, and shown as reported."""
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
-    """Seconds that a step takes."""
+    """Seconds that the newest step took."""
     step_parts: StepParts | None = None
     """Parts of the time from one step to the next."""
     samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (

@@ -372,7 +372,7 @@ class MemberSession:
 
     @property
     def coordinators(self) -> Coordinators:
-        """Connections to the coordinators, for calls to other services of theirs."""
+        """Connections to the coordinators, on which their other services can be called too."""
         return self._coordinators
 
     @property
