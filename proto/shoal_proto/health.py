@@ -1,5 +1,5 @@
-"""Figures that a member reports about its training. The worker's report, its checks, the views, the
-metrics and their texts are all made from this one list."""
+"""Figures that a member reports about its training. The worker's report, the checks of it, the
+views, the metrics and their texts are all made from this one list."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields

@@ -44,7 +44,7 @@ REPORT_LIMIT_S = 10.0
 ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
-"""Time of silence on a connection after which a coordinator counts as not answering."""
+"""Time after which a coordinator that has not answered counts as unreachable."""
 OTHERS_WITHIN_S = 0.5
 """Time for which other coordinators may answer after one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})

@@ -31,7 +31,11 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         if self.max_failures < 1 or min(self.settled_s, self.first_pause_s, self.max_pause_s) < 0:
-            raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
+            raise InvalidSpec(
+                "bad restart policy",
+                seen=str(self),
+                expected="max_failures of 1 or more, and no negative time",
+            )
 
     def pause_s(self, failures: int) -> float:
         """Pause before a restart that follows `failures` ends in a row."""

@@ -113,8 +113,8 @@ class GenerationTrack:
     def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
         self._ready_generation = roster.generation
         if self._proposal is not None and roster.synchronous:
-            # A later leader gets this proposal again: it has to state that this member holds the
-            # state.
+            # A later leader gets this proposal again, which then has to state that this member
+            # holds the state.
             self._proposal.has_state = True
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
@@ -193,7 +193,7 @@ class GenerationTrack:
         if generation in self._broken:
             return False
         self._broken[generation] = reason
-        # If there is a successor, every generation before it is over too.
+        # If a later generation breaks, the one that the trainer is in is over too.
         self._broken.setdefault(min(generation, self.generation), reason)
         return True
 

@@ -21,7 +21,7 @@ _DIGEST_BYTES = 32
 
 
 class HostFiles:
-    """Answers in a directory that a launcher made for its workers, one file each.
+    """Answers as files, one each, in a folder that the processes of one host share.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
     processes from fetching the same answer. The kernel releases the lock when the process that

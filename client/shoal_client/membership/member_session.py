@@ -275,10 +275,10 @@ class MemberSession:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
         state.
 
-        `enough_for_call`: if the trainer is in a shared call, the number of its participants that
-        suffice to repeat it; no other member joins before that. Raises the coordinator's refusal,
-        such as JobFinished if others completed the job meanwhile or Fenced if this member was lost,
-        or a RetryError at `give_up_at`.
+        `enough_for_call`: if the trainer is in a shared call, the number of the call's participants
+        that suffice to repeat it; no other member joins before that. Raises the coordinator's
+        refusal, such as JobFinished (other members completed the job meanwhile) or Fenced (this
+        member was lost), or a RetryError at `give_up_at`.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)

@@ -81,7 +81,7 @@ class HostPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOrder:
-    """Order to a host, and where its files are."""
+    """Order to a host, and the directory of the host's files."""
 
     action: str
     """LOOK: report what is there; START: start the parts of `plan`; STOP: end them."""

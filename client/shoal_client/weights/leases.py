@@ -43,7 +43,8 @@ class ReaderLeases:
         """Address at which this reader serves other relays; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Lock held during a report. A report has the whole state, so the next one replaces it."""
+        """Lock held during a report. Each report has the reader's whole state, and replaces the one
+        before."""
         self._sequence = time.time_ns() // 1000
         """Number of the last report. It is higher than in earlier processes of this reader."""
         self._leased: Counter[int] = Counter()
