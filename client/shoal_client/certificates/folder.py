@@ -153,7 +153,7 @@ class CertificateFolder:
         try:
             mode = self.path.stat().st_mode
         except OSError as error:
-            raise _no_authority(error) from error
+            raise _unreadable(error) from error
         if mode & 0o077:
             raise InvalidSpec(
                 "other users may read the folder with the authority's key",
@@ -167,12 +167,12 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _no_authority(error) from error
+        raise _unreadable(error) from error
 
 
-def _no_authority(error: OSError) -> InvalidSpec:
+def _unreadable(error: OSError) -> InvalidSpec:
     return InvalidSpec(
-        "there is no authority here",
+        "the folder of certificates, or a file in it, cannot be read",
         seen=str(error),
         expected="a folder that `shoal certs init` made, with --dir",
     )
