@@ -186,7 +186,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
     found = _files(config, root)
     if not found:
         raise UnknownMember(
-            f"nothing of {_subject(config)} is kept on this host",
+            f"no output of {_subject(config)} is kept on this host",
             seen=f"no file {log_path(root, config.job, config.member_id or '*')}",
             expected="the host of its launcher" + _where(config),
             fix="Run the command there, or without --log-dir.",

@@ -242,7 +242,7 @@ def _check_ports(config: UpConfig) -> None:
                 f"the port of {option} is taken",
                 seen=f"something that listens on 127.0.0.1:{port}",
                 expected="a free port",
-                fix=f"Give another, or leave {option} out.",
+                fix=f"Give another port, or leave {option} out.",
             )
 
 

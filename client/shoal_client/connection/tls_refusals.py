@@ -74,7 +74,7 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
                     if until_done(connected, partial(connected.recv, 1), ANSWER_WITHIN_S):
                         return None
             except ssl.SSLCertVerificationError as error:
-                seen = f"its certificate is not accepted here: {error.verify_message}"
+                seen = f"this process does not accept its certificate: {error.verify_message}"
                 return _refused(address, seen)
             except (ssl.SSLEOFError, ConnectionError) as error:
                 log.debug("tls_connection_ended", address=address, reason=repr(error))

@@ -456,8 +456,8 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
             if version.digest != record.digest:
                 raise VersionGone(
                     f"version {record.number} of series {view.series} is not the requested one",
-                    seen=f"digest {record.digest.hex()[:12]}, of another series or of one that was"
-                    " removed",
+                    seen=f"digest {record.digest.hex()[:12]}, of another series, or of a removed"
+                    " one",
                     expected=f"digest {version.digest.hex()[:12]}",
                 )
             names = version.segments[index].holders
