@@ -114,7 +114,7 @@ class RetryConfig:
     """Lets workers join a job again that failed, was stopped, or whose state is lost. The job
     continues from its state on the parameter servers, or from the newest checkpoint. If there is
     neither, the job is lost again, unless you give --from-scratch. With --from-scratch, you can
-    also retry an interrupted job, if it has no members."""
+    also retry an interrupted job."""
 
     job: str = field(kw_only=False)
     """Name of the job."""

@@ -86,7 +86,7 @@ class UpConfig:
     the cluster runs."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File of tokens, made by `shoal token`, with which other users of this machine access the
-    status page. By default only the user that runs this command can, and root."""
+    status page. By default only the user that runs this command, and root, have access."""
     hosts: Annotated[HostNames, Parameter(group=_HOSTS)] = ()
     """1, 3 or 5 hosts of a control plane. All are needed at its start; then the control plane
     serves as long as more than half of the hosts run. localhost: this machine."""
