@@ -81,7 +81,7 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Return the command that the arguments name, ready to be called. Its result is the exit code.
+    """Return a function that runs the command that the arguments name, and returns the exit code.
 
     Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
     """
@@ -99,7 +99,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> Any:
-    """The command's config; None if the arguments ask for help or the version, which is printed."""
+    """The command's config; None if the arguments are empty, or ask for help or the version: then
+    that text is printed."""
     app = build_app(commands)
     name, tokens = _name_of(arguments), list(arguments)
     if name in commands:

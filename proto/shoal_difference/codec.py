@@ -58,9 +58,9 @@ _LENGTH = struct.Struct("<Q")
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
     """Return the difference, in parts to be joined.
 
-    `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. A wrong size
-    of an element makes the difference larger; it stays exact. Raises ValueError if the runs do not
-    have the size of each buffer.
+    `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. With a wrong
+    size of an element, the difference is larger, but still exact. Raises ValueError if the runs
+    together do not have the size of each buffer.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -76,7 +76,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
 
 
 def changed_share(base: Buffer, target: Buffer) -> float:
-    """Estimate the share of 16-bit elements that differ, from samples all over the buffers."""
+    """Estimate the fraction of 16-bit elements that differ, from samples all over the buffers."""
     num_bytes = len(memoryview(target)) // 2 * 2
     if not num_bytes:
         return 0.0

@@ -283,8 +283,9 @@ class DtypeMismatch(RefusedError):
 
 
 class NonFiniteGradient(RefusedError):
-    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter, or the table; it is
-    empty if only the sum of the members' gradients overflowed."""
+    """A loss, a gradient, or a value at the end of a round of `local-sgd` or `diloco` is NaN or
+    Inf. `details["parameter"]` names the parameter or the table. It is empty for a loss, and if the
+    sum of the members' gradients overflowed in no parameter that this member sees."""
 
 
 class TrainingFailed(RefusedError):

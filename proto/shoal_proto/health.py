@@ -1,5 +1,5 @@
-"""Figures that a member reports about its training. The worker's report, its checks, the views, the
-metrics and their texts are all made from this one list."""
+"""Figures that a member reports about its training. The worker's report, the checks of it, the
+views, the metrics and their texts are all made from this one list."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -97,7 +97,7 @@ class HealthFigures:
     loss: Annotated[float | None, Gauge("shoal_member_loss_value")] = None
     """Newest loss. "NaN" and "Infinity" (as text) are allowed, and shown as reported."""
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
-    """Seconds that a step takes."""
+    """Seconds that the newest step took."""
     step_parts: StepParts | None = None
     """Parts of the time from one step to the next."""
     samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (
@@ -105,7 +105,8 @@ class HealthFigures:
     )
     """Samples this member trains on in a second."""
     memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
-    """Memory in use: what torch holds on the GPU, or the process's if it trains on the CPU."""
+    """Memory in use: what torch has reserved on the GPU, or the process's if it trains on the
+    CPU."""
     cpu_cores: Annotated[Amount | None, Gauge("shoal_member_cpu_cores")] = None
     """Processors that the process used on average: 1.5 is one and a half. Processes that it has
     started, such as a DataLoader's workers, do not count."""

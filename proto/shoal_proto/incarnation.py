@@ -1,8 +1,8 @@
 """Incarnations: the secret name of a process start, and its public id.
 
 Tokens are checked by their incarnation: a process that knows a member's incarnation can act as that
-member. So only the member, the coordinator and the parameter servers know it; rosters, the page,
-logs and error messages have the public id.
+member. So only the member, its launcher, the coordinator, etcd and the parameter servers have it;
+rosters, the page, logs and error messages have the public id.
 """
 
 import hashlib

@@ -19,6 +19,5 @@ def mix64(value: int) -> int:
 
 
 def shard_of(row_id: int, num_shards: int) -> int:
-    """Return the index of the table's virtual shard that has the row; ids are signed 64-bit
-    integers."""
+    """Return the index of the table's shard that has the row; ids are signed 64-bit integers."""
     return ((mix64(row_id & MASK) >> 32) * num_shards) >> 32

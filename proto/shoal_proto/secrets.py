@@ -1,7 +1,8 @@
 """Secrets that a process presents to prove its identity. They are stored only as digests.
 
 A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
-process. A launcher makes a new secret for each process that it starts.
+process. A launcher makes a secret for each of its workers, and keeps it across the worker's
+restarts.
 """
 
 import hashlib

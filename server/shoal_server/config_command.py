@@ -16,8 +16,8 @@ _CHOSEN = {
     "heartbeat_s": "The time between a member's heartbeats. You choose it: --heartbeat-s.",
     "join_s": "The longest wait of a joining member for a generation; then it gets an error with"
     " the reason. You choose it: --join-s.",
-    "collective_s": "The longest time that a collective may take before it counts as hung, and"
-    " that a trainer has to stop after a break. You may choose it: --collective-s.",
+    "collective_s": "The time after which a collective counts as hung. Also the longest time for a"
+    " trainer to stop after a break. You may choose it: --collective-s.",
     "wait_for_members_s": "How long a job that has trained waits while it has fewer members than"
     " its minimum. You may choose it: --wait-for-members-s.",
 }

@@ -85,8 +85,8 @@ def test_a_lost_shard_is_named_until_its_loss_is_accepted(
     assert "loss of shard 0 (" in output and "of job digits accepted by" in output
     assert f"of {NUM_SAMPLES} were trained on): the next run trains on all of them" in output
     code, output = result_of("accept-loss", "digits")
-    assert code == 0 and ", before" in output, output
-    assert "Its samples start over" not in output
+    assert code == 0 and ", in an earlier call" in output, output
+    assert "The job's samples start over" not in output
     code, output = result_of("status", "--job", "digits")
     assert "lost: shard" not in output
     assert "loss of shard 0" in output, output

@@ -9,12 +9,11 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
 NUM_SLOTS = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
-"""Size up to which an arena has one slot for each part of a call: then neither end waits for the
-other.
-"""
+"""Size up to which an arena has a slot for each part of a call, so that no part waits for a free
+slot."""
 MIN_SLOTS = 3
-"""Minimum number of slots. A server reads one shard ahead; with fewer both ends would wait for each
-other."""
+"""Minimum number of slots. A server reads one shard ahead; with fewer slots, client and server
+would wait for each other."""
 PAGE_BYTES = 4096
 
 

@@ -18,7 +18,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 30.0
-"""Time after a failed attempt to connect until a bulk connection is tried again."""
+"""Time after a failed attempt to open a bulk connection until the next attempt."""
 
 
 class OpenBulkCall(Protocol):
@@ -50,7 +50,7 @@ class BulkTransport:
         self._is_closed = False
         self._connection: BulkConnection | None = None
         self._largest_bytes = 0
-        self._is_local_tried = transport == "auto"
+        self._may_be_local = transport == "auto"
         self._not_until_s = float("inf") if transport == "grpc" else 0.0
 
     def connection(
@@ -68,7 +68,7 @@ class BulkTransport:
             held.close()
             self._connection = None
         offer = self._open_bulk(OpenBulkRequest(token=self._token()), timeout=timeout_s)
-        if not self._is_local_tried:
+        if not self._may_be_local:
             offer.local_name = ""
         self._largest_bytes = self._slot_bytes_for(largest_bytes)
         connection = connect(offer, self._address, self._largest_bytes, num_parts)
@@ -89,8 +89,8 @@ class BulkTransport:
         return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:
-        """Close the connection; a call in progress on another thread fails, even while it
-        connects."""
+        """Close the connection. A call in progress on another thread fails, even if it is still
+        connecting."""
         with self._lock:
             self._is_closed = True
             held = self._connection

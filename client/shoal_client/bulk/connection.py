@@ -83,7 +83,7 @@ class BulkConnection:
     def push(
         self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """Push gradients or rows. Works like `pull`, but the parts hold the shards' data."""
+        """Push gradients or rows. Works like `pull`, but the parts hold the data to send."""
         opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
         return self._call(opening, parts, timeout_s, PushReply.FromString, _announced_outcomes)
 
@@ -155,7 +155,8 @@ class BulkConnection:
             try:
                 sending.send_available()
             except OSError:
-                # A server that refuses a call sends the reason and hangs up: read it first.
+                # A server that refuses a call sends the reason and closes the connection: read the
+                # reason first.
                 if not self._receive():
                     raise
                 received_s = time.monotonic()
@@ -171,7 +172,7 @@ class BulkConnection:
             if self._poll_briefly():
                 received_s = time.monotonic()
                 continue
-            # Wait: there is nothing to read, and the kernel takes no more data.
+            # Wait: there is nothing to read, and nothing that can be sent now.
             events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
             waiting = select.poll()
             waiting.register(self._socket, events)
@@ -249,8 +250,9 @@ class BulkConnection:
                 self._socket.close()
                 return
             try:
-                # The shutdown wakes the other thread, which then closes the socket. After TLS's own
-                # shutdown, the other thread would read encrypted bytes.
+                # The shutdown wakes the other thread, which then closes the socket.
+                # `SSLSocket.shutdown` would also turn TLS off, and the other thread would read
+                # encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
                 # The server closed first, which wakes the other thread.

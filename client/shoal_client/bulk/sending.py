@@ -92,7 +92,8 @@ class Sending:
         return self._arena.copied_bytes if self._arena is not None else 0
 
     def _all_frames(self, parts: Iterable[GradientPart]) -> Iterator[list[Buffer]]:
-        """Yield the buffers of each frame; an empty list while a part waits for a slot."""
+        """Yield the buffers of all frames, in order; an empty list while a part waits for a
+        slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
                 while not self._arena.has_free_slot and part.shard_id not in self._answered:
@@ -124,7 +125,8 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Send prepared data, at most MAX_BUFFERS buffers. Returns True if the kernel took all."""
+        """Send prepared data; without TLS, at most MAX_BUFFERS buffers. Returns True if the kernel
+        took them all."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]

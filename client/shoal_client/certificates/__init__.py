@@ -1,1 +1,1 @@
-"""A certificate authority of a cluster's own."""
+"""The cluster's own certificate authority."""

@@ -47,7 +47,7 @@ class Authority:
     """A certificate authority and its key."""
 
     def __init__(self, cert: bytes, key: bytes) -> None:
-        """Raises InvalidSpec if a file is not PEM, or the key does not belong to the
+        """Raises InvalidSpec if `cert` or `key` is not PEM, or the key does not belong to the
         certificate."""
         self._cert = read(cert)
         try:
@@ -129,8 +129,8 @@ def read(cert: bytes) -> x509.Certificate:
 
 
 def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
-    """Return the holder and the duration of a certificate, to issue it again; None if the
-    certificate is not of Shoal's form."""
+    """Return the holder and the duration of a certificate, with which it can be issued again; None
+    if the certificate is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -57,7 +57,7 @@ class CertificateFolder:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of
         the coordinator. Raises InvalidSpec if there is an authority or a certificate of a role
         already, if the folder cannot be made, if other users have access to it, or as
-        `Authority.issue` does. There is no new authority then.
+        `Authority.issue` does. In none of these cases is an authority made.
         """
         if self.has_authority:
             raise InvalidSpec(
@@ -106,15 +106,15 @@ class CertificateFolder:
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match. A process that loads them then tries
-            # again.
+            # Between the two writes the files do not match. A process that reads them then keeps
+            # the earlier ones, and tries again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)
         return done
 
     def list_certificates(self) -> list[ListedCertificate]:
-        """The certificates, by file. Raises InvalidSpec."""
+        """The certificates, sorted by file name. Raises InvalidSpec."""
         return [
             ListedCertificate(
                 path=path,
@@ -153,7 +153,7 @@ class CertificateFolder:
         try:
             mode = self.path.stat().st_mode
         except OSError as error:
-            raise _no_authority(error) from error
+            raise _unreadable(error) from error
         if mode & 0o077:
             raise InvalidSpec(
                 "other users may read the folder with the authority's key",
@@ -167,12 +167,12 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _no_authority(error) from error
+        raise _unreadable(error) from error
 
 
-def _no_authority(error: OSError) -> InvalidSpec:
+def _unreadable(error: OSError) -> InvalidSpec:
     return InvalidSpec(
-        "there is no authority here",
+        "the folder of certificates, or a file in it, cannot be read",
         seen=str(error),
         expected="a folder that `shoal certs init` made, with --dir",
     )

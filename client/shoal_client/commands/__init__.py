@@ -7,7 +7,7 @@ _DEMO = "shoal_client.demo.command"
 
 
 def add(command: Callable[[str, str, str, str], None]) -> None:
-    """Add every command that needs no server and no worker package."""
+    """Add the commands whose modules import neither `shoal_server` nor `shoal`."""
     for name, summary, config, run in (
         (
             "up",

@@ -39,8 +39,8 @@ _SAMPLES = {
 @dataclass(frozen=True, kw_only=True)
 class AcceptLossConfig:
     """Gives up lost shards of a job: they start over with the initial values of the next worker
-    that joins. The job's other shards keep their values. This cannot be undone: try `shoal restore`
-    first, or start the server whose journal has the shards."""
+    that joins. The job's other shards keep their values. Giving up cannot be undone: try `shoal
+    restore` first, or start the server whose journal has the shards."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -106,8 +106,8 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
     if not reply.total_samples:
         progress = "none was trained on"
     if reply.samples == SAMPLES_AFTER_LOSS_ANEW:
-        return f"Its samples start over ({progress}): the next run trains on all of them."
-    return f"Its samples stay counted ({progress}): the next run trains on the rest."
+        return f"The job's samples start over ({progress}): the next run trains on all of them."
+    return f"The job's samples stay counted ({progress}): the next run trains on the rest."
 
 
 def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
@@ -121,7 +121,7 @@ def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
     print("Their trained values will be gone for good.")
     print(samples)
     try:
-        given = input("Type the job's name to give them up: ").strip()
+        given = input("Type the job's name to give up these shards: ").strip()
     except EOFError:
         given = ""
     if given != job:

@@ -24,9 +24,9 @@ _ROLES = ", ".join(role.value for role in CertificateRole)
 class CertsConfig:
     """Makes the certificates with which the processes of a cluster authenticate each other.
 
-    init: an authority, and a certificate for each role. issue ROLE: one more certificate. renew:
-    issues all certificates of the folder again; running processes use the new ones without a
-    restart. show: lists the certificates.
+    init: makes an authority, and a certificate for each role. issue ROLE: makes one more
+    certificate. renew: issues all certificates of the folder again; running processes use the new
+    ones without a restart. show: lists the certificates.
     """
 
     action: Annotated[Literal["init", "issue", "renew", "show"], Parameter(show_default=False)] = (
@@ -39,8 +39,8 @@ class CertsConfig:
     folder: Annotated[Path, Parameter(name="--dir", metavar="DIRECTORY", env_var="SHOAL_TLS")] = (
         DEFAULT_FOLDER
     )
-    """Folder of the files, which only you may read. Keep ca.key, the authority's key, away from the
-    machines that only use certificates."""
+    """Folder of the certificates and keys; only you may have access to it. Keep ca.key, the
+    authority's key, away from machines that only use certificates."""
     name: Annotated[str, Parameter(metavar="NAME")] = ""
     """issue: name of the holder and of the file. By default the role."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""

@@ -14,16 +14,16 @@ from shoal_proto.errors import InvalidSpec
 @dataclass(frozen=True, kw_only=True)
 class DownConfig:
     """Ends all parts of the control plane that `shoal up --hosts` has started, and removes etcd's
-    data and the keys on its hosts: what the cluster knows of its jobs is gone. Logs and checkpoints
-    stay."""
+    data and the private keys on its hosts: what the cluster knows of its jobs is gone. Logs and
+    checkpoints stay."""
 
     hosts: HostNames = ()
     """Hosts on which to end parts. By default all hosts of the control plane that was started from
     this machine."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """The --dir with which it was started."""
+    """The --dir with which the control plane was started."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH")] = ""
-    """Python with Shoal on the hosts. By default the one with which it was started."""
+    """Python with Shoal on the hosts. By default the one used at the start of the control plane."""
 
 
 def down(config: DownConfig) -> int:

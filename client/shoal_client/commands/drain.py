@@ -71,7 +71,7 @@ def drain(config: DrainConfig) -> int:
         )
 
         def ask(timeout_s: float) -> None:
-            # Another coordinator may lead than at the last request.
+            # The leader may have changed since the last request.
             addresses = config.address.coordinators or (status.leader(),)
             with closing(Coordinators(addresses)) as coordinators:
                 coordinators.call(
@@ -100,8 +100,8 @@ def _drained(
     request: DrainRequest, ask: Callable[[float], None], status: StatusClient, give_up_s: float
 ) -> Json:
     """Ask for the drain; return the job once the process has left it. `ask` sends the request to
-    the coordinator that leads, within a time in seconds. Raises DeadlineExceeded with the member's
-    state."""
+    the leader; its argument is a time limit in seconds. Raises UnknownMember, and DeadlineExceeded
+    with the member's state."""
     seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:

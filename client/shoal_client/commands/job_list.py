@@ -16,7 +16,15 @@ from shoal_client.commands.status import Json, StatusClient
 
 RECENT_S = 24 * 3600.0
 State = Literal[
-    "running", "waiting", "interrupted", "finished", "failed", "stopped", "lost", "quarantined"
+    "waiting",
+    "starting",
+    "running",
+    "interrupted",
+    "finished",
+    "failed",
+    "stopped",
+    "lost",
+    "quarantined",
 ]
 _STYLES = {
     "running": "green",
@@ -50,7 +58,7 @@ def show(config: JobListConfig) -> int:
         return 0
     console = Console(highlight=False)
     if not jobs:
-        console.print(_none(config))
+        console.print(_no_jobs_text(config))
         return 0
     console.print(_table(jobs))
     for job in jobs:
@@ -60,15 +68,19 @@ def show(config: JobListConfig) -> int:
     return 0
 
 
-def _none(config: JobListConfig) -> str:
+def _no_jobs_text(config: JobListConfig) -> str:
     if config.state is not None:
         return f"no job is {config.state}"
-    return "no job" if config.every else "no job; --all also shows jobs that have ended"
+    return (
+        "no job"
+        if config.every
+        else "no job; --all also shows jobs that ended more than 24 hours ago"
+    )
 
 
 def _is_wanted(job: Json, config: JobListConfig) -> bool:
     if config.state is not None:
-        return bool(job["state"] == config.state)
+        return bool(job["shown_state"] == config.state)
     ended_s = job["ended_unix_s"]
     return config.every or not ended_s or time.time() - ended_s < RECENT_S
 

@@ -113,8 +113,8 @@ class WaitConfig:
 class RetryConfig:
     """Lets workers join a job again that failed, was stopped, or whose state is lost. The job
     continues from its state on the parameter servers, or from the newest checkpoint. If there is
-    neither, the job is lost again, unless you give --from-scratch. With that option the job may
-    also be an interrupted one without members."""
+    neither, the job is lost again, unless you give --from-scratch. With --from-scratch, you can
+    also retry an interrupted job."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -160,8 +160,8 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end. Raises UnknownJob, JobQuarantined, or Unavailable if no coordinator
-    answers at first."""
+    """Wait for the job's end. Raises UnknownJob, or Unavailable if no coordinator answers at
+    first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s

@@ -18,8 +18,8 @@ from shoal_proto.names import check_name
 @dataclass(frozen=True, kw_only=True)
 class KillConfig:
     """Kills a member's process on this host (SIGKILL), without notice, as a crash or the loss of a
-    machine would. The others go on, and `shoal run` starts it again. To let a member leave
-    gracefully, use `shoal drain`."""
+    machine would. The other members go on, and `shoal run` starts the process again. To let a
+    member leave gracefully, use `shoal drain`."""
 
     member: str = field(kw_only=False)
     """Id of the member."""
@@ -34,7 +34,8 @@ class KillConfig:
 
 
 def kill(config: KillConfig) -> int:
-    """Kill the process. Raises UnknownMember, InvalidSpec if it is not this user's on this host."""
+    """Kill the process. Raises UnknownMember, and InvalidSpec if this user has no such process on
+    this host."""
     with StatusClient(config.address.urls()) as client:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]

@@ -36,9 +36,10 @@ ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """Shows the output of a job's workers, or of one worker, on whichever host they run. Their
-    launchers provide the newest 1 MiB of each worker's output. The newest 8 to 16 MiB are in files
-    on the worker's host; if the coordinator has no output, the files of this host are shown."""
+    """Shows the output of a job's workers, or of one worker, on whichever host they run. The
+    workers' launchers provide the newest 1 MiB of each worker's output. The newest 8 to 16 MiB are
+    in files on the worker's host; if the coordinator has no output, the files of this host are
+    shown."""
 
     name: str = field(kw_only=False)
     """Name of the job, or id of a member."""
@@ -185,7 +186,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
     found = _files(config, root)
     if not found:
         raise UnknownMember(
-            f"nothing of {_subject(config)} is kept on this host",
+            f"no output of {_subject(config)} is kept on this host",
             seen=f"no file {log_path(root, config.job, config.member_id or '*')}",
             expected="the host of its launcher" + _where(config),
             fix="Run the command there, or without --log-dir.",

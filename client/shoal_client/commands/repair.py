@@ -52,7 +52,9 @@ class RepairConfig:
 
 
 def repair(config: RepairConfig) -> int:
-    """Show the broken records of the job, or repair it. Raises UnknownJob or JobQuarantined."""
+    """Show the broken records of the job, or repair it. Raises UnknownJob, JobQuarantined if the
+    job cannot continue after the repair either, and InvalidSpec if --min, --max and --desired are
+    needed."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     request = pb.RepairRequest(

@@ -82,9 +82,9 @@ class WhyConfig:
             check_name(self.job, "job")
 
 
-def _whole(url: str) -> str:
-    """Return HOST:PORT or an http URL with the scheme to use: https with a certificate, except for
-    the page of a cluster that this user has started on this machine."""
+def _with_scheme(url: str) -> str:
+    """Return the URL for HOST:PORT or an http URL. Its scheme is https if this process has a
+    certificate, except for the page of a cluster that this user has started on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -120,7 +120,7 @@ class StatusClient:
     that no text acts on the terminal."""
 
     def __init__(self, urls: str) -> None:
-        self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
+        self._urls = [_with_scheme(url.strip().rstrip("/")) for url in urls.split(",")]
         token = _token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._context = _context()
@@ -259,7 +259,7 @@ def status(config: StatusConfig) -> int:
         known = [each for each in every if config.every or config.as_json or not _is_over(each)]
         names = [config.job] if config.job else [job["job"] for job in known]
         jobs = [{**client.job(name), **_shards(client, name)} for name in names]
-        scripts = [] if config.job else _of_scripts(client, [job["job"] for job in every])
+        scripts = [] if config.job else _series_without_job(client, [job["job"] for job in every])
     if config.as_json:
         print(json.dumps(jobs, indent=2))
         return 0
@@ -275,7 +275,7 @@ def status(config: StatusConfig) -> int:
     return 0
 
 
-def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
+def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
     """Series of published weights that belong to no job; none if the coordinator cannot list
     any."""
     try:
@@ -534,7 +534,7 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
 
 
 def in_short(shard_id: int, version: int) -> str:
-    """Text of a lost shard, with the version that it had at least; 0: not known."""
+    """Text of a lost shard. `version`: the version that it had at least; 0: not known."""
     return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 

@@ -23,10 +23,10 @@ NAME_WIDTH = 28
 
 @dataclass(frozen=True, kw_only=True)
 class TopConfig:
-    """Shows the running jobs, or the members of one job, and refreshes until Ctrl-C."""
+    """Shows the jobs that have not ended, or the members of one job, and refreshes until Ctrl-C."""
 
     job: str = field(kw_only=False, default="")
-    """Name of a job. By default all running jobs are shown."""
+    """Name of a job. By default all jobs that have not ended are shown."""
     every_s: Annotated[float, Parameter(name=["-d", "--every-s"], metavar="SECONDS")] = 1.0
     """Time between two refreshes."""
     once: Annotated[bool, Parameter(negative=())] = False
@@ -62,8 +62,8 @@ def _screen(client: StatusClient, job: str, height: int) -> RenderableType:
     if job:
         events = client.events(job, 0, details=False, newest=MAX_EVENTS)["events"]
         return _job_screen(client.job(job), events, max(3, height - MAX_EVENTS - 6))
-    running = [each for each in client.jobs() if not each["ended_unix_s"]]
-    return _jobs_screen(running, max(3, height - 3))
+    not_ended = [each for each in client.jobs() if not each["ended_unix_s"]]
+    return _jobs_screen(not_ended, max(3, height - 3))
 
 
 def _jobs_screen(jobs: Json, height: int) -> RenderableType:
@@ -80,7 +80,7 @@ def _jobs_screen(jobs: Json, height: int) -> RenderableType:
             str(job["num_restarts"]),
         )
     more = len(jobs) - height
-    parts: list[RenderableType] = [Text(f"{len(jobs)} jobs run"), table]
+    parts: list[RenderableType] = [Text(f"jobs that have not ended: {len(jobs)}"), table]
     return Group(*parts, *([Text(f"and {more} more", style="dim")] if more > 0 else []))
 
 

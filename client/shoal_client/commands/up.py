@@ -46,14 +46,15 @@ LEADS_WITHIN_S = 15.0
 """Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
 _HOSTS = Group(
     "Several hosts, over ssh",
-    help="Hosts have Shoal and an etcd program, and accept your ssh key without a password.",
+    help="The hosts must have Shoal and an etcd program, and accept your ssh key without a"
+    " password.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
     """Runs etcd, coordinators and parameter servers on this machine until Ctrl-C. A part that dies
-    is restarted. With --hosts: starts an etcd member, a coordinator and a share of the parameter
+    is restarted. With --hosts: starts an etcd member, a coordinator and some of the parameter
     servers on each host over ssh, and returns; `shoal down` ends them."""
 
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
@@ -84,10 +85,10 @@ class UpConfig:
     the cluster runs."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File of tokens, made by `shoal token`, with which other users of this machine access the
-    status page. By default only the user that runs this command can, and root."""
+    status page. By default only the user that runs this command, and root, have access."""
     hosts: Annotated[HostNames, Parameter(group=_HOSTS)] = ()
-    """1, 3 or 5 hosts of a control plane. All are needed at its start; then it serves as long as
-    more than half of them do. localhost: this machine."""
+    """1, 3 or 5 hosts of a control plane. All are needed at its start; then the control plane
+    serves as long as more than half of the hosts run. localhost: this machine."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_HOSTS)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
@@ -228,7 +229,7 @@ For commands on this machine, and for workers:
   shoal status
   shoal run --hosts HOST,HOST --job first your_script.py
 
-It goes on after this command, as long as more than half of its hosts do. `{down}` ends it.\
+The control plane goes on as long as more than half of its hosts run. `{down}` ends it.\
 """
 
 
@@ -240,7 +241,7 @@ def _check_ports(config: UpConfig) -> None:
                 f"the port of {option} is taken",
                 seen=f"something that listens on 127.0.0.1:{port}",
                 expected="a free port",
-                fix=f"Give another, or leave {option} out.",
+                fix=f"Give another port, or leave {option} out.",
             )
 
 

@@ -32,7 +32,7 @@ EXPORTERS = "shoal.weights"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Shows the published weights of jobs and services, and acts on their versions.
+    """Shows the published weights of jobs and scripts, and acts on their versions.
 
     list: the series, their versions, and the readers with the version and digest that each has
     installed. pin: keeps a version until it is unpinned. rollback: commits a new version with the

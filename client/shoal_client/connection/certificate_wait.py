@@ -34,7 +34,7 @@ class CertificateWait:
 
     @property
     def is_waiting(self) -> bool:
-        """True if a certificate was refused, and none accepted since."""
+        """True if a certificate was refused, and no connection has succeeded since."""
         return self._since_s is not None
 
     def record_refusal(self, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Connections to the coordinators: the choice of the replica to ask, and retries."""
+"""Connections to the coordinators: the choice of the one to call, and retries."""
 
 import math
 import random
@@ -75,11 +75,11 @@ class Method(Protocol[Reply_co]):
 
 
 class Channels:
-    """Channels to the peers of one name, by address and by the certificate of this process with
-    which they were made. For one thread at a time."""
+    """Channels to peers, by address and by the certificate that this process had when a channel was
+    opened. For one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the name that the certificates of the peers must have."""
+        """`name`: the name that the peers' certificates must have."""
         self._name = name
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 
@@ -96,7 +96,7 @@ class Channels:
         return channel
 
     def take(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
-        """Remove the channels to all addresses except these; the caller is to close them."""
+        """Remove the channels to all addresses except those in `keep`; the caller closes them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
 
@@ -115,35 +115,34 @@ class Coordinators:
         self._channels = Channels(COORDINATOR_NAME)
         self._current = self._addresses[0]
         self._rotation = 0
-        """Index of the address that was reached last by rotation. `_current` may be the leader that
-        the replica there named."""
+        """Index of the address that was chosen last in the order of `_addresses`. `_current` is
+        this address, or the leader that the coordinator at this address named."""
 
     @property
     def current(self) -> str:
-        """host:port of the replica that calls go to."""
+        """host:port of the coordinator that is called next."""
         with self._lock:
             return self._current
 
     def channel(self) -> grpc.Channel:
-        """The channel to the replica that calls go to. Raises Unavailable once this is closed."""
+        """The channel to the coordinator that is called next. Raises Unavailable after `close`."""
         with self._lock:
             if self._closed.is_set():
                 raise closed()
             return self._channels.to(self._current)
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
-        """Return `start(channel)`, which makes a stub or starts a stream on the channel to the
-        replica that calls go to; it must not block. The channel is not closed meanwhile: gRPC
-        crashes the process if a stub is made on a closed channel. Raises Unavailable once this is
-        closed."""
+        """Return `start(self.channel())`. `start` makes a stub or starts a stream, and must not
+        block. The channel is not closed meanwhile: gRPC crashes the process if a stub is made on a
+        closed channel. Raises Unavailable after `close`."""
         with self._lock:
             return start(self.channel())
 
     def choose_next_replica(self, failed: str, error: ShoalError) -> None:
-        """Choose the next replica after a failure at `failed`: the leader that it named, or else
-        the next address. Do nothing if calls go to another replica by now. A named leader is
-        followed only if `failed` was reached by rotation: replicas that are cut off name past
-        leaders, and two might name each other for ever."""
+        """Choose the coordinator to call next after a failure at `failed`: the leader that it
+        named, or else the next address. Do nothing if another coordinator was chosen meanwhile. A
+        named leader is chosen only if `failed` was not itself named: coordinators that are cut off
+        name past leaders, and two might name each other for ever."""
         with self._lock:
             if self._current != failed:
                 return
@@ -165,9 +164,9 @@ class Coordinators:
     ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
-        An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
-        for a request that may be carried out twice. Raises a refusal by the server at once, and
-        CertificateRefused at once if TLS fails with every replica. Another RetryError or
+        An attempt that takes longer than `attempt_s` is repeated at another coordinator; give it
+        only for a request that may be carried out twice. Raises a refusal by the server at once,
+        and CertificateRefused at once if TLS fails with every coordinator. Another RetryError or
         CertificateRefused is raised only if no time is left for another attempt, if `gives_up()`
         returns True after an attempt, or once the connection is closed. A DeadlineExceeded of an
         attempt for which less than `attempt_s` was left is raised even if there is time left: a

@@ -1,4 +1,4 @@
-"""Streams from the coordinators, with a time limit for the first answer of each replica."""
+"""Streams from the coordinators, with a time limit for the first message of each stream."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,8 +33,8 @@ class HeldStream:
     """
 
     def __init__(self, first_answer_s: float) -> None:
-        """`first_answer_s`: time to wait for a coordinator's first message; doubled each time, up
-        to MAX_FACTOR times as long."""
+        """`first_answer_s`: time to wait for a stream's first message. It is doubled after each
+        stream without a message, up to MAX_FACTOR times as long."""
         self.address = ""
         """Address of the current or last coordinator."""
         self._first_reply = FirstReplyTimeout(first_answer_s)
@@ -69,7 +69,7 @@ class HeldStream:
             found = from_rpc_error(rpc_error, address)
             return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
         except ShoalError as error:
-            # The connection was closed, or the message was not handled.
+            # Raised by `on_channel` if `coordinators` is closed, or by `handle`.
             self.cancel()
             return error
         return None
@@ -88,9 +88,9 @@ class HeldStream:
 
 
 class FirstReplyTimeout:
-    """Cancels a stream whose first reply is late: a replica may accept connections and not answer,
-    because its process is stopped or starved. The limit doubles each time, up to MAX_FACTOR times
-    the first one, until there is a reply."""
+    """Cancels a stream whose first reply is late: a coordinator may accept connections and not
+    answer, because its process is stopped or starved. The limit doubles with each such stream, up
+    to MAX_FACTOR times the first limit, until there is a reply."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -128,7 +128,7 @@ class FirstReplyTimeout:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)
         return Unavailable(
-            f"the coordinator at {address} accepts connections and does not answer",
+            f"the coordinator at {address} does not answer",
             seen=f"nothing for {self._waited_s:g} s",
             expected="an admission, or the address of the leader",
         )

@@ -14,7 +14,8 @@ JobSecretFile = Annotated[
         env_var=JOB_VARIABLE,
         metavar="FILE",
         help="File with the secret of the job. A job that is started with a secret can only be"
-        " joined, stopped or drained with it, or by operators with a certificate.",
+        " joined, drained, stopped, retried or removed with it, or by operators with a"
+        " certificate.",
     ),
 ]
 """The option --job-secret."""

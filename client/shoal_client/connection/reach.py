@@ -64,7 +64,7 @@ class ProbeListener:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # For example no descriptors are left: connections wait in the backlog.
+                    # For example, no file descriptor is left. Connections wait in the backlog.
                     log.info("probe_not_accepted", reason=str(error))
                     self._closing.wait(PAUSE_S)
                 continue
@@ -92,9 +92,10 @@ def _bind(address: str) -> socket.socket:
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
     """Peers that this member has to reach before it accepts the roster.
 
-    Two members that both keep their state trained together before, so they are not checked; nor are
-    peers without a probe port. `when`: "auto" checks peers on other hosts only, "always" all,
-    "never" none. Members of an asynchronous job do not connect to each other: none is checked."""
+    Two members that both keep their state have trained together before: they do not check each
+    other. Peers without a probe port are not checked. `when`: "auto" checks peers on other hosts
+    only, "always" all, "never" none. Members of an asynchronous job do not connect to each other:
+    none is checked."""
     if when == "never" or not roster.synchronous:
         return []
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
@@ -238,7 +239,8 @@ def _resolved(
         for peer in peers:
             try:
                 known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
-                # A peer with addresses of both families listens on IPv4.
+                # Prefer IPv4: the listener of a peer that is known by a name accepts it in any
+                # case.
                 best = min(known, key=lambda each: each[0] != socket.AF_INET)
                 answers.put((peer, str(best[4][0]), ""))
             except OSError as error:

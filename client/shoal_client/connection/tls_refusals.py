@@ -3,7 +3,7 @@ TLS.
 
 gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
 repeated until its time limit. So after such a failure this module makes a TLS handshake itself,
-twice if the first one gives no reason: it shows the error, and the side that refused."""
+twice if the first one gives no reason. The handshake shows the error, and the side that refused."""
 
 import socket
 import ssl
@@ -69,12 +69,12 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
         with _connected(address) as plain:
             try:
                 with secured_client(plain, context, name, ANSWER_WITHIN_S) as connected:
-                    # The server's verdict on the certificate follows after the handshake. If it
-                    # accepts, it begins with HTTP/2's settings.
+                    # The server refuses a certificate only after the handshake. If it accepts the
+                    # certificate, its first bytes are HTTP/2's settings.
                     if until_done(connected, partial(connected.recv, 1), ANSWER_WITHIN_S):
                         return None
             except ssl.SSLCertVerificationError as error:
-                seen = f"its certificate is not accepted here: {error.verify_message}"
+                seen = f"this process does not accept its certificate: {error.verify_message}"
                 return _refused(address, seen)
             except (ssl.SSLEOFError, ConnectionError) as error:
                 log.debug("tls_connection_ended", address=address, reason=repr(error))
@@ -82,11 +82,12 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
                 return _refused(address, _in_words(error))
     # gRPC closes the connection without an alert. So does a server that ends, but then the next
     # attempt finds no listener.
-    return _refused(address, "it hangs up once it has seen this process' certificate")
+    return _refused(address, "it closes the connection once it has this process' certificate")
 
 
 def _grpc_context() -> ssl.SSLContext:
-    """TLS context with this process' certificate. It offers HTTP/2, without which gRPC hangs up."""
+    """TLS context with this process' certificate. It offers HTTP/2, without which gRPC closes the
+    connection."""
     own = identity.own()
     assert own is not None
     with NO_FORK:

@@ -153,8 +153,9 @@ def recovery_s(
 
 
 def pause_s(survivors: Sequence[WorkerAudit], killed_at_s: float) -> float:
-    """The longest gap between survivors' steps in the two seconds after the kill, beyond the usual
-    gap. The usual gap is the median between steps of the same workers in the two seconds before.
+    """The longest gap in the two seconds after the kill, minus the median gap in the two seconds
+    before. A gap lies between two steps that survivors completed; the first gap after the kill
+    begins at the kill. If survivors completed no step, the longest gap is two seconds.
     """
     times = sorted(line.at_s for account in survivors for line in account.commits)
     before = _gaps([at for at in times if killed_at_s - GAP_WINDOW_S <= at <= killed_at_s])

@@ -34,7 +34,7 @@ class DemoConfig:
     """Starts etcd, a coordinator, two parameter servers and three workers on this machine and
     trains a small network on scikit-learn's digits: with asynchronous SGD through the parameter
     servers, then with DDP. After a quarter of each training a worker is killed (SIGKILL) and
-    another one started. Exits with 0 only if both reach 95 % on the test images and no process is
+    replaced. Exits with 0 only if both trainings reach 95 % on the test images and no process is
     left behind."""
 
     json_file: Annotated[Path | None, Parameter(name="--json", metavar="FILE")] = None

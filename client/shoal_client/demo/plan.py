@@ -18,7 +18,7 @@ class DemoPlan:
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
-    """Share of the training after which a worker is killed."""
+    """Fraction of the training after which a worker is killed."""
     timeout_s: float = 240.0
 
     @property
@@ -51,8 +51,8 @@ class Outcome:
     """Seconds from the SIGKILL to the next step that a surviving worker completed; if synchronous,
     the next step in the generation without the killed worker."""
     pause_s: float
-    """The longest time without a step by any survivor in the two seconds after the kill, beyond the
-    usual gap."""
+    """The longest time without a step by any survivor in the two seconds after the kill, minus the
+    usual time: see `audit.pause_s`."""
     samples_lost: int
     samples_repeated: int
     replacement_steps: int

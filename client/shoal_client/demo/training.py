@@ -108,7 +108,7 @@ class DemoTraining:
     def _command(self) -> ChildCommand:
         plan = self._plan
         environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
-        # The launcher starts another worker in place of the killed one.
+        # The launcher replaces the killed worker.
         run = ("run", "-n", str(plan.num_workers), "--job", plan.job, "-m", "shoal.demo.digits")
         arguments = {
             "--strategy": plan.strategy,
@@ -131,7 +131,7 @@ class DemoTraining:
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
         """Follow the run to its end; return the number of pushes that the parameter servers
-        applied."""
+        applied, or None if the training is synchronous."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None

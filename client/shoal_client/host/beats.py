@@ -106,7 +106,8 @@ class HostBeats:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Set whether a signal has halted the process. No heartbeats are sent while it is."""
+        """Set whether SIGSTOP has suspended the process. No heartbeats are sent while it is
+        suspended."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted

@@ -11,7 +11,8 @@ SLACK_BYTES = 1 << 17
 
 
 class OutputTail:
-    """The newest lines of one worker. `add` is for the thread that reads them, `part` for any."""
+    """The newest lines of one worker. `add` is for the thread that reads the worker's output,
+    `part` for any thread."""
 
     def __init__(self, max_bytes: int = TAIL_BYTES) -> None:
         self._max_bytes = max_bytes

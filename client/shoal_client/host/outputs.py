@@ -30,8 +30,8 @@ MAX_LAST_BYTES = 2 << 20
 
 class HostOutputs:
     """Answers readers for all workers of a launcher within its `with` block. At the end it sends
-    their last lines to the coordinator. Nothing else depends on it: if no coordinator answers, the
-    output cannot be read, and training goes on.
+    the workers' last lines to the coordinator. Nothing else depends on it: if no coordinator
+    answers, the output cannot be read, and training goes on.
     """
 
     def __init__(

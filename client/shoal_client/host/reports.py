@@ -40,10 +40,11 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
-"""Time after which an unaccepted report is dropped: the member's lease has ended by then."""
+"""Time after which an unaccepted report is dropped: with the default limits, the member's lease has
+ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
-"""Time of silence on a connection after which a coordinator counts as not answering."""
+"""Time after which a coordinator that has not answered counts as unreachable."""
 OTHERS_WITHIN_S = 0.5
 """Time for which other coordinators may answer after one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
@@ -57,10 +58,11 @@ MAX_REPORTS = 1000
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     """Return as soon as one of the coordinators leads, or knows the leader. All are asked at once,
-    so that an unreachable host causes no wait. Replicas that answer without a leader are asked
-    again. Raises Unavailable with every address and the error there: at once if no address has a
-    listener, after SILENT_S if no coordinator answers, else after `timeout_s`; CertificateRefused
-    instead if one of them and this process do not accept each other's certificates.
+    so that an unreachable host causes no wait. Coordinators that know no leader are asked again.
+    Raises Unavailable with every address and the error there: at once if no address has a listener,
+    after SILENT_S (or `timeout_s`, if that is shorter) if no coordinator answers, else after
+    `timeout_s`. Raises CertificateRefused instead if a coordinator does not accept this process'
+    certificate, or this process does not accept the coordinator's.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
@@ -147,8 +149,8 @@ Report = ReportExitRequest | ReportHaltRequest
 
 
 class HostReporter:
-    """Reports exits and halts of this host's workers to the coordinators, in order, on its own
-    thread. Reports never stop the launcher: if no coordinator accepts a report within
+    """Reports exits and halts (SIGSTOP) of this host's workers to the coordinators, in order, on
+    its own thread. Reports never stop the launcher: if no coordinator accepts a report within
     REPORT_LIMIT_S, the report is logged and dropped.
     """
 
@@ -194,7 +196,7 @@ class HostReporter:
         return self._phase == FINISHED
 
     def note_phase(self, phase: str) -> None:
-        """Set the job's phase, as another source reports it. Safe from any thread."""
+        """Set the job's phase, learned in another way. Safe from any thread."""
         self._phase = phase
 
     def report(self, request: Report) -> None:

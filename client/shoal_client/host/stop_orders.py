@@ -15,7 +15,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SAME_ORDER_S = 2.0
-"""Time after the first signal of an order in which a SIGTERM belongs to the same order."""
+"""Time after the first signal of an order in which another signal belongs to the same order, unless
+both are SIGINT."""
 SIGNALS_SEEN_S = 1.0
 """Longest single wait of a main thread that handles signals: a signal that arrives just before a
 wait, or at another thread, does not end that wait."""

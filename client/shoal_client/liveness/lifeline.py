@@ -1,7 +1,7 @@
-"""A lock whose release shows the death of its owner before the kernel has torn the process down.
+"""A lock whose release shows that its owner ends, before the kernel has freed the process' memory.
 
-An exit is reported, to `waitid` and to the peers of sockets, once the memory of the process is
-freed: 20 to 40 ms after the signal if it loaded torch. The robust locks of a thread
+The kernel reports an exit to `waitid`, and to the peers of sockets, once that memory is freed: 20
+to 40 ms after the signal if the process had loaded torch. The robust locks of a thread
 (`set_robust_list(2)`) are released first, 0.2 ms after the signal. So a worker's main thread holds
 such a lock, in memory shared with its launcher, and a thread of the launcher waits for it.
 """

@@ -38,10 +38,10 @@ class LocalTls:
 
 
 class LocalAccess:
-    """Access to a local cluster. Without a folder of certificates, its parts use no TLS. With a
-    given folder, all but etcd use TLS, and etcd too if the folder has certificates for it
-    (`has_etcd`). With a folder made here, etcd uses TLS too; the certificates are renewed until
-    `close`, and this user's commands on this machine find them."""
+    """Access to a local cluster. Without a folder of certificates, the cluster's parts use no TLS.
+    With the folder `given`, all parts but etcd use TLS, and etcd too if the folder has certificates
+    for it (`has_etcd`). With the folder `made`, which `make` fills, all parts use TLS; the
+    certificates are renewed until `close`, and this user's commands on this machine find them."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class LocalAccess:
         self._renewing: threading.Thread | None = None
 
     def make(self) -> None:
-        """Make or renew the certificates, and begin to renew them. Raises InvalidSpec."""
+        """Make or renew the certificates, and keep them renewed until `close`. Raises
+        InvalidSpec."""
         if self._made is None:
             return
         _make(CertificateFolder(self._made), _shoal_holders())

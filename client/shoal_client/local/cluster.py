@@ -4,11 +4,11 @@
         ...  # cluster.coordinator is host:port
 
 All parts are stopped at the end of the block, and none survives a crash of this process. Each part
-takes free ports; its log, and etcd's data, are in the directory.
+takes free ports, unless the config sets them. The logs, and etcd's data, are in the directory.
 
 With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
-its addresses, a parameter server under its id, at its address if that is still free and it has not
-ended just before. A server comes back empty: backups have taken over its shards, and it gets copies
+its addresses, a parameter server under its id and at its address, or at a new address if it does
+not stay up. A server comes back empty: backups have taken over its shards, and it gets copies
 again. Without `restart` a part that ends is not replaced; tests and benchmarks need that.
 """
 
@@ -66,7 +66,8 @@ class LocalClusterConfig:
     prefix: str = ""
     """Prefix of every key in etcd: clusters that share an etcd have different ones."""
     listen: str = "127.0.0.1:0"
-    """host:port of the first coordinator's gRPC service; port 0: a free one, as for all others."""
+    """host:port of the first coordinator's gRPC service; port 0: a free port. The other
+    coordinators always take free ports."""
     http: str = "127.0.0.1:0"
     """host:port of the first coordinator's HTTP service."""
     advertise: str = ""
@@ -87,8 +88,8 @@ class LocalClusterConfig:
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None
     """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
-    the page included. etcd is on loopback, without TLS; with `etcd_member`, its certificates are in
-    `etcd` in the folder."""
+    the page included. etcd is on loopback, without TLS; with `etcd_member` it uses TLS, with the
+    certificates in `etcd` in the folder."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Time limits of the coordinator to set, by option: {"--join-s": 600.0}. If they contradict
     each other, the cluster does not come up."""
@@ -322,7 +323,7 @@ class LocalCluster:
             self._keep(server, partial(self._restart_server, name))
 
     def _start_etcd(self) -> RunningEtcd | None:
-        """Start etcd, or the member of this machine; return None if another one is used."""
+        """Start etcd, or this machine's member of it; return None if an existing etcd is used."""
         directory, options = self._config.directory / ETCD, self._access.etcd_options
         if self._config.etcd_member is not None:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -387,7 +388,8 @@ class LocalCluster:
         return process
 
     def _restart_server(self, name: str, failures: int) -> Process:
-        # If another program has taken its port, use a new one: servers are found by their ids.
+        # The first restart in a row uses the same port. If it fails, because another program has
+        # taken the port, the next one uses any port: servers are found by their ids.
         address = _with_port(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
         process = self._start_server(name, address)
         self._servers[name] = self._await_restarted(process)["grpc"]

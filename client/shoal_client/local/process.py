@@ -111,7 +111,7 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send SIGTERM, and SIGCONT, without which a halted child would not handle it."""
+        """Send SIGTERM, then SIGCONT: a child that SIGSTOP has suspended handles no SIGTERM."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
 
@@ -156,8 +156,8 @@ def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
 class Supervisor:
     """Starts children and stops all of them at the end of its `with` block.
 
-    `on_exit` and `on_stop` (True: SIGSTOP halted the child, False: it continues) run on the thread
-    of their child, as soon as the kernel reports the event. They must return quickly.
+    `on_exit` and `on_stop` (True: SIGSTOP has suspended the child, False: it continues) run on the
+    thread of their child, as soon as the kernel reports the event. They must return quickly.
     """
 
     def __init__(

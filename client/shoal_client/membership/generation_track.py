@@ -113,8 +113,8 @@ class GenerationTrack:
     def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
         self._ready_generation = roster.generation
         if self._proposal is not None and roster.synchronous:
-            # A later leader gets this proposal again: it has to state that this member holds the
-            # state.
+            # A later leader gets this proposal again, which then has to state that this member
+            # holds the state.
             self._proposal.has_state = True
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
@@ -193,7 +193,7 @@ class GenerationTrack:
         if generation in self._broken:
             return False
         self._broken[generation] = reason
-        # If there is a successor, every generation before it is over too.
+        # If a later generation breaks, the one that the trainer is in is over too.
         self._broken.setdefault(min(generation, self.generation), reason)
         return True
 
@@ -206,8 +206,8 @@ class GenerationTrack:
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
-        """Proposal, repeated for a new leader, which knows the rosters from etcd but not what
-        members reported since."""
+        """Proposal, repeated for a new leader, which reads the rosters from etcd but does not have
+        the members' proposals."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def report_to_repeat(

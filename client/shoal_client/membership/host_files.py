@@ -1,5 +1,5 @@
-"""Answers that the processes of one host share: the first process that needs one fetches it for
-all."""
+"""Answers of the coordinator that the processes of one host share: the first process that needs one
+fetches it for all."""
 
 import fcntl
 import hashlib
@@ -21,12 +21,12 @@ _DIGEST_BYTES = 32
 
 
 class HostFiles:
-    """Answers in a directory that a launcher made for its workers, one file each.
+    """Answers as files, one each, in a folder that the processes of one host share.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
     processes from fetching the same answer. The kernel releases the lock when the process that
-    holds it ends; if that process is halted, the others wait for at most `wait_s`. If the directory
-    cannot be made, each process fetches for itself.
+    holds it ends; if SIGSTOP has suspended that process, the others wait for at most `wait_s`. If
+    the directory cannot be made, each process fetches for itself.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:

@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """Callbacks of a session to its owner. They run on the thread that holds the stream of notices;
+    """Callbacks of a session to its owner. They run on the thread that reads the stream of notices;
     only `on_break` may run on any thread of the session, the trainer's included."""
 
     validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
@@ -66,7 +66,7 @@ class MemberHooks:
     holds the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called with the generation and the reason when a generation breaks, and when the membership
-    ends with an error (then perhaps for the second time for one generation). A planned change is no
+    ends with an error (then possibly a second time for the same generation). A planned change is no
     break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
@@ -95,7 +95,7 @@ class OwnJob:
 
     def __init__(self, member: Member) -> None:
         self._key = (member.spec.job, member.member_id)
-        self._is_anothers = member.launcher_job not in ("", member.spec.job)
+        self._differs_from_launcher = member.launcher_job not in ("", member.spec.job)
 
     def completed(self) -> None:
         """Record that the process has trained the job to its end."""
@@ -109,7 +109,7 @@ class OwnJob:
         counts as a failure, so that no job is skipped unnoticed.
         """
         ending = MembershipEnding.of(error)
-        several = self._is_anothers or self._key in _completed
+        several = self._differs_from_launcher or self._key in _completed
         return (
             MembershipEnding.REFUSED
             if ending is MembershipEnding.FINISHED and several and not admitted
@@ -119,7 +119,7 @@ class OwnJob:
     def explain(self, failure: ShoalError) -> ShoalError:
         """The error of a join, with advice for a script that joins several jobs."""
         again = self._key in _completed
-        if not isinstance(failure, JobFinished) or not (again or self._is_anothers):
+        if not isinstance(failure, JobFinished) or not (again or self._differs_from_launcher):
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:

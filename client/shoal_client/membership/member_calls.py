@@ -17,14 +17,15 @@ _UNANSWERED_EVENTS = {
 
 
 class MemberCalls:
-    """Makes and repeats calls. Logs one line at the beginning of an outage, and one at its end."""
+    """Makes the effects that make and repeat calls, and that log one line at the beginning of an
+    outage, and one at its end."""
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
         self._is_answered = True
         """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
-        self._is_awaited = False
+        self._is_wait_logged = False
         """True if the wait for admission has been logged."""
 
     def new(
@@ -56,9 +57,10 @@ class MemberCalls:
 
     def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:
         """Log, once, that no coordinator has admitted the member for ADMISSION_LOGGED_AFTER_S."""
-        if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_LOGGED_AFTER_S:
+        waited_s = now_s - self._joined_s
+        if self._is_wait_logged or error is None or waited_s < ADMISSION_LOGGED_AFTER_S:
             return []
-        self._is_awaited = True
+        self._is_wait_logged = True
         fields = {
             "waits_for": "admission",
             "waits_s": round(self._joins_within_s),
@@ -67,7 +69,7 @@ class MemberCalls:
         return [ev.LogMessage(event="coordinator_disconnected", fields=fields, is_warning=True)]
 
     def handle_admission(self, now_s: float) -> list[ev.Effect]:
-        if not self._is_awaited:
+        if not self._is_wait_logged:
             return []
         fields = {"waits_for": "admission", "away_s": round(now_s - self._joined_s, 1)}
         return [ev.LogMessage(event="coordinator_reconnected", fields=fields)]

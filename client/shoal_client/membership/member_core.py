@@ -232,7 +232,7 @@ class MemberCore:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
             return effects + self._calls.handle_admission(now_s)
-        # A new leader knows the roster from etcd, but not the reports of members since.
+        # A new leader reads the roster from etcd, but does not have what members have reported.
         pause = self._own_pause
         repeated = (
             self.track.proposed(),
@@ -285,8 +285,8 @@ class MemberCore:
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
         # Report for a trainer that never entered the generation that is over.
-        stand = self.track.idle_step_report()
-        return effects + ([self._with_stream(stand, now_s)] if stand is not None else [])
+        report = self.track.idle_step_report()
+        return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
         """Find the present leader and open a new stream."""
@@ -410,7 +410,7 @@ class MemberCore:
         no further generation follows once this member has left."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
-        # on.
+        # on without this member.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [
@@ -444,7 +444,7 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
-            # No coordinator can form a generation without this member.
+            # No coordinator answers, so none forms a generation without this member.
             return self._take_drain(reason, now=True, unreplaced=True)
         return [self._calls.repeat_after_pause(call)]
 
@@ -476,6 +476,7 @@ class MemberCore:
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
+        `handed_over`: False if this member has yet to hand over data that the others need.
         `steps_before_leaving`: if `leaving.unreplaced` is set, the member takes further steps,
         until the members write a checkpoint.
         """

@@ -1,5 +1,5 @@
 """A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
-the calls and the clock. One thread holds the stream of notices, and reports a break at once through
+the calls and the clock. One thread reads the stream of notices, and reports a break at once through
 `on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
 limits, most of which do not run while no coordinator is reached.
 """
@@ -70,7 +70,8 @@ class MemberSession:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
-        """Changed under the condition's lock only; single values are read without it."""
+        """Changed under the condition's lock only, except by `progress`; single values are read
+        without it."""
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
@@ -98,7 +99,7 @@ class MemberSession:
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        # This thread holds one stream after another, until the membership ends.
+        # This thread reads one stream after another, until the membership ends.
         self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
@@ -274,10 +275,10 @@ class MemberSession:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
         state.
 
-        `enough_for_call`: if the trainer is in a shared call, the number of its participants that
-        suffice to repeat it; no other member joins before that. Raises the coordinator's refusal,
-        such as JobFinished if others completed the job meanwhile or Fenced if this member was lost,
-        or a RetryError at `give_up_at`.
+        `enough_for_call`: if the trainer is in a shared call, the number of the call's participants
+        that suffice to repeat it; no other member joins before that. Raises the coordinator's
+        refusal, such as JobFinished (other members completed the job meanwhile) or Fenced (this
+        member was lost), or a RetryError at `give_up_at`.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)
@@ -371,7 +372,7 @@ class MemberSession:
 
     @property
     def coordinators(self) -> Coordinators:
-        """The connection, for the other services of the coordinator."""
+        """Connections to the coordinators, on which their other services can be called too."""
         return self._coordinators
 
     @property
@@ -403,12 +404,12 @@ class MemberSession:
 
     @property
     def is_disconnected(self) -> bool:
-        """True if no coordinator holds this member's stream at the moment. Cheap to call."""
+        """True if this member has no open stream from a coordinator now. Cheap to call."""
         return self._core.clock.away
 
     @property
     def away_s(self) -> float:
-        """Seconds since a coordinator last held this member's stream; 0 while one does."""
+        """Seconds since this member's last stream from a coordinator ended; 0 while one is open."""
         return self._core.clock.away_s(time.monotonic())
 
     @property
@@ -520,7 +521,7 @@ class MemberSession:
     # --- threads ---
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
-        """Hold the stream until it ends, or until an effect of a notice fails."""
+        """Read the stream until it ends, or until an effect of a notice fails."""
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
@@ -533,7 +534,7 @@ class MemberSession:
     def _received(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
-        # The limit of every call on the thread that holds the stream: see
+        # The limit of every call on the thread that reads the stream: see
         # `MemberCore._with_stream`.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
         return ev.NoticeReceived(notice=whole, refusal=refusal)

@@ -13,7 +13,7 @@ from shoal_proto.rosters import roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEPT_ROSTERS = 2
-"""The roster of the generation that trains, and the newest roster that was sent."""
+"""Number of rosters that are kept: of the generation that trains, and of the newest one sent."""
 LOCK_WAIT_S = 2.0
 """Maximum wait for another member of the host that fetches a roster; then this member fetches it,
 too.
@@ -25,7 +25,7 @@ seconds."""
 
 
 class Rosters:
-    """Rosters of one member. Used by the thread that holds its stream."""
+    """Rosters of one member. Used by the thread that reads its stream."""
 
     def __init__(self, fetch: Fetch, shared: HostFiles | None = None) -> None:
         self._fetch = fetch

@@ -1,5 +1,4 @@
-"""Time limits of waits. They do not run while a member is paused or no coordinator is reached, and
-begin anew afterwards."""
+"""Time limits of a member's waits for others."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +14,21 @@ class WaitClock:
 
     def __init__(self) -> None:
         self.away = True
-        """True if no coordinator holds this member's stream."""
+        """True if this member has no open stream from a coordinator."""
         self.give_up_at_s = math.inf
         """Time at which the trainer's own calls and waits end in any case."""
         self.away_since_s = math.inf
-        """Time since which no coordinator holds the stream; infinite while one does, and before the
-        first stream."""
+        """Time at which this member's last stream ended; infinite while one is open, and before the
+        first."""
         self._turned_s = -math.inf
+        """Time at which `away` was last set."""
         self._paused: Sequence[str] = ()
         """Members that are paused."""
         self._released_s = -math.inf
+        """Time at which `_paused` was last set."""
         self._is_standby = False
         self._stood_by_s = -math.inf
+        """Newest time at which this member was known to be on standby."""
 
     def set_away(self, now_s: float, *, away: bool) -> None:
         """Record that the stream has ended (`away`), or that its first notice arrived."""
@@ -34,7 +36,7 @@ class WaitClock:
         self.away, self._turned_s = away, now_s
 
     def away_s(self, now_s: float) -> float:
-        """Seconds since a coordinator last held this member's stream; 0 while one does."""
+        """Seconds since this member's last stream ended; 0 while one is open."""
         return max(0.0, now_s - self.away_since_s)
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
@@ -49,16 +51,16 @@ class WaitClock:
         self._is_standby = is_standby
 
     def paused_until_s(self, now_s: float) -> float:
-        """Time up to which a member was paused."""
+        """Time of the newest notice about pauses; the current time while a member is paused."""
         return now_s if self._paused else self._released_s
 
     def held_until_s(self, now_s: float) -> float:
-        """Time up to which the clock was stopped."""
+        """Time up to which the clock was stopped, apart from standby."""
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for a notice ends; infinite on standby, and while no coordinator
-        holds the stream."""
+        """Time at which a wait for a notice ends; infinite on standby, and while this member has no
+        open stream."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))

@@ -48,7 +48,8 @@ MAP_TIMEOUT_S = 2.0
 @dataclass(frozen=True, kw_only=True)
 class JointStep:
     """Makes a push of gradients and a push of rows one step: a snapshot of the job has both or
-    neither. Both must be made, or the next snapshot waits in vain for the missing push."""
+    neither. Both must be made, or the next snapshot waits for the missing push until it gives the
+    step up."""
 
     sequence: int
     """Number of both pushes."""

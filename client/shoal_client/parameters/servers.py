@@ -380,10 +380,10 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
     """Error for shards whose server is not registered, and that have no other primary yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
-        f"no server leads shard {shards[0].shard_id}"
+        f"no primary serves shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
-        seen=f"no address of server {', '.join(servers)}, which led {_them(shards)} last",
-        expected="that server to return, or a backup to take its place, within the"
+        seen=f"no address of {', '.join(servers)}, the last primary of {_them(shards)}",
+        expected="that server to return, or a backup to become primary, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
         fix="`shoal status` shows the servers, and what is lost.",
     )
@@ -392,13 +392,13 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
 def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
     """Error for a server that does not answer. It is still registered, but may have ended."""
     return Unavailable(
-        f"no answer from server {shards[0].server_id} at {address}, which leads"
+        f"no answer from server {shards[0].server_id} at {address}, the primary of"
         f" shard {shards[0].shard_id}"
         + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
         seen=error.seen,
-        expected="that server to answer, or a backup to take its place",
+        expected="that server to answer, or a backup to become primary",
         fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
-        f" it may still count as the leader of {_them(shards)}, and nothing is restored"
+        f" it may still count as the primary of {_them(shards)}, and nothing is restored"
         " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"
         " and `shoal accept-loss JOB` are for shards that stay lost.",
     )

@@ -29,7 +29,7 @@ as many. Only an item of a single row may exceed this.
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
-"""Name of a table, index of one of its virtual shards."""
+"""Name of a table, and the index of one of its shards."""
 Bytes = bytes | memoryview
 
 
@@ -98,7 +98,7 @@ class TablePushResult:
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
-    """Group ids by virtual shard: each id once, in rising order."""
+    """Group ids by the index of their shard in the table: each id once, in rising order."""
     routed: dict[int, array[int]] = {}
     for row_id in sorted(set(ids)):
         routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)
@@ -114,7 +114,7 @@ def note(result: TablePushResult, where: Where, reply: PushOutcome) -> None:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Join the parts of one shard's rows. The version is the lowest of theirs: no row is older."""
+    """Join the parts of one shard's rows. The version is the parts' lowest: no row is older."""
     if len(parts) == 1:
         return parts[0]
     return Rows(
@@ -127,8 +127,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """Size of a slot for parts of this size, with a reserve: the number of rows of a shard differs
-    from step to step."""
+    """Size of a slot for parts of this size, with space to spare: the number of rows of a shard
+    differs from step to step."""
     return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 

@@ -64,10 +64,10 @@ class Clock:
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
         No pull is needed if an earlier answer already permitted this step: then all updates that
-        its values must include were applied before the last pull. While no coordinator answers,
-        this call waits only if the step is the member's first (or its first after `rest`), or if
-        the last answer does not permit the step. Raises DeadlineExceeded, which names the members
-        waited for, a refusal, or the error that ended the membership.
+        the step's values must include were applied before the last pull. While no coordinator
+        answers, this call waits only if the step is the member's first (or its first after `rest`),
+        or if the last answer does not permit the step. Raises DeadlineExceeded, which names the
+        members waited for, a refusal, or the error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
@@ -87,10 +87,10 @@ class Clock:
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that no member waits for it; at most
-        once in REST_AGAIN_S. If no coordinator answers within REST_WITHIN_S, this is only logged:
-        call again, as the next leader waits for members whose clocks it does not know. Raises
-        refusals."""
+        """Report that this member takes no steps for now, so that no member waits for it. Further
+        calls before the next `begin` repeat the report at most once in REST_AGAIN_S. If no
+        coordinator answers within REST_WITHIN_S, this is only logged: call again, as the next
+        leader waits for members whose clocks it does not know. Raises refusals."""
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
             return

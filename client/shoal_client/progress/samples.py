@@ -27,7 +27,8 @@ class SampleLease:
     """Time after which to ask again, if `range` is None and not `exhausted`: other members still
     train on the rest."""
     reserve_max: int = 0
-    """Maximum number of samples to hold, so that other members get their share. 0: any number."""
+    """Maximum number of samples to hold, so that enough are left for other members. 0: any
+    number."""
     not_held: tuple[SampleRange, ...] = ()
     """Leased ranges that no longer belong to this member: they must not be begun."""
 
@@ -43,7 +44,7 @@ class Reserve:
     given_back: Sequence[SampleRange] = ()
     """Leased ranges that were never begun: other members may train on them."""
     num_begun: int = 0
-    """Number of begun samples among those held or reported."""
+    """Number of samples begun, among those held or reported as completed in this call."""
     begins_per_s: int = 0
     """Maximum number of further samples that are begun in a second."""
 
@@ -73,11 +74,13 @@ class SampleClient:
         self._held: list[SampleRange] = []
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
-        self._answered: dict[int, list[SampleRange]] = {}
-        """Completed ranges by the request that reported them, which may not be durable yet."""
+        self._not_durable: dict[int, list[SampleRange]] = {}
+        """Reported ranges that may not be durable yet, by the sequence number of the request that
+        reported them."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges reported as not held by answers that `lease` has not returned."""
+        """Ranges that an answer said this member no longer holds, until `lease` returns them to the
+        caller."""
         self._sequence = 0
 
     @property
@@ -93,7 +96,8 @@ class SampleClient:
 
     @property
     def has_unreported(self) -> bool:
-        """True if ranges were completed or given back in calls that had no answer."""
+        """True if the last request had no answer, or if ranges that were completed or given back
+        are not reported yet."""
         with self._lock:
             return bool(self._unanswered is not None or self._unreported or self._given_back)
 
@@ -115,9 +119,9 @@ class SampleClient:
         After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
         may have been carried out. So the next call first repeats the request, within its own
         `timeout_s`. If a range is granted to the repeated request, the next call returns that range
-        and sends no request of its own; the call after it reports the `completed` ranges that it
-        was given. If the next call's `num_samples` is 0, it gives that range back instead, and
-        returns no range."""
+        and sends no request of its own. The ranges that were given to the next call as `completed`
+        are then reported by the call after it. If the next call's `num_samples` is 0, it gives the
+        granted range back instead, and returns no range."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -156,9 +160,9 @@ class SampleClient:
             raise
         self._unanswered = None
         if request.completed:
-            self._answered[request.sequence] = list(map(_range, request.completed))
-        for sequence in [s for s in self._answered if s <= reply.durable_sequence]:
-            del self._answered[sequence]
+            self._not_durable[request.sequence] = list(map(_range, request.completed))
+        for sequence in [s for s in self._not_durable if s <= reply.durable_sequence]:
+            del self._not_durable[sequence]
         not_held = list(map(_range, reply.not_held))
         self._not_held = joined([*self._not_held, *not_held])
         leased = _range(reply.range) if reply.HasField("range") else None
@@ -186,14 +190,14 @@ class SampleClient:
             sequence=self._sequence,
         )
         if reserve is not None:
-            before = joined(r for ranges in self._answered.values() for r in ranges)
+            before = joined(r for ranges in self._not_durable.values() for r in ranges)
             request.completed_before.extend(map(_message, before))
             request.reserve_samples = min(reserve.num_samples, self.num_samples)
             request.step_samples = reserve.step_samples
             request.begun_samples = reserve.num_begun
             request.begins_samples_per_s = reserve.begins_per_s
         else:
-            self._answered.clear()
+            self._not_durable.clear()
         self._unreported, self._given_back = [], []
         return request
 

@@ -87,8 +87,8 @@ class ControlPlaneHosts:
         self, orders: Mapping[str, HostOrder], within_s: float
     ) -> dict[str, HostAnswer | HostFailure]:
         """Send each host its order, all at once; return the answers and failures by host. If a
-        START fails, the others are stopped, and the failure is returned alone: their parts may wait
-        long for an etcd member that does not come up."""
+        START fails, all hosts are stopped, and that failure is returned alone: the other hosts'
+        parts could wait long for an etcd member that does not come up."""
         answers: dict[str, HostAnswer | HostFailure] = {}
         with ThreadPoolExecutor(max(1, len(orders))) as pool:
             asked = {
@@ -166,7 +166,7 @@ def check_number(names: Sequence[str]) -> None:
             "bad number of hosts for a control plane",
             seen=f"{len(names)}: {', '.join(names)}",
             expected="1, 3 or 5 hosts",
-            fix="etcd serves as long as more than half of its members do: four hosts survive the"
+            fix="etcd serves as long as more than half of its members run: four hosts survive the"
             " loss of one, as three do, and two hosts survive none.",
         )
 
@@ -210,8 +210,9 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
 
 
 def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
-    """End the parts on the hosts, and remove their data; return the hosts that did not do it. The
-    record keeps hosts that were not stopped; without any, it is removed with the certificates."""
+    """End the parts on the hosts, and remove their data; return the hosts on which that failed. The
+    record keeps hosts that were not stopped; if there are none, the record and the certificates are
+    removed."""
     answers = hosts.ask({name: hosts.order(name, STOP) for name in hosts.names}, ANSWER_S)
     failed = []
     for name, answer in answers.items():
@@ -329,7 +330,7 @@ def _plans(
     ports: Mapping[str, Mapping[str, int]],
 ) -> dict[str, HostPlan]:
     token = secrets.token_hex(4)
-    # Names of members are free: the hosts' own may have characters that etcd uses between them.
+    # Names for etcd's members: a host's name may have characters with which etcd separates names.
     members = {name: f"etcd-{number}" for number, name in enumerate(addresses)}
     at = {name: HostPorts(**ports[name]) for name in addresses}
     peers = {members[name]: _at(addresses[name], at[name].peer) for name in addresses}

@@ -3,10 +3,10 @@
     python -m shoal_client.remote.on_host               # one order on stdin, one answer on stdout
     python -m shoal_client.remote.on_host serve PATH    # the parts of this host, until SIGTERM
 
-An order is a line of JSON on stdin: it may have keys, which other users of the host would see on a
-command line. `serve` is started by an order, in a session of its own, and outlives the connection.
-It holds a lock on the host's directory, which shows that the parts run. systemd-tmpfiles does not
-clear a locked directory.
+An order is a line of JSON on stdin: it may contain private keys, and other users of the host could
+read them on a command line. `serve` is started by an order, in its own session, and outlives the
+connection. It holds a lock on the host's directory, which shows that the parts run.
+systemd-tmpfiles does not clear a locked directory.
 """
 
 import fcntl
@@ -69,7 +69,7 @@ class HostPlan:
     ports: Mapping[str, int]
     """`HostPorts`, by name."""
     etcd: Sequence[str]
-    """host:port of each etcd member for clients, that of this host first."""
+    """host:port of each etcd member for clients, this host's member first."""
     member: Mapping[str, object]
     """`EtcdAddresses` of this host's member, by name."""
     num_parameter_servers: int
@@ -82,7 +82,7 @@ class HostPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOrder:
-    """Order to a host, and where its files are."""
+    """Order to a host, and the directory of the host's files."""
 
     action: str
     """LOOK: report what is there; START: start the parts of `plan`; STOP: end them."""

@@ -74,8 +74,8 @@ class ShardBlocks:
             yield start, parts
 
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> int:
-        """Write a piece's bytes into the buffers, one for each of the shard's parameters; return
-        their number. Raises ChecksumMismatch or MalformedMessage."""
+        """Write a piece's bytes into the buffers of the shard's parameters; return the number of
+        bytes. Raises ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)

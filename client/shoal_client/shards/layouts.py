@@ -28,5 +28,5 @@ def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
 
 
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
-    """The shards of tables, by name of the table and index of the virtual shard."""
+    """The shards of tables, by name of the table and index of the shard in it."""
     return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}

@@ -20,7 +20,7 @@ class GradientPart:
     shard_id: int
     """Id of the shard; in a lookup of rows, the number of the item."""
     num_bytes: int
-    """Maximum size of the part's pieces together, or of the returned values."""
+    """Maximum number of bytes that are sent, and that are returned, for the shard."""
     pieces: Callable[[int], Pieces]
     """Returns the pieces in order, of at most the given size each."""
 

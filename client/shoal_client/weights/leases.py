@@ -40,10 +40,11 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address at which this reader serves other readers; empty: it is no relay."""
+        """Address at which this reader serves other relays; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Lock held during a report. A report has the whole state, so the next one replaces it."""
+        """Lock held during a report. Each report has the reader's whole state, and replaces the one
+        before."""
         self._sequence = time.time_ns() // 1000
         """Number of the last report. It is higher than in earlier processes of this reader."""
         self._leased: Counter[int] = Counter()
@@ -60,7 +61,7 @@ class ReaderLeases:
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> None:
-        """Take a lease on a version. Leases are counted: `release` it as often as it was taken.
+        """Take a lease on a version. Leases are counted: call `release` once for each `take`.
 
         Raises VersionGone if it is not kept any more, Overloaded if the series has its maximum of
         readers or leases, another RetryError if no coordinator answers in time, and refusals."""
@@ -103,14 +104,15 @@ class ReaderLeases:
             )
 
     def report(self, installed: InstalledVersion) -> None:
-        """Report an installed version to the coordinator, in the background. Raises Regressed if it
-        is older than the last one."""
+        """Report an installed version to the coordinator, in the background. Raises Regressed if a
+        newer version was reported before."""
         with self._lock:
             if installed.number < self.installed.number:
                 raise Regressed(
-                    f"an older version of series {self._series} is not installed",
+                    f"a reader of series {self._series} reports an older version than it had"
+                    " installed before",
                     seen=f"version {installed.number}",
-                    expected=f"at least {self.installed.number}, which was installed before",
+                    expected=f"at least version {self.installed.number}",
                     fix="To go back, roll the series back (`shoal weights rollback`): that makes a"
                     " new version with the old bytes.",
                 )

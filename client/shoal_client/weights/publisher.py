@@ -106,8 +106,8 @@ class SeriesPublisher:
         segment has it.
 
         `tied`, given by a single rank: the version also has the parameters and the rows of tables
-        on the job's parameter servers, as of one cut. It maps each further name of a parameter to
-        the parameter's first name.
+        on the job's parameter servers, as of one cut. `tied` maps each further name of a parameter
+        to the parameter's first name.
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
         PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name or a

@@ -192,16 +192,16 @@ class SeriesReader:
         The version is leased meanwhile. Returned segments are complete and verified. On a server's
         host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
         need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
-        whole. With `base`, segments that have not changed since are taken from it. For a whole
-        segment with few changes, a server on another host computes the difference, and only the
-        difference is fetched.
+        whole. With `base`, segments that have not changed since that version are taken from it. For
+        a whole segment with few changes, a server on another host computes the difference, and only
+        the difference is fetched.
 
         `reuses_memory`: segments that arrive over a network are in memory that a later fetch
         reuses once nothing refers to it. This is for callers that copy the data, and keep at most a
         base.
 
         A relay fetches from the relay that the coordinator has named, if any; if that relay fails,
-        it fetches the rest from servers. It keeps the fetched segments for other readers, in memory
+        it fetches the rest from servers. It keeps the fetched segments for other relays, in memory
         that is not reused, until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
@@ -247,7 +247,7 @@ class SeriesReader:
 
     @property
     def relay_address(self) -> str:
-        """Address at which this reader serves other readers; empty: it is no relay."""
+        """Address at which this reader serves other relays; empty: it is no relay."""
         relay = self._relay
         return "" if relay is None else relay.address
 
@@ -456,8 +456,8 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
             if version.digest != record.digest:
                 raise VersionGone(
                     f"version {record.number} of series {view.series} is not the requested one",
-                    seen=f"digest {record.digest.hex()[:12]}, of another series or of one that was"
-                    " removed",
+                    seen=f"digest {record.digest.hex()[:12]}, of another series, or of a removed"
+                    " one",
                     expected=f"digest {version.digest.hex()[:12]}",
                 )
             names = version.segments[index].holders

@@ -1,4 +1,4 @@
-"""A relay: a reader that passes segments of a series on to other readers, even while they arrive.
+"""A relay: a reader that passes segments of a series on to other relays, even while they arrive.
 
 It serves the calls with which readers fetch from a parameter server: `WeightStore.OpenBulk`, and
 SEGMENT_FETCH on a bulk connection. Segments are requested by digest, and the receiver verifies
@@ -60,8 +60,8 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Maximum number of connections. The coordinator sends at most two readers to a relay at a time;
-each fetches four segments at once."""
+"""Maximum number of connections. The coordinator lets at most two relays fetch from this one at a
+time; each fetches four segments at once."""
 HELLO_S = 3.0
 IDLE_S = 10.0
 """Time without a call after which a connection is closed."""
@@ -459,13 +459,13 @@ class _Wire:
         self._part = bytearray(SENT_BYTES)
 
     def frame(self, within_s: float) -> Frame:
-        """Read the next frame. Raises OSError, also if the other end hangs up, or sends nothing for
-        `within_s`."""
+        """Read the next frame. Raises OSError, also if the other end closes the connection, or
+        sends nothing for `within_s`."""
         self.socket.settimeout(within_s)
         while (frame := self._reader.next()) is None:
             count = self.socket.recv_into(self._reader.space())
             if not count:
-                raise ConnectionResetError("the other end hung up")
+                raise ConnectionResetError("the other end closed the connection")
             self._reader.received(count)
         return frame
 

@@ -231,7 +231,7 @@ class RelaySource:
         try:
             return self._stores.fetch([self._relay], staged, timeout_s)
         except ShoalError as error:
-            # A relay without the difference has not failed: its own base may be another.
+            # A relay that lacks the difference has not failed: it may have another base.
             self._has_failed = not (is_difference and "digest" in error.details)
             log.info("segment_not_relayed", relay=self._relay.address, reason=str(error))
             return None

@@ -21,7 +21,8 @@ FIRST_ANSWER_S = 2.0
 
 class SeriesWatch:
     """The newest view of a series. Its version never falls, even if an outdated coordinator sends
-    an older view. Thread-safe. It waits while there is no coordinator."""
+    an older view. Thread-safe. Calls wait, within their time limits, while there is no
+    coordinator."""
 
     def __init__(self, coordinators: Coordinators, series: str) -> None:
         self._coordinators = coordinators

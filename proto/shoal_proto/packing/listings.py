@@ -2,11 +2,10 @@
 
 If the digests of two members differ, the coordinator compares their listings, and names the first
 line that differs. A listing is a sequence of lines, "name: value", in the order in which they were
-hashed. Packed, 100,000
-parameters of a transformer have some 10 kB: each number in a line is written as its difference from
-the number at the same position in the nearest earlier line with the same text around the numbers,
-and the result is compressed. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
-lines are packed instead of the lines.
+hashed. Packed, the lines of 100,000 parameters of a transformer take some 10 kB: each number in a
+line is written as its difference from the number at the same position in the nearest earlier line
+with the same text around the numbers, and the result is compressed. If a listing would exceed
+MAX_LISTING_BYTES, digests of blocks of its lines are packed instead of the lines.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Packing of many similar values, such as the addresses that the ranks of a group set.
+"""Packing of many similar values, such as the addresses that ranks put into the rendezvous store.
 
-In a Gloo group of N ranks, each rank sets 154 + 8 N bytes, nearly the same for all ranks, and reads
-the values of all ranks. A packed value is its difference (exclusive or) from the value before it,
-if both have the same length; all values together are deflated (RFC 1950).
+In a Gloo group of N ranks, each rank sets a value of 154 + 8 N bytes, nearly the same for all
+ranks, and reads the values of all ranks. A packed value is its difference (exclusive or) from the
+value before it, if both have the same length; all values together are deflated (RFC 1950).
 """
 
 import zlib

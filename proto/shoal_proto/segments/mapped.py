@@ -1,4 +1,4 @@
-"""Mappings of memory files, at addresses and in pages of 2 MiB if the kernel can.
+"""Mappings of memory files, at multiples of 2 MiB, and in pages of 2 MiB if the kernel can.
 
 With pages of 4 KiB, each process that maps a gigabyte of weights takes a quarter of a million page
 faults, and unmapping takes a third as long as copying.
@@ -50,15 +50,15 @@ def populate(window: Window, start: int, num_bytes: int) -> bool:
 
 
 def make_huge(window: Window, start: int, num_bytes: int) -> bool:
-    """Give all of this part that consists of whole huge pages huge pages; content is kept. Needs no
-    system setting: the kernel collapses small pages and holes when it is asked to. False if it
-    cannot, because it is too old or its memory is fragmented."""
+    """Put this part into huge pages, except bytes at its ends that do not fill one; content is
+    kept. Needs no system setting: the kernel collapses small pages and holes when it is asked to.
+    False if the kernel cannot, because it is too old or memory is fragmented."""
     address = ctypes.addressof(window)
     first = -(-(address + start) // HUGE_BYTES) * HUGE_BYTES
     last = (address + start + num_bytes) // HUGE_BYTES * HUGE_BYTES
     for at in range(first, last, COLLAPSED_BYTES):
         stop = min(at + COLLAPSED_BYTES, last)
-        # A range without any page is refused.
+        # The kernel refuses to collapse 2 MiB of which no page is allocated.
         for page in range(at, stop, HUGE_BYTES):
             _advise(page, mmap.PAGESIZE, MADV_POPULATE_WRITE)
         if not _advise(at, stop - at, MADV_COLLAPSE):

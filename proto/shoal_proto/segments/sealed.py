@@ -226,8 +226,8 @@ class SegmentWriter:
         return self._buffer
 
     def digest_in_place(self) -> bytes:
-        """Write-protect the memory, and return the digests of its chunks for `seal`, so that it
-        need not be mapped again. No other process has the memory: its bytes cannot change any
+        """Write-protect the memory, and return the digests of its chunks for `seal`, which then
+        need not map the memory again. No other process has the memory: its bytes cannot change any
         more."""
         if self._mapped is not None:
             protect(self._mapped, 0, self.num_bytes)

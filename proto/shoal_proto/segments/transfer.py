@@ -190,8 +190,8 @@ class SegmentConnection:
         TCP on this host too. Raises Unavailable, or ChecksumMismatch for a damaged answer.
 
         `chunk_within_s`: the longest time until the next frame, BEAT included, if the other end is
-        a relay; the digests of a descriptor are then computed here. None: the other end is a
-        server, whose digests are trusted.
+        a relay; the digests of a segment that arrives as a descriptor are then computed here. None:
+        the other end is a server, whose digests are trusted.
         """
         try:
             if not offer.port:
@@ -238,7 +238,8 @@ class SegmentConnection:
     def abort(self) -> None:
         """Make a call on another thread fail; that thread then closes the connection."""
         with suppress(OSError):
-            # Not SSLSocket.shutdown: it would read what the other thread is reading.
+            # Not SSLSocket.shutdown: it would also turn TLS off, and the other thread would read
+            # encrypted bytes.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ Options = Sequence[tuple[str, int | str]]
 
 
 def open_channel(address: str, name: str, options: Options) -> grpc.Channel:
-    """Open a channel to the process that serves as `name` (COORDINATOR_NAME or SERVER_NAME) at
-    host:port."""
+    """Open a channel to the process that serves as `name` (COORDINATOR_NAME, SERVER_NAME or
+    READER_NAME) at host:port."""
     return direct_channel(address, *_secured(name, options))
 
 

@@ -62,7 +62,7 @@ def chosen(
     if ca is not None or cert is not None or key is not None:
         given = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
         raise InvalidSpec(
-            "TLS is half set up",
+            "only some of the three files for TLS are given",
             seen=" ".join(f"{name} {path}" for name, path in given.items() if path is not None),
             expected="--tls-ca, --tls-cert and --tls-key together, or none of them",
         )

@@ -84,7 +84,8 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def running() -> Sequence[LocalClusterRecord]:
-    """Return the records of this user's clusters that are up in this process's network."""
+    """Return the records of this user's clusters that are up in this process's network
+    namespace."""
     return tuple(_running())
 
 

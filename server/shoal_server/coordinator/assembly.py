@@ -148,7 +148,9 @@ class Coordinator:
             call_wait_s=bounds.call_wait_s,
         )
 
-    async def _take_up_again(self, job: str) -> str:
+    async def _resume_quarantined(self, job: str) -> str:
+        """Continue a repaired job from its records in etcd; return its phase, or an empty text if
+        it has no records left."""
         self.plug_in.reopen(job)
         actor = await self.registry.resume_quarantined(job)
         if actor is None:
@@ -193,7 +195,7 @@ class Coordinator:
         outputs_pb2_grpc.add_OutputsServicer_to_server(self.view.outputs, server)
         weights_pb2_grpc.add_WeightSeriesServicer_to_server(self.weights, server)
         repairs = RepairService(
-            self._store, self.registry, self.plug_in.check_record, self._take_up_again
+            self._store, self.registry, self.plug_in.check_record, self._resume_quarantined
         )
         repair_pb2_grpc.add_RepairsServicer_to_server(repairs, server)
         self.plug_in.add_services(server)

@@ -41,8 +41,8 @@ class ClockMark:
     async def update_mark(self) -> bool:
         """Write the time mark if it is due. True if data that is old by this clock may be removed.
 
-        False as long as the previous mark could not be read from etcd, and while a clock is
-        doubted; then no mark is written.
+        False as long as the previous mark could not be read from etcd, and while this clock or the
+        last leader's is doubted. In both cases no mark is written.
         """
         try:
             if not self._is_read:
@@ -71,9 +71,8 @@ class ClockMark:
                 "clock_implausible",
                 ahead_s=round(now_s - noted_s),
                 removes_nothing_for_s=round(wait_s),
-                reason="no coordinator led for that long, or the clock of this coordinator or"
-                " of the last"
-                " leader is wrong: check it",
+                reason="no coordinator led for that long, or the clock of this coordinator or of"
+                " the last leader is wrong: check both clocks",
             )
 
 

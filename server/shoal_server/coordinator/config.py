@@ -62,13 +62,13 @@ class CoordinatorConfig:
     leader_lease_s: Annotated[float, Parameter(metavar="SECONDS")] = DEFAULT_TTL_S
     """A leader that hangs or is cut off is replaced after this time (etcd may take longer). A
     killed leader is replaced at once, if the other coordinators reach its host. A leader that was
-    halted for most of this time steps down. Below 2 s, terms end needlessly: an election within
-    etcd takes 1 to 2 s."""
+    suspended (SIGSTOP) for most of this time steps down. Below 2 s, terms end needlessly: an
+    election within etcd takes 1 to 2 s."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 25.0
     """Longest time that the leader, on SIGTERM, waits for members that drain: they write a last
-    checkpoint meanwhile. If no member drains, it ends after 5 s, and at once if it has no members,
-    but not before etcd has its last changes. A second signal ends it at once. 0: it does not
-    wait."""
+    checkpoint meanwhile. If no member drains, the leader ends after 5 s, or at once if its jobs
+    have no members, but not before etcd has its last changes. A second signal ends the leader at
+    once. 0: it does not wait."""
     without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
     """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what
     they need, and refuse their calls. Set this for all coordinators of one etcd, or for none."""

@@ -183,7 +183,7 @@ def test_an_incomplete_configuration_is_refused(tmp_path: Path) -> None:
     found = from_environment({"SHOAL_TLS": str(folder.path)})
     assert found == in_folder(folder.path, CertificateRole.WORKER)
     assert found is not None and from_environment(found.environment()) == found
-    with pytest.raises(InvalidSpec, match="half set up"):
+    with pytest.raises(InvalidSpec, match="only some of the three files"):
         from_environment({"SHOAL_TLS_CA": str(folder.path / "ca.crt")})
     with pytest.raises(
         InvalidSpec, match=r"no certificate for the role worker.*certs issue worker"

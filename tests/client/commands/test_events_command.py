@@ -125,7 +125,7 @@ def test_top_fits_a_narrow_terminal(
     world.put(status_world.job("x" * 60))
     assert parse(["top", "--once", "--http", url])() == 0
     of_all = capsys.readouterr().out
-    assert "2 jobs run" in of_all and "digits" in of_all
+    assert "jobs that have not ended: 2" in of_all and "digits" in of_all
     assert of_all.count("running") == 2, "a long name hides no column"
     assert parse(["top", "digits", "--once", "--http", url])() == 0
     of_one = capsys.readouterr().out

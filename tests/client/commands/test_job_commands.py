@@ -5,7 +5,9 @@ import json
 import os
 
 import pytest
+from support.clusters import status_world
 from support.clusters.http_world import served_over_http
+from support.clusters.status_world import World
 
 from shoal_client.cli import parse
 from shoal_client.commands.jobs import check_not_finished
@@ -114,6 +116,16 @@ async def test_a_job_that_all_members_left_is_interrupted(
             shown = "\n".join(line for line in lines if "[debug " not in line)
             assert "interrupted" in shown and "collect" not in shown
             assert command[0] == "top" or "no such file" in shown
+
+
+@pytest.mark.parametrize(("state", "names"), [("waiting", ["other"]), ("running", ["digits"])])
+def test_jobs_are_selected_by_the_state_that_is_shown(
+    world: World, url: str, capsys: pytest.CaptureFixture[str], state: str, names: list[str]
+) -> None:
+    """A job that waits for members is not listed as running."""
+    world.put(status_world.job("other", phase="collect", members=()))
+    assert parse(["jobs", "--state", state, "--json", "--http", url])() == 0
+    assert [job["job"] for job in json.loads(capsys.readouterr().out)] == names
 
 
 @pytest.mark.long

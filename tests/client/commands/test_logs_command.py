@@ -207,7 +207,7 @@ def test_the_error_for_a_member_without_files_names_it(
     arguments = ["logs", "w9", "--job", "digits", "--log-dir", str(tmp_path), "--http", NOWHERE]
     assert main(arguments) == 1
     errors = capsys.readouterr().err
-    assert "nothing of member w9 of job digits is kept on this host" in errors
+    assert "no output of member w9 of job digits is kept on this host" in errors
 
 
 def test_a_log_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def test_a_silent_server_is_named_with_its_shards_and_a_remedy() -> None:
     with pytest.raises(Unavailable) as silent:
         servers.run(lambda: found, lambda: None, attempt, 0.0)
     servers.close()
-    assert silent.value.what == f"no answer from server ps-1 at {A}, which leads shard 0 and 2 more"
+    what = f"no answer from server ps-1 at {A}, the primary of shard 0 and 2 more"
+    assert silent.value.what == what
     assert "start it again, with its journal" in silent.value.fix
     assert "`shoal status`" in silent.value.fix
 

@@ -384,7 +384,7 @@ def test_a_certificate_of_another_role_is_not_accepted_as_a_coordinators(world: 
     callers require."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
-    assert refused is not None and "not accepted here" in refused.seen
+    assert refused is not None and "does not accept its certificate" in refused.seen
 
 
 @pytest.mark.parametrize(
