@@ -127,15 +127,16 @@ class Case:
         (self.folder / "finish").touch()
 
     def await_restart(self, within_s: float = 90.0) -> int:
-        """Wait until the job is in the queue again, and have it start at once: Slurm would wait for
-        two minutes. Return the last step that was committed before."""
+        """Wait until the job is in the queue again, and have it start soon: Slurm would wait for two
+        minutes, and a node refuses a job that starts in the second in which it was requeued. Return
+        the last step that was committed before."""
         awaited(lambda: int(self.nodes.job(self.job_id)["Restarts"]) > 0, within_s, "a requeue")
         awaited(lambda: self.state == "PENDING", within_s, "a pending job")
         # Slurm would attribute reports of processes of the last attempt to the next one.
         self.await_no_process()
         last = max(step.number for step in self.steps() if step.committed)
         (self.folder / "steps").rename(self.folder / "steps-before")
-        self.nodes.run("scontrol", "update", f"JobId={self.job_id}", "StartTime=now")
+        self.nodes.run("scontrol", "update", f"JobId={self.job_id}", "StartTime=now+3")
         return last
 
     def check_resumed(self, last: int) -> None:
@@ -163,6 +164,7 @@ class Case:
             assert path.stat().st_mode & stat.S_IRGRP, f"the group cannot read {path}"
         left = self.folder / f"shoal-{self.job_id}"
         assert [path.name for path in left.iterdir()] == ["logs"], list(left.iterdir())
+        self.await_no_process()
         for name in (each for each in self.nodes.names if each not in lost):
             of_node = self.nodes.root / name / "tmp"
             found = [path.name for path in of_node.glob("*") if path.name.startswith("shoal-")]
@@ -170,7 +172,6 @@ class Case:
                 each for each in found if not each.startswith(("shoal-logs-", "shoal-clusters-"))
             ]
             assert not own, f"{name} has {own} in its /tmp"
-        self.await_no_process()
 
     def await_no_process(self) -> None:
         """Wait until no node has a process but its slurmd."""
