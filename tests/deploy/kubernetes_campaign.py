@@ -43,8 +43,8 @@ READY_S = 400.0
 TRAINED_S = 300.0
 DRAIN = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=240s")
 STEPS, RATE = 20_000, 2.0**-10
-# All gradients are 1, so the weights count the updates. A step takes a tenth of a second until
-# `finish` exists.
+# All gradients are 1, so the weights count the updates, none of which is damped. A step takes a
+# tenth of a second until `finish` exists.
 TRAINING = f"""
 import pathlib, sys, time
 import shoal, torch
@@ -54,7 +54,10 @@ model = torch.nn.Linear(8, 8, bias=False)
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr={RATE})
 with shoal.join() as session:
-    model, optimizer = session.distribute(model, optimizer, strategy=sys.argv[1])
+    strategy = sys.argv[1]
+    if strategy == "async-sgd":
+        strategy = shoal.AsyncSGD(staleness="none")
+    model, optimizer = session.distribute(model, optimizer, strategy=strategy)
     data = torch.ones(8 * int(sys.argv[2]), 8)
     for batch in session.batches(data, global_batch_size=8, epochs=1):
         with session.step() as step:
