@@ -306,7 +306,7 @@ class PeerCopies:
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
-        slot.take(state_shard, self._travels)
+        slot.begin_own_copy(state_shard, self._travels)
         self._busy = True
         self._queue.put((slot, leaving, timing))
 
@@ -341,7 +341,11 @@ class PeerCopies:
     @property
     def complete_step(self) -> int | None:
         """Newest step that is known to be complete on all ranks of this generation."""
-        complete = [slot.step for slot in self._slots if slot.everywhere and slot.step is not None]
+        complete = [
+            slot.step
+            for slot in self._slots
+            if slot.is_complete_everywhere and slot.step is not None
+        ]
         return max(complete, default=None)
 
     @property
@@ -377,11 +381,13 @@ class PeerCopies:
         ranks have kept; and the copies that this generation has begun.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
-        if any(slot.everywhere for slot in own):
+        if any(slot.is_complete_everywhere for slot in own):
             return own
-        known = [slot for slot in self._earlier_copies if slot.everywhere]
+        known = [slot for slot in self._earlier_copies if slot.is_complete_everywhere]
         maybe_complete = [
-            slot for slot in self._earlier_copies if slot.full and not slot.everywhere
+            slot
+            for slot in self._earlier_copies
+            if slot.has_all_peer_copies and not slot.is_complete_everywhere
         ]
         return (*known, *maybe_complete[-1:], *own)
 
@@ -395,7 +401,7 @@ class PeerCopies:
                 interval = self._agreed_interval(timing, group)
                 with self._changed:
                     self._interval = interval
-                    slot.everywhere = True
+                    slot.is_complete_everywhere = True
                     self._earlier_copies = ()
                     self._busy = False
                     self._changed.notify_all()
@@ -407,9 +413,9 @@ class PeerCopies:
                 self._changed.notify_all()
 
     def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
-        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. `ranks`
+        """Send this rank's own copy in the slot to peers, and receive the peers' snapshots. `ranks`
         are the ranks that leave."""
-        own = slot.own
+        own = slot.own_copy
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(ranks)
@@ -427,12 +433,12 @@ class PeerCopies:
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
             for peer in targets
-            for chunk in message_chunks(slot.travelling)
+            for chunk in message_chunks(slot.sent_memory)
         ]
         for peer, (shards, works) in receives.items():
             self._wait(works)
-            slot.show(peer, shards, values[peer])
-        slot.full = True
+            slot.add_peer_copy(peer, shards, values[peer])
+        slot.has_all_peer_copies = True
         self._wait(leaving)
 
     def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:
