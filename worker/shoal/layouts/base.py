@@ -286,7 +286,7 @@ class Layout(ABC):
     def finish_passes(self) -> None:
         """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if
         ranks that split layers among themselves computed with different layers."""
-        self.world.exchanges.finish(self.world.group)
+        self.world.exchanges.check_outside_step(self.world.group)
 
     def idle(self) -> Sequence[str]:
         """Name the trained parameters that this step gave no gradient on this rank, if all ranks

@@ -73,7 +73,7 @@ class HybridLayout(Layout):
         self.module = self._inner.module
         self.shares_loss = self._inner.shares_loss
         if plan.mesh.tensor > 1:
-            world.exchanges.align(self._inner.parameters)
+            world.exchanges.add_whole_parameters(self._inner.parameters)
         self.non_finite_check = self._inner.non_finite_check
         self._gradients = PassGradients(self.parameters.values())
 
@@ -129,7 +129,7 @@ class HybridLayout(Layout):
     @torch.no_grad()
     def _complete(self) -> None:
         """Average gradients over the ranks with the same stage and the same split."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
             average(list(self.parameters.values()), self._groups["data"])

@@ -127,7 +127,7 @@ class SplitShardedLayout(ShardedLayout):
     @torch.no_grad()
     def _complete(self) -> None:
         """Sum, over a tensor group, the gradients that each rank has for its positions only."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         if self.plan.degree > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 

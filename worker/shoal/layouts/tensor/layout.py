@@ -187,7 +187,7 @@ class TensorLayout(Layout):
             _set_groups(self._ranks, module)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
-        world.exchanges.align(self._parameters)
+        world.exchanges.add_whole_parameters(self._parameters)
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.faults_are_own = not self._summed
         self._gradients = PassGradients(map(self._parameters.__getitem__, self._summed))
@@ -217,7 +217,7 @@ class TensorLayout(Layout):
 
     def _complete(self) -> None:
         """Sum, over the ranks, the gradients that each rank has for its positions only."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
