@@ -153,7 +153,7 @@ class Layout(ABC):
         # Computing a chunk takes 0.1 ms, and a state has several for each parameter.
         return {}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
         Each element is counted on exactly one rank, which adds it to norms and writes it to
@@ -163,9 +163,9 @@ class Layout(ABC):
 
     def replicas(self, name: str) -> Sequence[int]:
         """Ranks that hold the same bits of this rank's chunk of a tensor of `held`: each of them
-        publishes a part of the chunk. By default: this rank alone if it `counts` the tensor, else
+        publishes a part of the chunk. By default: this rank alone if it counts the tensor, else
         none (another rank publishes it)."""
-        return (self.world.rank,) if self.counts(name) else ()
+        return (self.world.rank,) if self.is_counted_here(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so

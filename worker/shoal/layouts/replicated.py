@@ -88,7 +88,7 @@ class ReplicatedLayout(Layout):
     def held(self) -> Mapping[str, Tensor]:
         return {**self._parameters, **persistent_buffers(self._model)}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:

@@ -61,9 +61,9 @@ class SeveralLayouts(Layout):
         model, _, own = name.partition(".")
         return self.layouts[model].chunk(own, tensor)
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         model, _, own = name.partition(".")
-        return self.layouts[model].counts(own)
+        return self.layouts[model].is_counted_here(own)
 
     def replicas(self, name: str) -> Sequence[int]:
         model, _, own = name.partition(".")

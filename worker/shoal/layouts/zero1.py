@@ -54,7 +54,7 @@ class Zero1Layout(ReplicatedLayout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._owned
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         # The first rank counts tensors that no rank steps: frozen parameters and buffers.
         return self._owner.get(name, 0) == self.world.rank
 

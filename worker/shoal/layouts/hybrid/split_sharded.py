@@ -95,10 +95,10 @@ class SplitShardedLayout(ShardedLayout):
         is_cut = isinstance(tensor, DTensor)
         return self._chunks_of[name] if is_cut else super().chunk(name, tensor)
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         if name in self._parameters and name not in self._split:
             return self._column == 0
-        return super().counts(name)
+        return super().is_counted_here(name)
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
         """Return the hosts if there are several, else the tensor groups: all ranks of a tensor
@@ -134,7 +134,7 @@ class SplitShardedLayout(ShardedLayout):
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce as `ShardedLayout` does, then broadcast the gradients of unsplit parameters from
-        the first rank of each tensor group: see `align` in `hybrid/layout.py`.
+        the first rank of each tensor group: see `broadcast_gradients` in `hybrid/layout.py`.
         """
         super().reduce()
         self._gradients.finish(self._complete)

@@ -93,7 +93,7 @@ class PipelineLayout(Layout):
     def held(self) -> Mapping[str, Tensor]:
         return {**self._parameters, **self.stage.buffers}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return self.stage.holders[name][0] == self.stage.index
 
     def watch(self, ours: Callable[[], bool]) -> None:

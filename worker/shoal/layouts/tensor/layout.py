@@ -196,7 +196,7 @@ class TensorLayout(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return isinstance(self._parameters.get(name), DTensor) or self.world.rank == 0
 
     def is_lost_with_rank(self, name: str) -> bool:
