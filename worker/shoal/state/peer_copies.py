@@ -34,7 +34,7 @@ from shoal.state.inventory import (
     unpack,
 )
 from shoal.state.shards import Chunk, StateShard
-from shoal.state.transfer import message_chunks
+from shoal.state.transfer import split_into_messages
 from shoal_proto.errors import GenerationBroken, InternalError
 
 log = structlog.get_logger(__name__)
@@ -427,13 +427,14 @@ class PeerCopies:
             received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
             shards, memory = slot.buffers_for(peer, received_chunks, metas)
             works = [
-                dist.irecv(chunk, group=group, group_src=peer) for chunk in message_chunks(memory)
+                dist.irecv(part, group=group, group_src=peer)
+                for part in split_into_messages(memory)
             ]
             receives[peer] = (shards, works)
         leaving = [
-            dist.isend(chunk, group=group, group_dst=peer)
+            dist.isend(part, group=group, group_dst=peer)
             for peer in targets
-            for chunk in message_chunks(slot.sent_memory)
+            for part in split_into_messages(slot.sent_memory)
         ]
         for peer, (shards, works) in receives.items():
             self._wait(works)
