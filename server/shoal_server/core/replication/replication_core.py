@@ -182,7 +182,7 @@ class ReplicationCore:
             yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.store_record(key, new, event.run)
         if old is not None and self.me in old.backups:
-            self._watch.unback(key, old.primary)
+            self._watch.stop_watching(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
             # Notify the old primary, so that it does not count on a copy here.
             yield from self._refuse_dropped(key, old)
@@ -204,7 +204,7 @@ class ReplicationCore:
             refusal = BackupRefused(
                 key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
             )
-            for link in self._watch.links(old.primary):
+            for link in self._watch.open_links(old.primary):
                 yield SendReply(old.primary, link, refusal)
 
     def _drop_roles(self, key: Key) -> Effects:
@@ -437,10 +437,10 @@ class ReplicationCore:
         for key in self._copies.of(event.peer) if event.is_torn else ():
             yield LogLine("copy_torn", key=key, peer=event.peer)
             yield from self._copy_failed(ev.CopyFailed(key))
-        yield from self._watch.left(event.peer, event.link)
+        yield from self._watch.remove_link(event.peer, event.link)
 
     def _requested(self, event: ev.RequestReceived) -> Effects:
-        if self._watch.calls(event.peer, event.link):
+        if self._watch.has_link(event.peer, event.link):
             assignment = self._records.find(event.request.key)
             yield from self._copies.requested(
                 event.peer, event.link, event.request, event.data, assignment
@@ -458,8 +458,10 @@ class ReplicationCore:
         yield from self._copies.failed(event.key, event.image, why, event.detail)
 
     def _probed(self, event: ev.PeerProbed) -> Effects:
-        yield from self._watch.probed(event.peer, event.answers, self._now_s)
-        for key in self._watch.backed(event.peer) if self._watch.is_dead(event.peer) else ():
+        yield from self._watch.record_probe(event.peer, event.answers, self._now_s)
+        for key in (
+            self._watch.watched_shards(event.peer) if self._watch.is_dead(event.peer) else ()
+        ):
             yield from self._write_if_wanted(key)
 
     # --- after a restart ---
