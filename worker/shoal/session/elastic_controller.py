@@ -165,7 +165,7 @@ class ElasticController:
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
                 is_away=lambda: self.membership.is_disconnected,
-                leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
+                no_generation_follows=lambda: self.membership.no_generation_follows,
                 ended=lambda: self.membership.failure,
                 stores=self._stores(),
                 report_status=self.membership.report_status,
@@ -342,7 +342,7 @@ class ElasticController:
         """Write a checkpoint if this member leaves and no generation continues from its latest
         step. Only the generation's first remaining member writes, if it holds the whole state."""
         generation = self.generation
-        if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
+        if generation is None or self._is_ready or not self.membership.no_generation_follows:
             return
         members = (entry.member_id for entry in generation.entries)
         remaining = (name for name in members if name not in self.membership.lost)

@@ -82,7 +82,7 @@ class SynchronousStrategy(Strategy):
         super().attach(context)
         self._stores = context.stores
         if self.writes_checkpoints:
-            self.position.leaves = context.leaves_unreplaced
+            self.position.leaves = context.no_generation_follows
         if self._backend.is_watched:
             self._watch = HangWatch(
                 HangWatchConfig(
