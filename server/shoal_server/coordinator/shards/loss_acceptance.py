@@ -159,7 +159,7 @@ class LossAcceptance:
         current = records.parse_all(job, listed.items)
         if current is None:
             raise await self._no_shards_error(job)
-        prefix = keys.assignments_of_run(job, current.run)
+        prefix = keys.assignments_of_placement(job, current.placement_id)
         stored = [records.parse_shard(i) for i in listed.items if i.key.startswith(prefix)]
         return current, {shard.assignment.shard_id: shard for shard in stored}
 

@@ -62,7 +62,7 @@ class ReplicationCore:
         self.lease = Lease(limits)
         self.leading = LedShards(limits)
         self._records = KnownRecords()
-        self._copies = Copies(me, self._records.runs)
+        self._copies = Copies(me, self._records.placement_ids)
         self._watch = PrimaryWatch(limits.probe_s)
         self._claims = JournalClaims(me, limits)
         self._missing = MissingShards(me)
@@ -177,10 +177,10 @@ class ReplicationCore:
 
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
-        if new is not None and self._records.is_of_another_run(key, event.run):
+        if new is not None and self._records.is_of_another_placement(key, event.placement_id):
             # Shards of another placement are different shards: drop what is here of the old ones.
             yield from self._assigned(ev.ShardAssigned(key, None))
-        old = self._records.store_record(key, new, event.run)
+        old = self._records.store_record(key, new, event.placement_id)
         if old is not None and self.me in old.backups:
             self._watch.stop_watching(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
@@ -263,9 +263,9 @@ class ReplicationCore:
 
     def _begin(self, led: LedShard) -> Effects:
         self._claims.take(led.key)
-        led.run = self._records.runs.get(led.key, "")
+        led.placement_id = self._records.placement_ids.get(led.key, "")
         self.leading.begin(led)
-        yield LeadShard(led.key, led.epoch, led.run)
+        yield LeadShard(led.key, led.epoch, led.placement_id)
         yield from self._take_due_steps(led)
 
     def _take_due_steps(self, led: LedShard) -> Effects:

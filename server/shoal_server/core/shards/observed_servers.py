@@ -55,7 +55,7 @@ class ObservedServers:
         """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
         still examines shards that other processes changed meanwhile, but none if the job was placed
         anew."""
-        if stands.run != wished.run:
+        if stands.placement_id != wished.placement_id:
             self._last = None
         elif self._last is not None:
             triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)

@@ -121,11 +121,11 @@ class World:
         self.submit(ev.ImageRestored(KEY, 5))
         self.assigned(record(B, ME))
 
-    def adopted(self, run: str) -> None:
-        """Make this server a backup of B in this run of the job, at version 3."""
-        self.submit(ev.ShardAssigned(KEY, record(B, ME), run))
+    def adopted(self, placement_id: str) -> None:
+        """Make this server a backup of B in this placement of the job, at version 3."""
+        self.submit(ev.ShardAssigned(KEY, record(B, ME), placement_id))
         self.submit(ev.IncomingLinkOpened(B, 7))
-        self.received(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
+        self.received(ImageStart(KEY, 1, 1, 5, 3, 1, placement_id=placement_id))
         self.received(ImageChunk(KEY, 5, 0))
         self.submit(ev.ImageRestored(KEY, 5))
 
@@ -908,7 +908,7 @@ def test_the_version_on_disk_is_recorded_at_intervals() -> None:
     assert world.core.revised(KEY, known, world.now_s).disk_version == version + 5
 
 
-# --- another run of the job ---
+# --- another placement of the job ---
 
 
 def test_a_copy_of_another_run_is_dropped() -> None:
@@ -924,7 +924,7 @@ def test_a_copy_of_another_run_is_dropped() -> None:
     [
         Offer(KEY, 1, 1, "one"),
         CopyUpToDate(KEY, 1, 3, "one"),
-        ImageStart(KEY, 1, 1, 6, 3, 1, run="one"),
+        ImageStart(KEY, 1, 1, 6, 3, 1, placement_id="one"),
     ],
     ids=lambda sent: type(sent).__name__,
 )
@@ -947,12 +947,12 @@ def test_a_primary_names_its_run() -> None:
         [*world.answered(B, BackupState(KEY, 1)), *world.submit(ev.ImageMade(KEY, 1, 1, 0))]
     )
     assert isinstance(start, ImageStart)
-    assert start.run == "two"
+    assert start.placement_id == "two"
 
 
 def test_a_backup_with_the_record_of_another_run_reports_no_epoch() -> None:
-    """The epoch in the backup's record is higher, but of the other run: it must not depose the
-    primary."""
+    """The epoch in the backup's record is higher, but of the other placement: it must not depose
+    the primary."""
     world = World()
     world.submit(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
     world.submit(ev.IncomingLinkOpened(B, 7))

@@ -183,7 +183,7 @@ def copies_of_another_run_are_kept(patch: Patch) -> None:
 
     def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
         if event.key in core._records.runs:
-            core._records._runs[event.key] = event.run
+            core._records._placement_ids[event.key] = event.placement_id
         return real(core, event)
 
     patch.setattr(ReplicationCore, "_assigned", assigned)

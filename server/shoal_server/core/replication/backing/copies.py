@@ -84,11 +84,11 @@ class _PendingOffers:
 
 
 class Copies:
-    """Copies on this server. `runs`: `JobAssignments.run` of each shard's record."""
+    """Copies on this server. `placement_ids`: id of each shard's placement."""
 
-    def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
+    def __init__(self, me: Holder, placement_ids: Mapping[Key, str]) -> None:
         self._me = me
-        self._runs = runs
+        self._placement_ids = placement_ids
         self._held: dict[Key, Copy] = {}
         self._incoming: dict[Key, IncomingImage] = {}
         self._pending: dict[Key, _PendingOffers] = {}
@@ -155,12 +155,12 @@ class Copies:
     ) -> bool:
         """True if the record is of the sender's placement, and names the sender as the shard's
         primary of that epoch and this server as another holder."""
-        # An update has no `run`: the placement was checked when the copy began.
-        run = "" if isinstance(message, UpdateMessage) else message.run
+        # An update has no `placement_id`: the placement was checked when the copy began.
+        placement_id = "" if isinstance(message, UpdateMessage) else message.placement_id
         return (
             assignment is not None
             and (assignment.primary, assignment.epoch) == (peer, message.epoch)
-            and run in ("", self._runs.get(message.key))
+            and placement_id in ("", self._placement_ids.get(message.key))
             and self._me in assignment.holders[1:]
         )
 
@@ -169,11 +169,11 @@ class Copies:
     ) -> BackupRefused:
         """The refusal if the record does not name the sender as the shard's primary of that epoch,
         or does not place the shard here. Epochs of different placements are not compared."""
-        is_same_run = isinstance(message, UpdateMessage) or message.run in (
+        is_same_placement = isinstance(message, UpdateMessage) or message.placement_id in (
             "",
-            self._runs.get(message.key),
+            self._placement_ids.get(message.key),
         )
-        newest = assignment.epoch if assignment is not None and is_same_run else 0
+        newest = assignment.epoch if assignment is not None and is_same_placement else 0
         return BackupRefused(
             message.key, message.epoch, BackupRefusalReason.OTHER_HOLDERS, str(assignment), newest
         )

@@ -130,8 +130,8 @@ class LedShard:
         self.log = ShardLog[Record](version)
         """Records that followers may still need."""
         self.born = born
-        self.run = ""
-        """`JobAssignments.run` of the shard's record."""
+        self.placement_id = ""
+        """`JobAssignments.placement_id` of the shard's record."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard, and must be removed from the record."""

@@ -119,7 +119,9 @@ class LedShards:
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
-            yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
+            yield SendRequest(
+                peer, link.number, Offer(led.key, led.epoch, led.born, led.placement_id)
+            )
 
     def followed(self, led: LedShard) -> Iterator[Effect]:
         """Report the shard's followers, if they have changed."""
@@ -219,7 +221,7 @@ class LedShards:
         if reply.version and led.continues(reply.copy_epoch, reply.born, reply.version):
             follower.phase = FollowerPhase.CONTINUING
             follower.image_version = reply.version
-            goes_on = CopyUpToDate(led.key, led.epoch, reply.version, led.run)
+            goes_on = CopyUpToDate(led.key, led.epoch, reply.version, led.placement_id)
             yield SendRequest(peer, link.number, goes_on)
             return
         follower.phase = FollowerPhase.IMAGE
@@ -297,7 +299,7 @@ class LedShards:
                 event.image,
                 event.version,
                 event.num_chunks,
-                run=led.run,
+                placement_id=led.placement_id,
             )
             if self.links.opened(peer) is None:
                 # Once there is a link again, the peer is asked for its state first.
