@@ -271,7 +271,7 @@ class ReplicationCore:
     def _take_due_steps(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_record(led)
-        yield from self.leading.followed(led)
+        yield from self.leading.report_followers(led)
         yield from self.leading.take_due_steps(led, self._now_s)
         yield from self._release(led)
         yield from self._trim(led)
@@ -279,13 +279,13 @@ class ReplicationCore:
 
     def _trim(self, led: LedShard) -> Effects:
         led.trim()
-        return led.unreplicated()
+        return led.report_unreplicated()
 
     def _release(self, led: LedShard) -> Effects:
         if not led.has_waiters:
             return
         holds = self.lease.holds(self._now_s)
-        for token in led.released():
+        for token in led.release_waiters():
             yield (
                 AcknowledgeVersion(token)
                 if holds
@@ -339,7 +339,7 @@ class ReplicationCore:
         yield from self.leading.send_update(led, event.record)
         if not led.followers:
             yield from self._release(led)
-        yield from led.unreplicated()
+        yield from led.report_unreplicated()
 
     def _asked(self, event: ev.AckRequested) -> Effects:
         led = self.leading.find(event.key)
@@ -402,7 +402,7 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
 
     def _held(self, event: ev.RecordDelivered) -> Effects:
-        if (led := self.leading.held(event)) is not None:
+        if (led := self.leading.note_delivery(event)) is not None:
             yield from self._release(led)
 
     def _replied(self, event: ev.ReplyReceived) -> Effects:
@@ -514,4 +514,4 @@ class ReplicationCore:
         self._is_fenced = True
         yield LogLine("acknowledges_nothing")
         for led in self.leading.all():
-            yield from led.refused(AckRefusalReason.FENCED)
+            yield from led.refuse_waiters(AckRefusalReason.FENCED)
