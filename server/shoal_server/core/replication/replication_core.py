@@ -5,8 +5,8 @@ The record in etcd assigns shards (`core/shards/assignments.py`). This server ca
 change of the record, whichever process made it. This server changes the record itself when a joiner
 is in step, a backup or a primary is gone, a shard is handed over, or this server's disk has a shard
 that no server has in memory. The wanted change is computed from the state after each event, and
-again from the newest record at the time of the write (`revised`), so an outdated change is never
-written.
+again from the newest record at the time of the write (`wanted_record`), so an outdated change is
+never written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -129,17 +129,17 @@ class ReplicationCore:
         """Return the shards of open claims whose records the journal has."""
         return [key for key in self._claims.open if key in self._records]
 
-    def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
+    def wanted_record(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record that this server wants, given the newest record."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
-            return led.revised(assignment)
+            return led.wanted_record(assignment)
         primary = assignment.primary
         if self._watch.is_dead(primary) and self._copies.is_held(key):
             assignment = promote(assignment, primary, self.me)
         elif led is None and self._copies.find(key) is None and key not in self._claims:
-            assignment = self._missing.revised(key, assignment)
-        return self._claims.revised(key, assignment, now_s)
+            assignment = self._missing.wanted_record(key, assignment)
+        return self._claims.wanted_record(key, assignment, now_s)
 
     # --- the record ---
 
@@ -148,7 +148,7 @@ class ReplicationCore:
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
-        if self.revised(key, assignment, self._now_s) != assignment:
+        if self.wanted_record(key, assignment, self._now_s) != assignment:
             self._records.begin_write(key)
             yield WriteShardRecord(key)
         else:
@@ -158,7 +158,7 @@ class ReplicationCore:
 
     def _read(self, event: ev.ShardRecordRead) -> Effects:
         key = event.key
-        yield ReviseShardRecord(key, self.revised(key, event.assignment, self._now_s))
+        yield ReviseShardRecord(key, self.wanted_record(key, event.assignment, self._now_s))
 
     def _written(self, event: ev.ShardRecordWritten) -> Effects:
         self._records.end_write(event.key)

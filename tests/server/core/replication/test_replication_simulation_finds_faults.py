@@ -89,7 +89,7 @@ def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
 
 def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
     """A server treats its own earlier process, and that one's backups, as dead."""
-    real = JournalClaims.revised
+    real = JournalClaims.wanted_record
 
     def revised(
         claims: JournalClaims, key: Key, a: ShardAssignment, now_s: float
@@ -102,7 +102,7 @@ def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
         finally:
             claims._dead = known
 
-    patch.setattr(JournalClaims, "revised", revised)
+    patch.setattr(JournalClaims, "wanted_record", revised)
 
 
 def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
@@ -237,7 +237,7 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
 
 def a_server_without_a_copy_stays_in_the_record(patch: Patch) -> None:
     """No other server leads the shard or declares it lost."""
-    patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
+    patch.setattr(MissingShards, "wanted_record", lambda missing, key, a: a)
 
 
 # Two more faults break no invariant. One hands a shard over to a successor that is not up to date:

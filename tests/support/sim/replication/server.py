@@ -247,7 +247,7 @@ class SimServer:
 
         def disowned(record: ShardAssignment) -> ShardAssignment:
             is_missing = self._is_missing(key, record)
-            return self._disowning.revised(record) if is_missing else record
+            return self._disowning.wanted_record(record) if is_missing else record
 
         self.registration.change(
             key,
@@ -292,7 +292,7 @@ class SimServer:
                 missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s
             )
             for key, record in missing.items():
-                if self._disowning.revised(record) != record:
+                if self._disowning.wanted_record(record) != record:
                     self._disown(key)
             self.process.act(LOOK_EACH_S, self._look_at_servers)
 

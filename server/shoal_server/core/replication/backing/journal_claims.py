@@ -82,7 +82,7 @@ class JournalClaims:
         self._dead = ended | frozenset(long_gone)
         self._listed_s = asked_s
 
-    def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
+    def wanted_record(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record that this server wants. Unchanged if the servers were last listed long ago: a
         process that counted as dead may be back."""
         if key in self._missing:

@@ -326,7 +326,7 @@ class LedShard:
 
     # --- the record ---
 
-    def revised(self, a: ShardAssignment) -> ShardAssignment:
+    def wanted_record(self, a: ShardAssignment) -> ShardAssignment:
         """The record that this primary wants. Marks the joiner that the write may put in step, and
         a handover that it may make."""
         me = a.primary
