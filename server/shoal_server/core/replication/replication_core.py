@@ -173,7 +173,7 @@ class ReplicationCore:
             yield from led.keep_leading()
 
     def _refreshed(self, event: ev.ShardRecordRefreshed) -> Effects:
-        yield from self._copies.known(event.key, self._records.find(event.key))
+        yield from self._copies.answer_offers(event.key, self._records.find(event.key))
 
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
@@ -190,13 +190,13 @@ class ReplicationCore:
         if new is None or self.me not in new.holders:
             yield from self._drop_roles(key)
             if new is None:
-                self._claims.take(key)
+                self._claims.remove(key)
         elif new.primary == self.me:
             yield from self._to_lead(key, new, stopped=was_handed_over(old, new))
         else:
             yield from self._to_back_up(key, new)
         if new is not None:
-            self._claims.known(key, new)
+            self._claims.note_record(key, new)
         yield from self._write_if_wanted(key)
 
     def _refuse_dropped(self, key: Key, old: ShardAssignment | None) -> Effects:
@@ -219,7 +219,7 @@ class ReplicationCore:
         """Keep the claim to the shard while the record names this server's disk, even if the disk
         fails: the disk may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
-            self._claims.left(led.key)
+            self._claims.note_given_up(led.key)
 
     def _to_lead(self, key: Key, new: ShardAssignment, *, stopped: bool = False) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
@@ -239,7 +239,7 @@ class ReplicationCore:
                 copy.phase = CopyPhase.SETTLING
                 yield SettleCopy(key, None if stopped else copy.primary)
         elif key in self._claims and new.content is ShardContent.PRESENT:
-            self._claims.take(key)
+            self._claims.remove(key)
             if new.on_disk == self.me.server_id:
                 self._missing.tolerate_absence(key, new)
                 yield LoadJournal(key, new.epoch)
@@ -262,7 +262,7 @@ class ReplicationCore:
     # --- leading ---
 
     def _begin(self, led: LedShard) -> Effects:
-        self._claims.take(led.key)
+        self._claims.remove(led.key)
         led.placement_id = self._records.placement_ids.get(led.key, "")
         self.leading.begin(led)
         yield LeadShard(led.key, led.epoch, led.placement_id)
@@ -313,12 +313,12 @@ class ReplicationCore:
         if new is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
         elif new is not None and new.primary == self.me:
-            self._copies.take(key)
+            self._copies.pop(key)
             led = self.leading.led(key, new, event.version, origin=copy.epoch, born=copy.born)
             yield from self._begin(led)
         else:
             yield from self._write_if_wanted(key)
-        yield from self._copies.known(key, new)
+        yield from self._copies.answer_offers(key, new)
 
     def _created(self, event: ev.ShardCreated) -> Effects:
         key, new = event.key, self._records.find(event.key)
@@ -434,7 +434,7 @@ class ReplicationCore:
         yield from ()
 
     def _incoming_ended(self, event: ev.IncomingLinkEnded) -> Effects:
-        for key in self._copies.of(event.peer) if event.is_torn else ():
+        for key in self._copies.keys_from(event.peer) if event.is_torn else ():
             yield LogLine("copy_torn", key=key, peer=event.peer)
             yield from self._copy_failed(ev.CopyFailed(key))
         yield from self._watch.remove_link(event.peer, event.link)

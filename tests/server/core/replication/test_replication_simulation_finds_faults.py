@@ -73,7 +73,7 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
     ) -> Iterator[Effect]:
         copy = core._copies.find(key)
         if copy is not None and copy.phase is CopyPhase.HELD and core.leading.find(key) is None:
-            core._copies.take(key)
+            core._copies.pop(key)
             led = core.leading.led(key, new, copy.received, origin=copy.epoch, born=copy.born)
             yield from core._begin(led)
         else:

@@ -96,14 +96,14 @@ class Copies:
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
 
-    def of(self, primary: Holder) -> list[Key]:
+    def keys_from(self, primary: Holder) -> list[Key]:
         """Shards whose copies got their latest request from this primary."""
         return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
 
-    def take(self, key: Key) -> Copy | None:
+    def pop(self, key: Key) -> Copy | None:
         """Remove and return a copy: the shard is led here now, or the copy is gone."""
         return self._held.pop(key, None)
 
@@ -212,7 +212,7 @@ class Copies:
             next_chunk=incoming.come if incoming is not None and is_from_peer else 0,
         )
 
-    def known(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
+    def answer_offers(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
         """Answer waiting offers: the newest record was read, or the copy has settled."""
         pending = self._pending.pop(key, None)
         for peer, link, offer in pending.offers if pending is not None else ():
