@@ -92,12 +92,12 @@ def change(job: JobState, now_s: float) -> bool:
     wanted, members = _change_wanted(job, now_s)
     if not wanted:
         if job.phase is Phase.COLLECT:
-            job.to(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
+            job.apply_trigger(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
         return False
     if job.pausing():
         return False  # A paused member cannot take part: the change waits until all can.
     if job.phase is Phase.RUNNING:
-        job.to(Trigger.CHANGE_WANTED, wanted, now_s)
+        job.apply_trigger(Trigger.CHANGE_WANTED, wanted, now_s)
     # Wait a little for members that have not proposed yet, and for further drains, since drains
     # mostly arrive together: one stop then serves all of them.
     coming = job.table.num_not_proposed > 0 or bool(job.table.draining)
@@ -295,7 +295,7 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
     old = [m.member_id for m in job.table.trainers(running)] if running else ()
     job.last_generation = generation
     job.agreement = Agreement.on(roster, job.digest_of(roster), stopping=old)
-    job.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
+    job.apply_trigger(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
     if conflicts := find_conflicts(candidates):
         endings.abort_conflicting(job, conflicts, now_s)
         return True

@@ -60,7 +60,7 @@ def became_ready(
     assert job.record is not None
     cause = job.record.reason
     reason = f"generation {roster.generation}: {cause}"
-    job.to(Trigger.READY, reason, now_s)
+    job.apply_trigger(Trigger.READY, reason, now_s)
     trainers = job.members_of(roster)
     start, reached = Step(0), job.progress.reached
     if roster.synchronous:

@@ -39,7 +39,7 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     if brought_up:
         job.tries.failed_roster = roster
     old_is_over = job.running is None or agreement.may_have_stopped
-    job.to(Trigger.FAILED, reason, now_s)
+    job.apply_trigger(Trigger.FAILED, reason, now_s)
     record = job.record_of(Verdict.ABORTED, reason, now_s, conflicts)
     job.agreement, job.tries.failures = None, job.tries.failures + 1
     job.emit(WriteGeneration(record=record))
@@ -80,7 +80,7 @@ def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -
     if running.synchronous:
         job.tries.changes.record_break("" if lost else reason, now_s)
     if job.phase is not Phase.ABORTED:
-        job.to(Trigger.BROKEN, reason, now_s)
+        job.apply_trigger(Trigger.BROKEN, reason, now_s)
     notify_broken(job, running, lost, reason, now_s)
 
 
@@ -177,7 +177,7 @@ def lose_state(job: JobState, seen: str, now_s: float) -> None:
     lost = refusals.state_lost(job.spec.job, job.progress, seen)
     job.end.lost = lost
     abort(job, lost.what, now_s)
-    job.to(Trigger.STATE_LOST, lost.what, now_s)
+    job.apply_trigger(Trigger.STATE_LOST, lost.what, now_s)
     job.end.completing = True
     job.deadlines.stop()
     job.emit(FinishJob(reason=job.reason))
@@ -255,7 +255,7 @@ def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None
         job.agreement.stop_at = None  # Members with steps left go on.
         abort(job, reason, now_s)
         if job.running is not None:
-            job.to(Trigger.INTACT, reason, now_s)
+            job.apply_trigger(Trigger.INTACT, reason, now_s)
     job.deadlines.deadline_s, job.reason = None, reason
     # Members that have trained finish by themselves, asynchronous ones even between two
     # generations.
@@ -277,7 +277,7 @@ def abandon(job: JobState, reason: str, now_s: float) -> None:
 
 def end_job(job: JobState, trigger: Trigger, reason: str, now_s: float) -> None:
     """End the job: it has no members any more."""
-    job.to(trigger, reason, now_s)
+    job.apply_trigger(trigger, reason, now_s)
     job.running = job.agreement = None
     job.deadlines.stop()
     job.emit(FinishJob(reason=job.reason))

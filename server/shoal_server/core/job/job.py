@@ -159,7 +159,7 @@ class Job(JobState):
         if self.phase in OVER:
             tally.result, tally.is_cleared = None, False
             self.end = JobEnd()
-            self.to(Trigger.RETRIED, reason, now_s)
+            self.apply_trigger(Trigger.RETRIED, reason, now_s)
         self.emit(SaveJobRecord())
         return self.pop_effects()
 
@@ -270,7 +270,7 @@ class Job(JobState):
             case Phase.ABORTED:
                 is_intact = self.running is not None
                 trigger = Trigger.INTACT if is_intact else Trigger.BACKED_OFF
-                self.to(trigger, self.reason, now_s)
+                self.apply_trigger(trigger, self.reason, now_s)
 
     def _deadlines(self) -> Iterator[float]:
         yield from self.table.deadlines()

@@ -345,7 +345,8 @@ class JobState:
             )
         )
 
-    def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
+    def apply_trigger(self, trigger: Trigger, reason: str, now_s: float) -> None:
+        """Move to the phase that the table of transitions gives for the trigger, and log it."""
         self.phase = next_phase(self.phase, trigger)
         self.reason, self.phase_since_s = reason, now_s
         if self.phase is Phase.COLLECT:

@@ -136,7 +136,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     roster = agreement.roster
     _note_leavers(job, roster)
     reason = job.tries.changes.cause(roster)
-    job.to(Trigger.ACCEPTED, reason, now_s)
+    job.apply_trigger(Trigger.ACCEPTED, reason, now_s)
     record = job.record_of(Verdict.COMMITTED, reason, now_s)
     job.previous, job.record = roster, record
     # After a break, all members have settled or are gone by now.
