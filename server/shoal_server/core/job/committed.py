@@ -49,7 +49,7 @@ def became_ready(
         return
     member.entered = agreement.generation
     if not agreement.ready(member.member_id, step):
-        member.waits(f"the others' first collective in generation {generation}", now_s)
+        member.set_wait(f"the others' first collective in generation {generation}", now_s)
         return
     roster, old = agreement.roster, job.running
     job.running, job.agreement = roster, None
@@ -68,7 +68,7 @@ def became_ready(
     _log_story(job, roster, cause, start=start, reached=reached, now_s=now_s)
     notice = RunningNotice(reason=reason, generation=roster.generation)
     for trainer in trainers:
-        trainer.waits("nothing: it trains", now_s)
+        trainer.set_wait("nothing: it trains", now_s)
         job.notify_member(trainer, notice)
     if old is not None and roster.synchronous:
         draining.part_leavers(job, old, roster, now_s)
@@ -233,7 +233,7 @@ def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: flo
     """Delay the newcomers' next try: the other members stopped training for nothing."""
     for newcomer in newcomers:
         job.setbacks.shared(newcomer.member_id, now_s)
-        newcomer.waits(f"another try: in the last one, {error}", now_s)
+        newcomer.set_wait(f"another try: in the last one, {error}", now_s)
 
 
 def _blame(
@@ -247,7 +247,7 @@ def _blame(
         f" (try {num_tries} of {MAX_TRIES}): {error}"
     )
     job.log("bring_up_failed", reason, member)
-    member.waits(f"another try: {reason}", now_s)
+    member.set_wait(f"another try: {reason}", now_s)
     if num_tries >= MAX_TRIES:
         job.tries.num_excluded += 1
         refusal = refusals.cannot_bring_up(job.spec.job, member.member_id, MAX_TRIES, error)

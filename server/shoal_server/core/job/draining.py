@@ -24,7 +24,7 @@ def release_overdue(job: JobState, now_s: float) -> None:
         if member.drain.is_released or _is_worth_waiting(job, member, now_s):
             continue
         member.drain.is_released = True
-        member.waits("nothing: it leaves at its next step boundary", now_s)
+        member.set_wait("nothing: it leaves at its next step boundary", now_s)
         _notify_drain(job, member, member.drain.reason, now=True, now_s=now_s)
 
 

@@ -95,7 +95,7 @@ def notify_broken(
     job.table.settle(members, settled=False)
     notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
     for member in members:
-        member.waits(f"its trainer to stop after the break ({reason})", now_s)
+        member.set_wait(f"its trainer to stop after the break ({reason})", now_s)
         job.notify_member(member, notice)
 
 
@@ -236,7 +236,7 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
         job.emit(SaveJobRecord())
         reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
         job.log("member_finished", reason, member)
-        member.waits("nothing: its work is done", now_s)
+        member.set_wait("nothing: its work is done", now_s)
         if agreement is not None and member.member_id in agreement.unready:
             abort(job, reason, now_s)
         elif agreement is not None:

@@ -149,7 +149,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     job.table.settle(job.members_of(roster), settled=not roster.synchronous)
     notice = OutcomeNotice(reason=reason, record=record)
     for member in job.members_to_notify(roster):
-        member.waits(f"the first collective of generation {roster.generation}", now_s)
+        member.set_wait(f"the first collective of generation {roster.generation}", now_s)
         job.notify_member(member, notice)
 
 
