@@ -294,7 +294,7 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
     # A member without steps left offers no step to stop at.
     old = [m.member_id for m in job.table.trainers(running)] if running else ()
     job.last_generation = generation
-    job.agreement = Agreement.on(roster, job.digest_of(roster), stopping=old)
+    job.agreement = Agreement.begin(roster, job.digest_of(roster), stopping=old)
     job.apply_trigger(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
     if conflicts := find_conflicts(candidates):
         endings.abort_conflicting(job, conflicts, now_s)

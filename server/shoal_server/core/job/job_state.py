@@ -183,7 +183,7 @@ class JobState:
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
-        return self.table.of(roster)
+        return self.table.members_of(roster)
 
     def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
         """The current attempt; None unless it is for this generation and with the member."""
