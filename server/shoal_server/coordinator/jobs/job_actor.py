@@ -389,7 +389,7 @@ class JobActor:
     def _note(self, effect: LogJobEvent) -> None:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.summary is not None:
-            board.runs(job, effect.summary)
+            board.record_generation(job, effect.summary)
             asyncio.get_running_loop().call_later(REPORTED_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(

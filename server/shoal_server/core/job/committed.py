@@ -89,7 +89,7 @@ def _log_story(
         job.tally.idle_s += now_s - begun_s if changes.before is None else story.down_s
         reason = job.reason
         job.log("generation_running", reason, story=story)
-    changes.runs(roster)
+    changes.clear_for(roster)
 
 
 def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]) -> Step:
