@@ -223,7 +223,7 @@ class ElasticController:
         while True:
             if not self._is_ready:
                 self._form(fields)
-            strategy.asks(begins=True)
+            strategy.note_coordinator_wait(begins=True)
             try:
                 record = self.membership.begin_step(
                     strategy.step,
@@ -231,7 +231,7 @@ class ElasticController:
                     steps_before_leaving=strategy.writes_checkpoints,
                 )
             finally:
-                strategy.asks(begins=False)
+                strategy.note_coordinator_wait(begins=False)
             generation = self.generation
             assert generation is not None
             if record is not None:
@@ -420,11 +420,11 @@ class ElasticController:
             )
         while not self._is_ready:
             started_s = time.perf_counter()
-            strategy.asks(begins=True)
+            strategy.note_coordinator_wait(begins=True)
             try:
                 record = self.membership.await_generation(above=self._newest_number)
             finally:
-                strategy.asks(begins=False)
+                strategy.note_coordinator_wait(begins=False)
             log.debug(
                 "generation_agreed",
                 generation=record.roster.generation,

@@ -114,13 +114,13 @@ class SynchronousStrategy(Strategy):
     def refusal_in(self, generation: int) -> InvalidSpec | None:
         return self._points.refusal(generation) if self._points is not None else None
 
-    def asks(self, *, begins: bool) -> None:
+    def note_coordinator_wait(self, *, begins: bool) -> None:
         if self._watch is not None:
             self._watch.note_coordinator_wait(begins=begins)
 
-    def loads(self, *, begins: bool) -> None:
+    def note_loading(self, *, begins: bool) -> None:
         if self._watch is not None:
-            self._watch.loads(begins=begins)
+            self._watch.note_loading(begins=begins)
 
     def _sign(self) -> None:
         """Note that the trainer makes progress."""
