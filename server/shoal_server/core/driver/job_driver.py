@@ -198,7 +198,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return list(self._silent_too_long(now_s))
 
     def _silent_too_long(self, now_s: float) -> Iterator[MemberLost]:
-        for name in self.liveness.late(now_s):
+        for name in self.liveness.silent_members(now_s):
             member = self.job.members.get(name)
             if member is None:
                 self.liveness.forget(name)
