@@ -285,7 +285,7 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _closed_error()
-            channel = self._channels.to(address)
+            channel = self._channels.channel_to(address)
             reached = self._reached.get(address)
             if reached is not None and reached[0] is channel:
                 return reached[1]
@@ -316,7 +316,7 @@ class ShardServers(Generic[Stub]):
         """Close the connections to all other addresses."""
         with self._lock:
             gone = [self._reached.pop(a)[1] for a in list(self._reached) if a not in addresses]
-            channels = self._channels.take(addresses)
+            channels = self._channels.pop_all(keep=addresses)
         for stub in gone:
             self._close_stub(stub)
         close_channels(channels)
