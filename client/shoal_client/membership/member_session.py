@@ -547,7 +547,7 @@ class MemberSession:
         slot = self._slot
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:
-                slot.runs()
+                slot.record_running()
             within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
             status = self._status
             due = ev.HeartbeatDue(
