@@ -288,7 +288,7 @@ class Layout(ABC):
         ranks that split layers among themselves computed with different layers."""
         self.world.exchanges.check_outside_step(self.world.group)
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         """Name the trained parameters that this step gave no gradient on this rank, if all ranks
         have to compute with the same parameters; else nothing."""
         return ()

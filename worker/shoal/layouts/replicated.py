@@ -145,7 +145,7 @@ class ReplicatedLayout(Layout):
     def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # The optimizer skips these parameters: it must skip them on every rank.
         return self._without_gradient()
 

@@ -170,8 +170,12 @@ class SeveralLayouts(Layout):
         for each in self.layouts.values():
             each.stepped()
 
-    def idle(self) -> Sequence[str]:
-        return [f"{name}.{each}" for name, own in self.layouts.items() for each in own.idle()]
+    def names_without_gradient(self) -> Sequence[str]:
+        return [
+            f"{name}.{each}"
+            for name, own in self.layouts.items()
+            for each in own.names_without_gradient()
+        ]
 
     @property
     def names_stepped_elsewhere(self) -> Collection[str]:

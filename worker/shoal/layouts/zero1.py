@@ -88,7 +88,7 @@ class Zero1Layout(ReplicatedLayout):
     def names_stepped_elsewhere(self) -> Collection[str]:
         return self._stepped_by_others
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # An owner keeps the gradients of its own parameters only.
         return ()
 

@@ -362,7 +362,7 @@ class ShardedLayout(Layout):
         for gathering in self._gatherings[:1]:
             gathering.finish()
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # Ranks gather and reduce together, so all must compute with the same parameters.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
