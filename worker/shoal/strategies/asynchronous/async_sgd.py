@@ -327,7 +327,7 @@ class AsyncSGD(LeasingStrategy):
         """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             # New shards have version 1.
-            self._shared.followed.to(self._num_updates - 1)
+            self._shared.followed.step_to(self._num_updates - 1)
         elif self._options.schedule is not None:
             return []
         return [float(group["lr"]) for group in self._shared.optimizer.param_groups]
