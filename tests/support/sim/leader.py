@@ -182,7 +182,7 @@ class Leader:
             return
         stream.leader = self
         self.connections[stream] = None
-        self._do(self.driver.open(stream, self.clock.now_s))
+        self._do(self.driver.open_stream(stream, self.clock.now_s))
         if stream.broken:
             self.clock.soon(lambda: self.process.do(lambda: self.closed(stream)), 1.0)
 
@@ -219,7 +219,7 @@ class Leader:
         stream.ended = True
         self.connections.pop(stream, None)
         if self.process.alive:
-            self._do(self.driver.closed(stream, self.clock.now_s))
+            self._do(self.driver.end_stream(stream, self.clock.now_s))
 
     def end(self) -> None:
         """End the leader, which is dead, or deposed and has noticed it."""
