@@ -346,7 +346,7 @@ class Leader:
 
     def _check_answer(self, event: events.MemberEvent, error: Exception | None) -> None:
         """Check that an admission or a fence is durable before it is answered."""
-        if self.etcd.leader is not self or self.job.lost is not None:
+        if self.etcd.leader is not self or self.job.loss_refusal is not None:
             return
         member = self.job.members.get(event.member_id)
         is_member = member is not None and member.incarnation == event.incarnation

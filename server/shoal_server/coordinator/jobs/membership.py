@@ -289,7 +289,7 @@ def _process(
 
 
 def _ack(actor: JobActor) -> pb.Ack:
-    lost = actor.job.lost
+    lost = actor.job.loss_refusal
     return pb.Ack(
         generation=actor.job.last_generation,
         phase=actor.job.phase.value,

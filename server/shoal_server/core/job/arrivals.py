@@ -52,7 +52,7 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
         job.table.note_stream_back(known)
         _repeat_notices(job, known, event.generation, now_s)
         return
-    if reason := job.stopping:
+    if reason := job.stop_reason:
         raise EventRefused(refusals.stopped(job.spec.job, "is being stopped", reason))
     if event.incarnation in job.table.expelled:
         refusal = job.table.expelled[event.incarnation]
@@ -142,7 +142,7 @@ def _repeat_notices(
         job.notify_member(member, notice)
     if job.is_completing:
         job.notify_member(member, ClosingNotice(reason=job.reason))
-    if reason := job.stopping:
+    if reason := job.stop_reason:
         draining.notify_stopping(job, member, reason, now_s)
 
 

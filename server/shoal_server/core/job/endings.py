@@ -75,7 +75,7 @@ def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -
     job.deadlines.suspect_since_s = None
     if running is None:
         return  # The abort ended it too and notified its members.
-    if not job.stopping:
+    if not job.stop_reason:
         job.tally.num_breaks += 1
     if running.synchronous:
         job.tries.changes.record_break("" if lost else reason, now_s)
@@ -138,15 +138,15 @@ def remove(
             notify_broken(job, roster, (member.member_id,), reason, now_s)
         if job.agreement is not None:
             job.agreement.forget(member.member_id)
-        if not job.members and job.lost is None:
+        if not job.members and job.loss_refusal is None:
             end_job(job, Trigger.COMPLETED, job.reason, now_s)
         return
     if attempted:
         abort(job, reason, now_s)
     if trained and job.running is not None:
         break_off(job, (member.member_id,), reason, now_s)
-    if job.stopping and not job.members:
-        end_job(job, Trigger.STOPPED, job.stopping, now_s)
+    if job.stop_reason and not job.members:
+        end_job(job, Trigger.STOPPED, job.stop_reason, now_s)
 
 
 def refuse(job: JobState, member: MemberState, refusal: Refusal, now_s: float) -> None:

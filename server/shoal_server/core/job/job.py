@@ -115,7 +115,7 @@ class Job(JobState):
         May be repeated, by a new leader too. Does nothing to a job that is over.
         """
         if self.phase not in OVER:
-            if self.stopping != reason:
+            if self.stop_reason != reason:
                 self.end.stopping = reason
                 self.log("job_stopping", reason)
                 self.emit(SaveJobRecord())

@@ -163,12 +163,12 @@ class JobState:
         return self.end.completing
 
     @property
-    def lost(self) -> Refusal | None:
+    def loss_refusal(self) -> Refusal | None:
         """Refusal that every member gets once the job's state is lost; None before."""
         return self.end.lost
 
     @property
-    def stopping(self) -> str:
+    def stop_reason(self) -> str:
         """Reason for which the job was or is being stopped; empty for any other job."""
         return self.end.stopping
 
@@ -304,10 +304,10 @@ class JobState:
 
     def refuse_if_over(self) -> None:
         """Raise EventRefused if the job is over or completes."""
-        if self.lost is not None:
-            raise EventRefused(self.lost)
+        if self.loss_refusal is not None:
+            raise EventRefused(self.loss_refusal)
         if self.phase is Phase.STOPPED:
-            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.stopping))
+            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.stop_reason))
         if self.phase is Phase.FAILED:
             raise EventRefused(refusals.stopped(self.spec.job, "has failed", self.reason))
         if self.phase is Phase.FINISHED or self.is_completing:
