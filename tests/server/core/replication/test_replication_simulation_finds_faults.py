@@ -182,7 +182,7 @@ def copies_of_another_run_are_kept(patch: Patch) -> None:
     real = ReplicationCore._assigned
 
     def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
-        if event.key in core._records.runs:
+        if event.key in core._records.placement_ids:
             core._records._placement_ids[event.key] = event.placement_id
         return real(core, event)
 
