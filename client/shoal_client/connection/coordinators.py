@@ -176,7 +176,7 @@ class Coordinators:
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
-                    tracing.mark(token)
+                    tracing.set_traceparent(token)
                 return self._call(method_of, request, timeout_s, attempt_s, gives_up)
         return self._call(method_of, request, timeout_s, attempt_s, gives_up)
 
