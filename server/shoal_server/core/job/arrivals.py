@@ -24,7 +24,8 @@ from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
-def known(job: JobState, event: MemberEvent) -> MemberState:
+def require_member(job: JobState, event: MemberEvent) -> MemberState:
+    """Return the member that sent the event. Raises EventRefused if its process is no member."""
     member = job.members.get(event.member_id)
     if refusal := job.table.expelled.get(event.incarnation):
         # The process was sent a notice with this refusal: its calls get the same reason.

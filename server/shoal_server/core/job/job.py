@@ -85,7 +85,7 @@ class Job(JobState):
         if isinstance(event, MemberJoined):
             arrivals.joined(self, event, now_s)
         else:
-            self._apply(arrivals.known(self, event), event, now_s)
+            self._apply(arrivals.require_member(self, event), event, now_s)
         return self._decide(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
