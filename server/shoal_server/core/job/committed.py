@@ -232,7 +232,7 @@ def _newcomers(job: JobState) -> list[MemberState]:
 def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: float) -> None:
     """Delay the newcomers' next try: the other members stopped training for nothing."""
     for newcomer in newcomers:
-        job.setbacks.shared(newcomer.member_id, now_s)
+        job.setbacks.count_shared_failure(newcomer.member_id, now_s)
         newcomer.set_wait(f"another try: in the last one, {error}", now_s)
 
 
@@ -241,7 +241,7 @@ def _blame(
 ) -> None:
     """Count the member's own failure: it is tried again, or removed after its last try."""
     member.failed_in = generation
-    num_tries = job.setbacks.failed(member.member_id, error, now_s)
+    num_tries = job.setbacks.count_failure(member.member_id, error, now_s)
     reason = (
         f"{member.member_id} could not bring up generation {generation}"
         f" (try {num_tries} of {MAX_TRIES}): {error}"
