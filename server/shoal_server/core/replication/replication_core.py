@@ -116,11 +116,11 @@ class ReplicationCore:
 
     # --- state that operators and recovery ask for ---
 
-    def known(self, job: str) -> list[Key]:
+    def keys_of(self, job: str) -> list[Key]:
         """Shards of a job that this server has a record of."""
         return self._records.keys_of(job)
 
-    def led(self, key: Key) -> LedShard | None:
+    def find_led(self, key: Key) -> LedShard | None:
         """The shard as this server leads it; None if it does not."""
         return self.leading.find(key)
 
@@ -314,7 +314,9 @@ class ReplicationCore:
             yield from self._copies.drop(key)
         elif new is not None and new.primary == self.me:
             self._copies.pop(key)
-            led = self.leading.led(key, new, event.version, origin=copy.epoch, born=copy.born)
+            led = self.leading.make_led_shard(
+                key, new, event.version, origin=copy.epoch, born=copy.born
+            )
             yield from self._begin(led)
         else:
             yield from self._write_if_wanted(key)
@@ -328,7 +330,7 @@ class ReplicationCore:
             yield DropShard(key)
             return
         yield from self._copies.drop(key)
-        led = self.leading.led(key, new, event.version, origin=0, born=event.epoch)
+        led = self.leading.make_led_shard(key, new, event.version, origin=0, born=event.epoch)
         yield from self._begin(led)
 
     def _applied(self, event: ev.PushApplied) -> Effects:

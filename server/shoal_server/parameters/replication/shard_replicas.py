@@ -175,7 +175,7 @@ class ShardReplicas:
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
         """The newest version that each backup of a shard is known to have; empty if this server is
         not the shard's primary."""
-        led = self._driver.core.led((job, shard_id))
+        led = self._driver.core.find_led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
 
@@ -253,7 +253,7 @@ class ShardReplicas:
 
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
-        for key in self._driver.core.known(job):
+        for key in self._driver.core.keys_of(job):
             self._driver.submit_event(ev.ShardAssigned(key, None))
         self._trim_journal(job)
 

@@ -892,7 +892,7 @@ def test_the_version_on_disk_is_recorded_at_intervals() -> None:
     world = World()
     world.core.leading.keeps_journal = True
     world.led()
-    first = world.core.led(KEY)
+    first = world.core.find_led(KEY)
     assert first is not None
     version = first.version
     assert only(WriteShardRecord, world.submit(ev.VersionJournaled(KEY, version))) == [

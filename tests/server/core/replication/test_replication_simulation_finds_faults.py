@@ -74,7 +74,9 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
         copy = core._copies.find(key)
         if copy is not None and copy.phase is CopyPhase.HELD and core.leading.find(key) is None:
             core._copies.pop(key)
-            led = core.leading.led(key, new, copy.received, origin=copy.epoch, born=copy.born)
+            led = core.leading.make_led_shard(
+                key, new, copy.received, origin=copy.epoch, born=copy.born
+            )
             yield from core._begin(led)
         else:
             yield from real(core, key, new, stopped=stopped)

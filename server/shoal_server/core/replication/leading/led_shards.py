@@ -69,7 +69,7 @@ class LedShards:
     def all(self) -> Iterable[LedShard]:
         return list(self._shards.values())
 
-    def led(
+    def make_led_shard(
         self, key: Key, assignment: ShardAssignment, version: int, *, origin: int, born: int
     ) -> LedShard:
         """A shard as this server begins to lead it; see `LedShard`."""
