@@ -41,7 +41,7 @@ class LedgerAccess(Protocol):
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
         """Counts of the job's ledger; None if it has none."""
 
-    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
+    def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
         """Keep the job's ledger closed in the block, with no write of it in progress."""
 
 
@@ -139,7 +139,7 @@ class LossAcceptance:
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:
             if anew:
-                await stack.enter_async_context(self._samples.closed(job))
+                await stack.enter_async_context(self._samples.closed_ledger(job))
             for start in range(0, len(plan.lost), size):
                 batch = plan.lost[start : start + size]
                 targets = [

@@ -39,7 +39,7 @@ class NoLedger:
         return None
 
     @asynccontextmanager
-    async def closed(self, job: str) -> AsyncIterator[None]:
+    async def closed_ledger(self, job: str) -> AsyncIterator[None]:
         yield
 
 
