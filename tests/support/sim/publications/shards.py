@@ -299,7 +299,7 @@ class ShardPlacement:
         servers = list(self._world.servers.values())
         layout = ShardMap(
             job=JOB,
-            placement_id=PLACEMENT_ID,
+            run=PLACEMENT_ID,
             parameters=[ParameterSpec(name="p", dtype="float32", shape=[NUM_DENSE * ELEMENTS])],
         )
         for shard_id in range(NUM_SHARDS):
