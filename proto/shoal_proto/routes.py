@@ -27,7 +27,7 @@ def as_details(routes: Iterable[Route]) -> dict[str, str]:
     return {f"{_PREFIX}{r.shard_id}": f"{r.epoch} {r.server_id} {r.address}" for r in routes}
 
 
-def of(error: WrongEpoch) -> list[Route]:
+def from_error(error: WrongEpoch) -> list[Route]:
     """Return the routes in the details of an error; other details are ignored."""
     routes = []
     for key, value in error.details.items():

@@ -43,7 +43,7 @@ def known() -> World:
     world.shards_of["digits"] = status_world.shards()
     world.samples_of["digits"] = status_world.samples()
     world.published.append(status_world.published())
-    world.board.runs("digits", story())
+    world.board.record_generation("digits", story())
     figures = {"generation": 4, "paused_s": 0.06, "lost_steps": 2, "staleness_steps": 1.0}
     figures |= {"step_time_s": 0.01, "samples_per_s": 10.0, "memory_bytes": 1}
     figures |= {"cpu_cores": 1.0, "host_received_bytes_per_s": 1.0, "host_sent_bytes_per_s": 1.0}

@@ -206,7 +206,7 @@ def test_a_refused_push_leaves_the_residual_unchanged() -> None:
     compressor = PushCompressor(find_compression("one-bit"))
     compressor.encode(W_MAP, GRADIENTS).applied(0)
     first = encode(compressor, 2.0)
-    compressor.refused([0])
+    compressor.restore_residuals([0])
     assert encode(compressor, 2.0) == first
 
 

@@ -194,7 +194,7 @@ def test_no_rank_sends_a_state_more_than_twice(
     monkeypatch: pytest.MonkeyPatch, source: int, receivers: list[int]
 ) -> None:
     """Receivers pass the state on. One member, the last but one, has the state already."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 7_000)
+    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 7_000)
     ranks = run_in_memory(pass_on, 9, source, receivers)
     assert all(same for _, same in ranks)
     sent = [num_bytes for num_bytes, _ in ranks]

@@ -83,7 +83,7 @@ class Channels:
         self._name = name
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 
-    def to(self, address: str) -> grpc.Channel:
+    def channel_to(self, address: str) -> grpc.Channel:
         """The channel to the address with the present certificate. After a renewal this is a new
         channel. The previous channel to the address stays open, since it may still carry a call.
         """
@@ -95,7 +95,7 @@ class Channels:
             channel = self._open[key] = open_channel(address, self._name, CHANNEL_OPTIONS)
         return channel
 
-    def take(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
+    def pop_all(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
         """Remove the channels to all addresses except those in `keep`; the caller closes them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
@@ -129,7 +129,7 @@ class Coordinators:
         with self._lock:
             if self._closed.is_set():
                 raise closed()
-            return self._channels.to(self._current)
+            return self._channels.channel_to(self._current)
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
         """Return `start(self.channel())`. `start` makes a stub or starts a stream, and must not
@@ -175,7 +175,7 @@ class Coordinators:
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
-                    tracing.mark(token)
+                    tracing.set_traceparent(token)
                 return self._call(method_of, request, timeout_s, attempt_s, gives_up)
         return self._call(method_of, request, timeout_s, attempt_s, gives_up)
 
@@ -258,7 +258,7 @@ class Coordinators:
         """Close every connection; calls in progress fail."""
         self._closed.set()
         with self._lock:
-            channels = self._channels.take()
+            channels = self._channels.pop_all()
         close_channels(channels)
 
 

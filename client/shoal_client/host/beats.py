@@ -165,6 +165,6 @@ class HostBeats:
             if answer.HasField("error"):
                 # The launcher reads from the slot that the worker is fenced, even if the script
                 # never reports it.
-                slot.refused(claim, from_detail(answer.error))
+                slot.record_refused_heartbeat(claim, from_detail(answer.error))
             else:
-                slot.accepted(claim)
+                slot.record_accepted_heartbeat(claim)

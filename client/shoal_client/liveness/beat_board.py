@@ -163,7 +163,7 @@ class BeatSlot:
         """
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
-        self.runs()
+        self.record_running()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > _ENDING:
             return  # longer than any admitted name: this member sends its own heartbeats
@@ -188,7 +188,7 @@ class BeatSlot:
         ):
             self._put(_ENDING, ending)
 
-    def runs(self) -> None:
+    def record_running(self) -> None:
         """Record that a thread of this process runs: no other thread keeps the GIL."""
         self._put(_RAN, time.monotonic_ns())
 
@@ -246,13 +246,13 @@ class BeatSlot:
             ),
         )
 
-    def accepted(self, claim: SlotClaim) -> None:
+    def record_accepted_heartbeat(self, claim: SlotClaim) -> None:
         """Record that a coordinator accepted a heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
 
-    def refused(self, claim: SlotClaim, error: ShoalError) -> None:
+    def record_refused_heartbeat(self, claim: SlotClaim, error: ShoalError) -> None:
         """Record that a coordinator refused a heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if isinstance(error, RetryError):

@@ -36,7 +36,7 @@ def attend(request: pb.AttendRequest, joining: OngoingSpan) -> Callable[[grpc.Ch
 
     def open_stream(channel: grpc.Channel) -> Notices:
         with joining.within(), tracing.span("Attend"):
-            tracing.mark(request.token)
+            tracing.set_traceparent(request.token)
             return MembershipStub(channel).Attend(request)
 
     return open_stream

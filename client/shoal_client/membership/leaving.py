@@ -23,14 +23,14 @@ class LeaveState:
         """Reason for which this member is drained; empty while it is not."""
         self.is_noticed = False
         """True if the leave has been logged."""
-        self.unreplaced = False
+        self.no_generation_follows = False
         """True if no further generation follows once this member has left."""
         self.is_unanswered = False
         """True if no coordinator answered during the whole drain."""
         self.has_begun = False
         self.is_acknowledged = False
         """True if the coordinator accepted the leave."""
-        self.stays_as: pb.LeaveRequest | None = None
+        self.work_done_request: pb.LeaveRequest | None = None
         """Request in which this member announced that its work is done and it stays, or that it
         closes the job; None: neither."""
         self._drained = False
@@ -68,15 +68,15 @@ class LeaveState:
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
         """Return the request in which a member announces that its work is done and it stays, or
         that it closes the job. New leaders get the same request."""
-        before = self.stays_as or pb.LeaveRequest()
-        self.stays_as = pb.LeaveRequest(
+        before = self.work_done_request or pb.LeaveRequest()
+        self.work_done_request = pb.LeaveRequest(
             token=token,
             completed=True,
             reason=event.reason[:1000],
             stays=event.finished or before.stays,
             closes=event.closes or before.closes,
         )
-        return self.stays_as
+        return self.work_done_request
 
     # --- requests ---
 

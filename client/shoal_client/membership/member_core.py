@@ -209,7 +209,9 @@ class MemberCore:
                 self.track.num_waiting = notice.waiting.num_members
             case "drain":
                 effects = self._take_drain(
-                    notice.reason, now=notice.drain.now, unreplaced=notice.drain.unreplaced
+                    notice.reason,
+                    now=notice.drain.now,
+                    no_generation_follows=notice.drain.unreplaced,
                 )
             case "refused" if event.refusal is not None:
                 effects = self._fail(event.refusal)
@@ -238,7 +240,7 @@ class MemberCore:
             self.track.proposed(),
             pause.request(self.token, now_s) if pause is not None else None,
             self.track.report_to_repeat(),
-            self.leaving.stays_as,
+            self.leaving.work_done_request,
         )
         return effects + [self._with_stream(each, now_s) for each in repeated if each is not None]
 
@@ -405,9 +407,11 @@ class MemberCore:
         """Report an ending to the launcher, unless the member leaves by its own decision."""
         return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
-    def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
-        """Handle a notice to leave. `now`: no other member needs this one any more. `unreplaced`:
-        no further generation follows once this member has left."""
+    def _take_drain(
+        self, reason: str, *, now: bool, no_generation_follows: bool = False
+    ) -> Effects:
+        """Handle a notice to leave. `now`: no other member needs this one any more.
+        `no_generation_follows`: see `LeaveState`."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
         # on without this member.
@@ -417,7 +421,7 @@ class MemberCore:
             ev.LogMessage(event="drain_noticed", fields=fields, is_detail=is_detail)
         ]
         self.leaving.request_leave(reason or "asked to")
-        self.leaving.unreplaced |= unreplaced
+        self.leaving.no_generation_follows |= no_generation_follows
         if now:
             # Not through `_fail`: the step in progress is to be completed.
             end = drained(self.identity, self.leaving.reason)
@@ -445,7 +449,7 @@ class MemberCore:
             self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
             # No coordinator answers, so none forms a generation without this member.
-            return self._take_drain(reason, now=True, unreplaced=True)
+            return self._take_drain(reason, now=True, no_generation_follows=True)
         return [self._calls.repeat_after_pause(call)]
 
     def _leave(self, event: ev.LeaveWanted, now_s: float) -> Effects:
@@ -477,10 +481,10 @@ class MemberCore:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
         `handed_over`: False if this member has yet to hand over data that the others need.
-        `steps_before_leaving`: if `leaving.unreplaced` is set, the member takes further steps,
+        `steps_before_leaving`: if `leaving.no_generation_follows` is set, the member takes further steps,
         until the members write a checkpoint.
         """
-        stays = steps_before_leaving and self.leaving.unreplaced
+        stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)
         if self.failure is not None and not stays:
             return ev.RaiseError(error=self.failure)

@@ -319,10 +319,10 @@ class MemberSession:
         return self._core.track.lost
 
     @property
-    def leaves_unreplaced(self) -> bool:
+    def no_generation_follows(self) -> bool:
         """True if this member is to leave and no further generation follows. Cheap to call; any
         thread."""
-        return self._core.leaving.unreplaced
+        return self._core.leaving.no_generation_follows
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; return True if the coordinator has acknowledged the leave. If no
@@ -548,7 +548,7 @@ class MemberSession:
         slot = self._slot
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:
-                slot.runs()
+                slot.record_running()
             within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
             status = self._status
             due = ev.HeartbeatDue(

@@ -285,7 +285,7 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _closed_error()
-            channel = self._channels.to(address)
+            channel = self._channels.channel_to(address)
             reached = self._reached.get(address)
             if reached is not None and reached[0] is channel:
                 return reached[1]
@@ -316,7 +316,7 @@ class ShardServers(Generic[Stub]):
         """Close the connections to all other addresses."""
         with self._lock:
             gone = [self._reached.pop(a)[1] for a in list(self._reached) if a not in addresses]
-            channels = self._channels.take(addresses)
+            channels = self._channels.pop_all(keep=addresses)
         for stub in gone:
             self._close_stub(stub)
         close_channels(channels)
@@ -343,14 +343,16 @@ def _comes_back(error: ShoalError, lost_deadline_s: float) -> bool:
 
 
 def _has_route(error: ShoalError) -> bool:
-    return isinstance(error, WrongEpoch) and bool(routes.of(error))
+    return isinstance(error, WrongEpoch) and bool(routes.from_error(error))
 
 
 def _apply_redirects(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
     """Update the shards with the primaries that the errors name. True if each error named a newer
     primary, so that the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}
-    redirects = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
+    redirects = [
+        routes.from_error(error) if isinstance(error, WrongEpoch) else [] for error in errors
+    ]
     newer_routes = [
         [r for r in found if r.shard_id in by_id and r.epoch > by_id[r.shard_id].epoch]
         for found in redirects

@@ -136,7 +136,7 @@ class WeightStores:
             idle = [each for kept in self._idle.values() for each in kept]
             for connection in self._in_use:
                 connection.abort()
-            channels = self._channels.take()
+            channels = self._channels.pop_all()
             self._idle.clear()
         for connection in idle:
             connection.close()
@@ -206,7 +206,7 @@ class WeightStores:
         with self._lock:
             if self._is_closed:
                 raise _closed()
-            return WeightStoreStub(self._channels.to(address))
+            return WeightStoreStub(self._channels.channel_to(address))
 
 
 class RelaySource:

@@ -77,7 +77,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def part(name: str) -> Iterator[None]:
+def child_span(name: str) -> Iterator[None]:
     """Make a span as `span` does, but only within another span: it never begins a trace."""
     if _Tracing.tracer is None or not _carried():
         yield
@@ -119,7 +119,7 @@ class OngoingSpan:
             span.end()
 
 
-def mark(token: Carrier) -> None:
+def set_traceparent(token: Carrier) -> None:
     """Set the token's span to the current one; do nothing while traces are off."""
     if _Tracing.tracer is not None:
         token.traceparent = _carried()

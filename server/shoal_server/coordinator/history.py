@@ -127,7 +127,7 @@ class HistoryKeeper:
                 changes=tuple(reports.changes),
                 extra_s=reports.extra_s,
                 logged=self._board.logged(job).view(),
-                run=self._board.run(job),
+                run=self._board.run_origin(job),
                 gone_steps=gone_steps,
                 steps_by_process=steps_by_process,
             )

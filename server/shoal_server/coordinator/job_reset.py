@@ -89,7 +89,7 @@ class JobReset:
         keys are deleted, if etcd carried out the write and its answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
-        async with self._registry.block_and_forget(job) as actor, self._plug_in.closed(job):
+        async with self._registry.block_and_forget(job) as actor, self._plug_in.closed_ledger(job):
             if actor is not None:
                 # A pending write of the old run must not land after the deletion.
                 await actor.wait_durable(WRITTEN_WITHIN_S)

@@ -126,8 +126,8 @@ class ParametersPlugIn(PlugIn):
 
     # --- retention, reset and repair ---
 
-    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
-        return self.sample_service.closed(job)
+    def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
+        return self.sample_service.closed_ledger(job)
 
     def forget(self, job: str) -> None:
         self.clock_service.forget(job)

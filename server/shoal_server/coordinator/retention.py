@@ -170,7 +170,7 @@ class Retention:
 
     async def _clear(self, actor: JobActor) -> None:
         name = actor.job.spec.job
-        async with self._registry.block_and_forget(name), self._plug_in.closed(name):
+        async with self._registry.block_and_forget(name), self._plug_in.closed_ledger(name):
             await actor.wait_durable(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
             assert kept is not None, "a job's result is stored before the job is cleared"

@@ -61,7 +61,7 @@ class Leadership:
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
         self._own_until_s = valid_until_s
-        self._background = store.renew_in_background(lease, valid_until_s - self._clock())
+        self._background_renewal = store.renew_in_background_renewal(lease, valid_until_s - self._clock())
         self._tasks = (
             asyncio.create_task(self._renew(), name="leader-renew"),
             asyncio.create_task(self._observe(), name="leader-observe"),
@@ -80,7 +80,7 @@ class Leadership:
 
     @property
     def _valid_until_s(self) -> float:
-        renewal = self._background.confirmed
+        renewal = self._background_renewal.confirmed
         if renewal is None:
             return self._own_until_s
         return max(self._own_until_s, renewal.sent_s + SAFETY * renewal.ttl_s)
@@ -92,20 +92,20 @@ class Leadership:
         etcd's refusals, such as AccessDenied; the term is over then too.
         """
         await cancel(*self._tasks)
-        self._background.end()
+        self._background_renewal.end()
         self._lose("resigned")
         await _revoke(self._store, self._lease)
 
     def _lose(self, reason: str) -> None:
         if not self.lost.is_set():
             self.reason = reason
-            self._background.end()
+            self._background_renewal.end()
             log.info("leadership_ended", reason=reason, create_revision=self.create_revision)
             self.lost.set()
 
     async def _renew(self) -> None:
         while not self.lost.is_set():
-            self._background.report_alive()
+            self._background_renewal.report_alive()
             until_s = self._valid_until_s
             left_s = until_s - self._clock()
             try:

@@ -129,15 +129,15 @@ def assignments_head(job: str) -> str:
     return f"{ASSIGNMENTS}{job}/head"
 
 
-def assignments_of_run(job: str, run: str) -> str:
-    """Prefix of the assignments of one placement, whose random id is `run`. Earlier or unfinished
+def assignments_of_placement(job: str, placement_id: str) -> str:
+    """Prefix of the assignments of one placement, by its random id. Earlier or unfinished
     placements of the job may have left assignments under other ids."""
-    return f"{ASSIGNMENTS}{job}/{run}/"
+    return f"{ASSIGNMENTS}{job}/{placement_id}/"
 
 
-def shard_assignment(job: str, run: str, shard_id: int) -> str:
+def shard_assignment(job: str, placement_id: str, shard_id: int) -> str:
     """Assignment of a shard, as a serialized ShardHolding message."""
-    return f"{ASSIGNMENTS}{job}/{run}/{shard_id:08d}"
+    return f"{ASSIGNMENTS}{job}/{placement_id}/{shard_id:08d}"
 
 
 def history(job: str) -> str:

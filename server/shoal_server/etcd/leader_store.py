@@ -116,7 +116,7 @@ class LeaderStore:
         seen = result.reads[len(otherwise) :]
         for compare, items in zip(leadership, seen, strict=True):
             if not holds(compare, items[0] if items else None):
-                raise self._deposed()
+                raise self._report_deposed()
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
@@ -138,9 +138,9 @@ class LeaderStore:
         leadership = self._leadership()
         leader_gets = [Get(each.key) for each in leadership]
         if not (await self._store.transact(leadership, leader_gets, leader_gets)).succeeded:
-            raise self._deposed()
+            raise self._report_deposed()
 
-    def _deposed(self) -> NotLeader:
+    def _report_deposed(self) -> NotLeader:
         error = NotLeader(
             "this coordinator no longer leads",
             seen="no leader's key in etcd, or another coordinator's",

@@ -185,7 +185,7 @@ async def running(
         replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
-        barriers = SnapshotBarriers(catalog, fence, replicas.run)
+        barriers = SnapshotBarriers(catalog, fence, replicas.placement_id)
         maker = TableMaker(store, catalog, replicas, memory)
         servicer = ParametersServicer(
             catalog=catalog,

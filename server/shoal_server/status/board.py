@@ -150,11 +150,11 @@ class StatusBoard:
         board.event_counts[kind] += 1
         return event
 
-    def runs(self, job: str, story: ChangeSummary) -> None:
+    def record_generation(self, job: str, story: ChangeSummary) -> None:
         """Record that a generation runs. The change is logged when a member reports its pause, when
         `log_due_reports` finds it due, or before the next change, whichever is first. It is logged
         at once if no member will report."""
-        self._log_changes(job, self._board(job).reports.runs(story, self._clock()))
+        self._log_changes(job, self._board(job).reports.add_generation(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
         """Log a change that has waited long enough for reports of members."""
@@ -264,7 +264,7 @@ class StatusBoard:
         known = [each for each in said if each is not None]
         return any(known) if known else None
 
-    def run(self, job: str) -> RunOrigin | None:
+    def run_origin(self, job: str) -> RunOrigin | None:
         """Command line and commit of the job's script; None if no member has reported them."""
         board = self._jobs.get(job)
         return board.run if board else None

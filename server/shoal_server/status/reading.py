@@ -200,7 +200,7 @@ class StatusQueries:
             members=tuple(self.member_detail(name, member) for member in members),
             course=self._course(job, summary),
             weights=tuple(self.source.weights(name)),
-            run=self.board.run(name),
+            run=self.board.run_origin(name),
             hyperparameters=hyperparameters(job.fields),
         )
 

@@ -27,7 +27,7 @@ def lose_a_member(world: World) -> None:
     """Put the event of a loss, and the summary of its change, on the board."""
     world.board.event("digits", "member_removed", "vm-2: its launcher saw it end (SIGKILL)")
     lost = (Departure(member_id="vm-2", cause="SIGKILL", lost=True),)
-    world.board.runs(
+    world.board.record_generation(
         "digits",
         ChangeSummary(
             generation=Generation(4),

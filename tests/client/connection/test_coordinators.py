@@ -82,16 +82,16 @@ def test_channels_of_outdated_certificates_are_closed(tmp_path: Path) -> None:
         cert = folder.issue(CertificateHolder(caller=caller, valid=timedelta(hours=1)))
         files = TlsFiles(ca=tmp_path / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
         with identity.using(files):
-            methods.append(MembershipStub(channels.to("127.0.0.1:1")).GetCluster)
-            assert channels.to("127.0.0.1:1") is channels.to("127.0.0.1:1")
+            methods.append(MembershipStub(channels.channel_to("127.0.0.1:1")).GetCluster)
+            assert channels.channel_to("127.0.0.1:1") is channels.channel_to("127.0.0.1:1")
     for method in methods[:2]:
         with pytest.raises(ValueError, match="closed"):
             method(pb.GetClusterRequest(), timeout=LIMIT_S)
     for method in methods[2:]:
         with pytest.raises(grpc.RpcError):
             method(pb.GetClusterRequest(), timeout=LIMIT_S)
-    assert channels.take(keep=["127.0.0.1:1"]) == []
-    close_channels(channels.take())
+    assert channels.pop_all(keep=["127.0.0.1:1"]) == []
+    close_channels(channels.pop_all())
 
 
 def test_an_outage_is_counted_from_the_first_failure_of_a_call(

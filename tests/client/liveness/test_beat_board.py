@@ -64,12 +64,12 @@ def test_an_accepted_heartbeat_counts_only_for_its_claim(board: BeatBoard) -> No
     first = launcher.claimed(os.getpid())
     assert first is not None
     assert not worker.has_recent_beat(within_s=1e-9)
-    launcher.accepted(first)
+    launcher.record_accepted_heartbeat(first)
     assert worker.has_recent_beat(within_s=FOR_EVER_S)
     worker.claim(
         Token(job="j", member_id="m", incarnation="second"), heartbeat_s=0.25, patience_s=FOR_EVER_S
     )
-    launcher.accepted(first)
+    launcher.record_accepted_heartbeat(first)
     assert not worker.has_recent_beat(within_s=1.0)
 
 

@@ -86,7 +86,7 @@ async def test_a_member_that_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> N
         under_way = slot.claimed(os.getpid())
         assert under_way is not None
         await asyncio.to_thread(member.leave, completed=False, reason="some error")
-        slot.refused(under_way, Fenced("no member any more"))
+        slot.record_refused_heartbeat(under_way, Fenced("no member any more"))
         assert slot.ending is MembershipEnding.UNKNOWN
 
 

@@ -55,7 +55,9 @@ async def test_every_write_of_a_leader_compares_its_key() -> None:
     store = Watched()
     await store.put(keys.job_state("bad"), b"garbage")
     shards = (ShardAssignment(shard_id=0, epoch=1, primary=Holder("ps-0", "1")),)
-    await assignments.place(store, JobAssignments(job="over", copies=1, shards=shards, run="r"))
+    await assignments.place(
+        store, JobAssignments(job="over", copies=1, shards=shards, placement_id="r")
+    )
     over = StateRecord(
         spec=JobSpec(job="over"), last_generation=Generation(1), finished=True, reason="done"
     )

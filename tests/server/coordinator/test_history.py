@@ -58,7 +58,7 @@ async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> N
         await own.keep()
     async with served(store) as world:
         await keeper(world).take_up()
-        assert world.coordinator.board.run("j") == RUN
+        assert world.coordinator.board.run_origin("j") == RUN
         found = world.coordinator.board.history("j")
         assert found is not None
         stories, series = found

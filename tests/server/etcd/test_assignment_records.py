@@ -66,11 +66,11 @@ def store() -> WatchedStore:
     return WatchedStore()
 
 
-def placed(num_shards: int, run: str = "run", job: str = "job") -> JobAssignments:
+def placed(num_shards: int, placement_id: str = "run", job: str = "job") -> JobAssignments:
     shards = (
         ShardAssignment(shard_id=i, epoch=1, primary=A, backups=(B,)) for i in range(num_shards)
     )
-    return JobAssignments(job=job, copies=2, shards=tuple(shards), run=run)
+    return JobAssignments(job=job, copies=2, shards=tuple(shards), placement_id=placement_id)
 
 
 def without(gone: Holder) -> records.Change:
@@ -137,14 +137,14 @@ async def test_an_unfinished_placement_is_not_read(store: WatchedStore) -> None:
         await changes.until(lambda: bool(changes.changed))
         assert changes.changed == [("job", {0, 1})]
         assert mirror.assembled("job") == placed(2, "second")
-    assert await store.keys(keys.assignments_of_run("job", "first")) == ()
+    assert await store.keys(keys.assignments_of_placement("job", "first")) == ()
 
 
 async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> None:
     """The other placement leaves no records."""
     head = keys.assignments_head("job")
     results = await asyncio.gather(
-        *(records.place(store, placed(150, run), compares=[absent(head)]) for run in "ab")
+        *(records.place(store, placed(150, each), compares=[absent(head)]) for each in "ab")
     )
     assert sorted(result.succeeded for result in results) == [False, True]
     found = await read(store)

@@ -179,7 +179,7 @@ def test_initial_values_are_readable_once_the_record_has_them(
     """No client has seen the values if the server ends before that write, so that others may
     replace them."""
     writing = asyncio.Event()
-    revised = LedShard.revised
+    revised = LedShard.wanted_record
 
     def held_up(led: LedShard, record: ShardAssignment) -> ShardAssignment:
         wanted = revised(led, record)
@@ -188,14 +188,14 @@ def test_initial_values_are_readable_once_the_record_has_them(
         writing.set()
         return replace(wanted, content=record.content)
 
-    monkeypatch.setattr(LedShard, "revised", held_up)
+    monkeypatch.setattr(LedShard, "wanted_record", held_up)
     monkeypatch.setattr("shoal_server.parameters.service.parameters_servicer.FORMING_S", 0.0)
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(1.0))
         servers.run(asyncio.wait_for(writing.wait(), LIMIT_S))
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
-        monkeypatch.setattr(LedShard, "revised", revised)
+        monkeypatch.setattr(LedShard, "wanted_record", revised)
         replace_server(servers)
         client.create(SGD, filled(2.0))
         values = filled(9.0)

@@ -151,7 +151,7 @@ async def test_records_are_corrected_once_etcd_permits_it_again(
         store.is_locked = True
         shard = ShardAssignment(shard_id=0, epoch=1, primary=Holder("ps-1", "one"), on_disk="ps-0")
         await assignments.place(
-            store, JobAssignments(job="job", copies=1, shards=(shard,), run="run")
+            store, JobAssignments(job="job", copies=1, shards=(shard,), placement_id="run")
         )
         await store.refused.wait()
         store.is_locked = False
@@ -198,7 +198,7 @@ class FullJournal:
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
 
-    def put_image(self, job: str, epoch: int, image: ShardImage, *, run: str) -> None:
+    def put_image(self, job: str, epoch: int, image: ShardImage, *, placement_id: str) -> None:
         self.images.append(image)
         if len(self.images) > 1:
             self._loop.call_soon_threadsafe(self.put.set)

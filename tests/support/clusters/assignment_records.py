@@ -9,5 +9,5 @@ from shoal_server.etcd.records import assignments as records
 
 async def write_assignments(store: KeyValueStore, assignments: JobAssignments) -> None:
     """Write the assignments to etcd, over any earlier ones."""
-    placed = replace(assignments, run=assignments.run or "run")
+    placed = replace(assignments, placement_id=assignments.placement_id or "run")
     assert (await records.place(store, placed)).succeeded

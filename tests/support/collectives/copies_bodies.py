@@ -59,7 +59,7 @@ def _memory(held: list[StateShard]) -> set[int]:
 def offer_steps(num_copies: int) -> dict[str, Any]:
     """Offer one step after another. Returns what was wrong, and figures for the test."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    transfer.CHUNK_BYTES = 50
+    transfer.MESSAGE_BYTES = 50
     copies = PeerCopies(
         dist.new_group(),
         copies=num_copies,
@@ -206,7 +206,7 @@ def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) ->
     and the copies are closed, as Gloo does not end every message by itself.
     """
     group = _open(path, rank, 3, 1)
-    transfer.CHUNK_BYTES = 64
+    transfer.MESSAGE_BYTES = 64
     copies = PeerCopies(dist.new_group(), copies=1, every_steps=2)
     copies.offer(part(2, rank, 3))
     copies.flush()
@@ -275,7 +275,7 @@ def _fail_after_a_chunk(report: Report, number: int) -> None:
 def close_beside_a_stopped_peer(report: Report, path: str, rank: int, gate: str) -> None:
     """Stop rank 1 of two in a copy; rank 0 closes its copies while the group is not cut."""
     group = _open(path, rank, 2, 1)
-    transfer.CHUNK_BYTES = 64
+    transfer.MESSAGE_BYTES = 64
     copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
     if rank == 1:
         _fail_after_a_chunk(report, signal.SIGSTOP)

@@ -10,7 +10,7 @@ from support.collectives.strategy_runs import Run, generation_of, use_groups, we
 from torch import Tensor
 
 from shoal.backends.in_memory.group import open_world
-from shoal.backends.in_memory.meeting import Hub
+from shoal.backends.in_memory.hub import Hub
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.in_memory.worlds import unbind
 from shoal.membership.generation import Generation

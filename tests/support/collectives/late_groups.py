@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shoal.backends.in_memory import group as in_memory
 from shoal.backends.in_memory.group import InMemoryGroup
-from shoal.backends.in_memory.meeting import Complete, Meeting
+from shoal.backends.in_memory.hub import Complete, SharedGroup
 from shoal.backends.network.nccl import Aborts
 from shoal.backends.process_group.pending import Pending
 from shoal.torch_private.c10d import backends_on, batched
@@ -112,7 +112,7 @@ class LateMessages(Late):
 
     def come(self, timeout_s: float) -> None:
         group = self._group
-        group.meeting.hub.wait(self._has_ended, list, "a message", timeout_s)
+        group.shared_group.hub.wait(self._has_ended, list, "a message", timeout_s)
 
     def _has_ended(self) -> bool:
         return self._group.aborted or all(each.is_through for each in self.messages)
@@ -146,7 +146,9 @@ class Streams:
         return False
 
 
-_streams: weakref.WeakKeyDictionary[Meeting, dict[object, Streams]] = weakref.WeakKeyDictionary()
+_streams: weakref.WeakKeyDictionary[SharedGroup, dict[object, Streams]] = (
+    weakref.WeakKeyDictionary()
+)
 _HOST = (torch.int64, torch.uint8)
 
 
@@ -164,9 +166,9 @@ class LateGroup(InMemoryGroup):
         return True
 
     def abort(self) -> None:
-        with self.meeting.hub.changed:
+        with self.shared_group.hub.changed:
             self.aborted = True
-            self.meeting.hub.changed.notify_all()
+            self.shared_group.hub.changed.notify_all()
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         if self._batch is None and tensor.dtype in _HOST:
@@ -195,9 +197,9 @@ class LateGroup(InMemoryGroup):
 
     def _put_on_stream(self, communicator: object, messages: Sequence[Message]) -> LateMessages:
         work = LateMessages(messages, self)
-        changed = self.meeting.hub.changed
+        changed = self.shared_group.hub.changed
         with changed:
-            streams = _streams.setdefault(self.meeting, {})
+            streams = _streams.setdefault(self.shared_group, {})
             streams.setdefault(communicator, Streams()).begin(self.rank(), work)
             changed.notify_all()
         return work

@@ -95,10 +95,10 @@ def different_sizes() -> str:
     exchanges.set_peers(range(world.world_size))
     ranks = opened(exchanges)
     layer = ranks.of_layer("one")
-    exchanges.begin()
+    exchanges.begin_step()
     layer.all_reduce(torch.ones(6 - world.rank))
     try:
-        exchanges.finish(world.group)
+        exchanges.check_outside_step(world.group)
     except InvalidSpec as error:
         return str(error)
     return ""

@@ -182,7 +182,7 @@ class Leader:
             return
         stream.leader = self
         self.connections[stream] = None
-        self._do(self.driver.open(stream, self.clock.now_s))
+        self._do(self.driver.open_stream(stream, self.clock.now_s))
         if stream.broken:
             self.clock.soon(lambda: self.process.do(lambda: self.closed(stream)), 1.0)
 
@@ -219,7 +219,7 @@ class Leader:
         stream.ended = True
         self.connections.pop(stream, None)
         if self.process.alive:
-            self._do(self.driver.closed(stream, self.clock.now_s))
+            self._do(self.driver.end_stream(stream, self.clock.now_s))
 
     def end(self) -> None:
         """End the leader, which is dead, or deposed and has noticed it."""
@@ -346,7 +346,7 @@ class Leader:
 
     def _check_answer(self, event: events.MemberEvent, error: Exception | None) -> None:
         """Check that an admission or a fence is durable before it is answered."""
-        if self.etcd.leader is not self or self.job.lost is not None:
+        if self.etcd.leader is not self or self.job.loss_refusal is not None:
             return
         member = self.job.members.get(event.member_id)
         is_member = member is not None and member.incarnation == event.incarnation

@@ -81,7 +81,7 @@ class Slow(Run):
     stop_file: str = ""
 
 
-NUM_CHUNKS = 32
+NUM_MESSAGES = 32
 WIDTH = 512
 
 
@@ -106,7 +106,7 @@ def train_slowly(report: Report, run: Slow) -> None:
 def _throttle(transfer_s: float) -> None:
     """Delay each message that this process sends, so that the whole state takes `transfer_s`."""
     num_bytes = 4 * (6 * WIDTH + WIDTH + 2 * WIDTH * WIDTH + 2 * WIDTH)
-    transfer.CHUNK_BYTES = num_bytes // NUM_CHUNKS
+    transfer.MESSAGE_BYTES = num_bytes // NUM_MESSAGES
     send = AbortableP2P.send
 
     def slow(self: AbortableP2P, tensors: list[torch.Tensor], to: int, tag: int = 0) -> P2PMessage:

@@ -29,7 +29,7 @@ def beside_another(taken: int, release: bool = True, num_times: int = 1) -> Seen
             os.sched_setaffinity(0, {taken})
             os.sched_setaffinity(0, set(ALLOWED) if release else {taken})
             notes[OTHER] = taken + 1
-            processors.part()
+            processors.avoid_shared_processor()
         return notes[OWN] - 1, os.sched_getaffinity(0)
 
     return in_a_thread(run)
@@ -68,7 +68,7 @@ def test_a_rank_that_may_not_move_itself_tries_once_and_goes_on(
         processors = Processors(notes, OWN)
         for number in ALLOWED * 3:
             notes[OTHER] = number + 1
-            processors.part()
+            processors.avoid_shared_processor()
         return notes[OWN] - 1, os.sched_getaffinity(0)
 
     assert in_a_thread(run)[1] == set(ALLOWED)

@@ -299,9 +299,9 @@ def test_steps_are_counted_to_the_last_of_an_epoch_also_where_the_batch_size_cha
     for size, first in product(range(1, 24), range(before.num_steps)):
         order = replace(before, global_batch_size=size, origin=before.position(first))
         steps = range(first, order.num_steps + 1)
-        places = [order.place(step) for step in steps]
-        assert [epoch for epoch, _ in places] == [order.position(step).epoch for step in steps]
-        assert places[-1] == (order.num_epochs, 0)
-        for (epoch, number), following in pairwise(places):
+        indices = [order.epoch_and_batch_index(step) for step in steps]
+        assert [epoch for epoch, _ in indices] == [order.position(step).epoch for step in steps]
+        assert indices[-1] == (order.num_epochs, 0)
+        for (epoch, number), following in pairwise(indices):
             is_last = number == order.steps_per_epoch - 1
             assert following == ((epoch + 1, 0) if is_last else (epoch, number + 1))

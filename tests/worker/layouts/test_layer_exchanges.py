@@ -26,7 +26,7 @@ def after(layers: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExcha
     exchanges = LayerExchanges()
     exchanges.set_peers(peers)
     sites = [exchanges.add_site(name) for name in LAYERS]
-    exchanges.begin()
+    exchanges.begin_step()
     for layer in layers:
         sites[layer].value()
     return exchanges
@@ -57,7 +57,7 @@ def test_ranks_that_wait_at_different_layers_of_one_pass_differ(seed: int) -> No
     without = [*layers]
     del without[drawn.randrange(len(layers))]
     shorter = after(without)
-    shorter.end()
+    shorter.end_passes()
     found = difference({"a": record_of(after(layers)), "b": record_of(shorter)})
     assert found is not None
     assert found["a"] != found["b"]
@@ -65,7 +65,7 @@ def test_ranks_that_wait_at_different_layers_of_one_pass_differ(seed: int) -> No
 
 def test_the_first_difference_is_given_by_names_of_layers() -> None:
     shorter = after([0, 1, 3])
-    shorter.end()
+    shorter.end_passes()
     found = difference({"a": record_of(after([0, 1, 2, 3])), "b": record_of(shorter)})
     assert found == {"a": "at the outputs of second", "b": "at the outputs of outer"}
 
@@ -73,7 +73,7 @@ def test_the_first_difference_is_given_by_names_of_layers() -> None:
 def test_steps_are_not_compared_with_earlier_ones() -> None:
     """A record from a wait that ended well says nothing about the next step."""
     later = after([0])
-    later.begin()
+    later.begin_step()
     later.note(2)
     assert difference({"a": record_of(after([0, 1])), "b": record_of(later)}) is None
 
@@ -111,7 +111,7 @@ def test_a_whole_parameter_without_a_gradient_is_recorded_by_its_name() -> None:
     parameters["frozen"] = nn.Parameter(torch.zeros(2), requires_grad=False)
     parameters["a"].grad = torch.zeros(2)
     exchanges = after([0])
-    exchanges.align(dict(parameters.items()))
-    exchanges.end()
+    exchanges.add_whole_parameters(dict(parameters.items()))
+    exchanges.end_passes()
     last = record_of(exchanges).last
     assert last == ["at the outputs of inner", "without a gradient of b", "done with its passes"]

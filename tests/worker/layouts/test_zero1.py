@@ -306,7 +306,7 @@ def test_every_parameter_is_held_by_all_and_counted_by_one() -> None:
         names = [MODEL + "hidden.weight", OPTIM + "hidden.weight/exp_avg"]
         return (
             set(layout.held),
-            {name for name in layout.held if layout.counts(name)},
+            {name for name in layout.held if layout.is_counted_here(name)},
             {name for name in names if layout.is_lost_with_rank(name)},
         )
 

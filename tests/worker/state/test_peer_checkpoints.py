@@ -168,7 +168,7 @@ def test_closing_waits_for_the_copy_in_progress() -> None:
 
 def test_a_snapshot_is_shown_once_all_names_are_known() -> None:
     slot = StepCopies()
-    slot.take(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
+    slot.begin_own_copy(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
     assert slot.complete_copies() == []
     slot.record_names(frozenset({"model.w", "optim.w/m", "optim.v/m"}))
     assert [own.step for own in slot.complete_copies()] == [1]
@@ -176,7 +176,7 @@ def test_a_snapshot_is_shown_once_all_names_are_known() -> None:
 
 def test_a_snapshot_of_the_model_before_the_first_step_is_shown_at_once() -> None:
     slot = StepCopies()
-    slot.take(state_shard(0, "model.w"), lambda _: True)
+    slot.begin_own_copy(state_shard(0, "model.w"), lambda _: True)
     assert [own.step for own in slot.complete_copies()] == [0]
 
 

@@ -96,9 +96,9 @@ def splitting(
         exchanges = kind()
         exchanges.set_peers(range(len(layers)))
         sites = [exchanges.add_site(name) for name in ("first", "second", "third")]
-        exchanges.begin()
+        exchanges.begin_step()
         for layer in own:
-            sites[layer].value() if layer >= 0 else exchanges.end()
+            sites[layer].value() if layer >= 0 else exchanges.end_passes()
         found.append(
             ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, read_within_s=0.0)
         )

@@ -115,10 +115,10 @@ def test_different_layers_are_refused_by_member_and_layer() -> None:
         exchanges = LayerExchanges()
         exchanges.set_peers((0, 1))
         sites = [exchanges.add_site(name) for name in ("up", "down")]
-        exchanges.begin()
+        exchanges.begin_step()
         for number in numbers:
             sites[number].value()
-        exchanges.end()
+        exchanges.end_passes()
         record = exchanges.record()
         assert record is not None
         sent = {**vars(record), "of_a_later_release": 1}

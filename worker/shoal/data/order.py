@@ -107,9 +107,9 @@ class Order:
         if earlier batches were smaller."""
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
-    def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's number in that epoch, from 0. The last step of
-        each epoch has number `steps_per_epoch - 1`, also in the epoch of the origin."""
+    def epoch_and_batch_index(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and the index of its batch in that epoch. The last step of
+        each epoch has index `steps_per_epoch - 1`, also in the epoch of the origin."""
         return divmod(step + self.num_steps_more, self.steps_per_epoch)
 
     def position(self, step: int) -> SamplePosition:

@@ -84,16 +84,16 @@ class JobBatches:
     @property
     def epoch_is_done(self) -> bool:
         """True if the last committed step was the last of its epoch; also before the first step."""
-        return self.place(self._session.step_number)[1] == 0
+        return self.epoch_and_batch_index(self._session.step_number)[1] == 0
 
     @property
     def last_is_done(self) -> bool:
         """True if this member has committed the job's last step."""
         return self._session.step_number >= self._order.num_steps
 
-    def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's number in that epoch, as `Order.place`."""
-        return self._order.place(step)
+    def epoch_and_batch_index(self, step: int) -> tuple[int, int]:
+        """Return what `Order.epoch_and_batch_index` returns."""
+        return self._order.epoch_and_batch_index(step)
 
     def take(self) -> Batch | None:
         """Take this member's part of the job's next step, and return it; None after the last."""

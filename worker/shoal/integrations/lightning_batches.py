@@ -115,7 +115,7 @@ class LightningBatches:
     @property
     def num_epochs_done(self) -> int:
         """Number of epochs whose last step is committed."""
-        return self._job.place(self._job.step_number)[0]
+        return self._job.epoch_and_batch_index(self._job.step_number)[0]
 
     @property
     def is_last(self) -> bool:

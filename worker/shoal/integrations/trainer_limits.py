@@ -86,13 +86,13 @@ class JobCounters:
 
     def before_epoch(self, step: int) -> None:
         """Set the counters to their values before the epoch of this step."""
-        epoch, _ = self._batches.place(step)
+        epoch, _ = self._batches.epoch_and_batch_index(step)
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
 
     def set_before_count(self, step: int) -> None:
         """Set the counters before Lightning counts this step's batch."""
-        self._set_all(step, ready=self._batches.place(step)[1])
+        self._set_all(step, ready=self._batches.epoch_and_batch_index(step)[1])
 
     def count_steps(self, step: int) -> None:
         """Overwrite Lightning's number of steps, which also counts attempts without a commit."""
@@ -100,14 +100,14 @@ class JobCounters:
 
     def set_after_count(self, step: int) -> None:
         """Set the counters to this step. Its batch replaces one that Lightning has counted."""
-        ready = self._batches.place(step)[1] + 1
+        ready = self._batches.epoch_and_batch_index(step)[1] + 1
         self._set_all(step, ready=ready)
         is_last = ready >= self._batches.steps_per_epoch
         self._loop.epoch_loop.batch_progress.is_last_batch = is_last
         self._loop._data_fetcher.done = is_last
 
     def _set_all(self, step: int, *, ready: int) -> None:
-        epoch, done = self._batches.place(step)
+        epoch, done = self._batches.epoch_and_batch_index(step)
         self._set_epoch(ready=epoch + 1, done=epoch)
         self._set_steps(step)
         progress = self._loop.epoch_loop.batch_progress

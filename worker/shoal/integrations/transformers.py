@@ -158,7 +158,7 @@ class SessionTrainer(Trainer):
             setattr(self.callback_handler, name, getattr(self, name))
         self.state.global_step = self._steps.position()
         self._adapt_length(makes_schedule=makes_schedule)
-        return self._steps.order.place(self.state.global_step)[0], 0
+        return self._steps.order.epoch_and_batch_index(self.state.global_step)[0], 0
 
     def _adapt_length(self, *, makes_schedule: bool) -> None:
         """Adapt the planned number of steps, and the schedule that Trainer has made for it, to a
@@ -222,7 +222,7 @@ class SessionTrainer(Trainer):
         while True:
             try:
                 while number <= epoch and not control.should_training_stop:
-                    reached, taken = steps.order.place(self.state.global_step)
+                    reached, taken = steps.order.epoch_and_batch_index(self.state.global_step)
                     steps.skip = taken + (reached - number) * num_update_steps_per_epoch
                     super()._run_epoch(
                         epoch=number,
@@ -236,7 +236,7 @@ class SessionTrainer(Trainer):
             except StepRetaken:
                 self._restore_position()
                 control = self.control
-                number, _ = steps.order.place(self.state.global_step)
+                number, _ = steps.order.epoch_and_batch_index(self.state.global_step)
                 if number <= epoch:
                     self.control = control = self.callback_handler.on_epoch_begin(
                         self.args, self.state, control
@@ -471,12 +471,12 @@ class _Position(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         order = self._trainer._present().order
-        epoch, taken = order.place(state.global_step)
+        epoch, taken = order.epoch_and_batch_index(state.global_step)
         state.epoch = epoch + taken / order.steps_per_epoch
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         order = self._trainer._present().order
-        if control.should_epoch_stop and order.place(state.global_step)[1]:
+        if control.should_epoch_stop and order.epoch_and_batch_index(state.global_step)[1]:
             raise refused(
                 "an epoch that ends before its samples do",
                 "control.should_epoch_stop",

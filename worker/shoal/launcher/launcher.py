@@ -336,7 +336,7 @@ class Launcher:
     def _on_worker_status(self, status: WorkerStatus) -> None:
         if status.job == self._config.job and status.phase:
             self._reporter.note_phase(status.phase)
-        self._worker_ends.take(status)
+        self._worker_ends.kill_if_lost(status)
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         over = self._over or (FINISHED if self._reporter.finished else "")

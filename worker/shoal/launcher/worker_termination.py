@@ -52,7 +52,7 @@ class WorkerTermination:
                 slot.killed_s = now_s
             slot.process.kill()
 
-    def take(self, status: WorkerStatus) -> None:
+    def kill_if_lost(self, status: WorkerStatus) -> None:
         """Kill a worker that was declared lost and does not end, so that it can be replaced."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
         if slot is None or not status.is_lost or slot.killed_s is not None:

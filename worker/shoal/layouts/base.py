@@ -153,7 +153,7 @@ class Layout(ABC):
         # Computing a chunk takes 0.1 ms, and a state has several for each parameter.
         return {}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
         Each element is counted on exactly one rank, which adds it to norms and writes it to
@@ -163,9 +163,9 @@ class Layout(ABC):
 
     def replicas(self, name: str) -> Sequence[int]:
         """Ranks that hold the same bits of this rank's chunk of a tensor of `held`: each of them
-        publishes a part of the chunk. By default: this rank alone if it `counts` the tensor, else
+        publishes a part of the chunk. By default: this rank alone if it counts the tensor, else
         none (another rank publishes it)."""
-        return (self.world.rank,) if self.counts(name) else ()
+        return (self.world.rank,) if self.is_counted_here(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
@@ -286,9 +286,9 @@ class Layout(ABC):
     def finish_passes(self) -> None:
         """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if
         ranks that split layers among themselves computed with different layers."""
-        self.world.exchanges.finish(self.world.group)
+        self.world.exchanges.check_outside_step(self.world.group)
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         """Name the trained parameters that this step gave no gradient on this rank, if all ranks
         have to compute with the same parameters; else nothing."""
         return ()

@@ -26,7 +26,7 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     )
     counted = list(gradients.values())
     if not layout.is_replicated:
-        counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
+        counted = [gradient for name, gradient in gradients.items() if layout.is_counted_here(name)]
     message = sum_of_squares(foreach_norm(counted), layout.world.device)
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:

@@ -93,7 +93,7 @@ class LayerExchanges:
         """Parameters that each rank has whole, by the number that records a missing gradient."""
         self._without: set[int] | None = None
         """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
-        until `completes`."""
+        until `note_missing_gradients`."""
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_compared = False
@@ -115,7 +115,7 @@ class LayerExchanges:
         self._subjects.append(what)
         return ExchangeSite(self, len(self._names) - 1)
 
-    def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def add_whole_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add the parameters that each rank has whole. Their gradients are broadcast after the
         passes, so the same parameters must lack a gradient on all ranks."""
         for name, parameter in parameters.items():
@@ -124,12 +124,12 @@ class LayerExchanges:
                 self._subjects.append("outputs")
                 self._whole[2 * (len(self._names) - 1)] = parameter
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._steps += 1
         self._forgotten = self._digest = 0
         self._done, self._has_ended, self._without = [], False, None
 
-    def completes(self) -> None:
+    def note_missing_gradients(self) -> None:
         """Record the parameters without a gradient, before other ranks' gradients are added:
         afterwards every parameter may have one."""
         without = {exchange for exchange, each in self._whole.items() if each.grad is None}
@@ -143,7 +143,7 @@ class LayerExchanges:
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
-    def differ(self, size: int | None = None) -> None:
+    def stop_at_mismatch(self, size: int | None = None) -> None:
         """End the record, as ranks have just found that their exchanges differ: later exchanges
         are not recorded. `size`: the number of elements of this rank's value, if only sizes differ
         and the layer was the same."""
@@ -151,11 +151,11 @@ class LayerExchanges:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True
 
-    def end(self) -> None:
+    def end_passes(self) -> None:
         """End the passes of a step on this rank."""
         if self._names and not self._has_ended:
             if self._without is None:
-                self.completes()
+                self.note_missing_gradients()
             self._done += sorted(self._without or ())
             self.note(PASSES_END)
 
@@ -164,9 +164,9 @@ class LayerExchanges:
         checksum = zlib.crc32(array("i", self._done).tobytes(), self._digest)
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | checksum
 
-    def finish(self, group: dist.ProcessGroup) -> None:
-        """End the passes outside of a step. Collective over all ranks; raises what
-        `check_exchanges` raises."""
+    def check_outside_step(self, group: dist.ProcessGroup) -> None:
+        """End passes outside of a step, and compare the layers of all ranks. Collective over all
+        ranks; raises what `check_exchanges` raises."""
         if self._names:
             self.note(PASSES_END)
             record = self.record()

@@ -260,7 +260,7 @@ class OptimizerBinding:
         given = {
             MODEL + name: self.layout.shard(name, tensor)
             for name, tensor in self.held.items()
-            if isinstance(tensor, nn.Parameter) or self.layout.counts(name)
+            if isinstance(tensor, nn.Parameter) or self.layout.is_counted_here(name)
         }
         kept = {path: shard for path, shard in given.items() if shard.chunk.num_elements}
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
@@ -293,8 +293,8 @@ class OptimizerBinding:
     def writes(self, name: str) -> bool:
         """True if this rank writes its shard of this name into a checkpoint."""
         if name.startswith(MODEL):
-            return self.layout.counts(name.removeprefix(MODEL))
-        return self.layout.counts(name.removeprefix(OPTIM).rpartition("/")[0])
+            return self.layout.is_counted_here(name.removeprefix(MODEL))
+        return self.layout.is_counted_here(name.removeprefix(OPTIM).rpartition("/")[0])
 
     # --- filling ---
 

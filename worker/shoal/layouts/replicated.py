@@ -88,7 +88,7 @@ class ReplicatedLayout(Layout):
     def held(self) -> Mapping[str, Tensor]:
         return {**self._parameters, **persistent_buffers(self._model)}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
@@ -145,7 +145,7 @@ class ReplicatedLayout(Layout):
     def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # The optimizer skips these parameters: it must skip them on every rank.
         return self._without_gradient()
 

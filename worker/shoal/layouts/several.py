@@ -61,9 +61,9 @@ class SeveralLayouts(Layout):
         model, _, own = name.partition(".")
         return self.layouts[model].chunk(own, tensor)
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         model, _, own = name.partition(".")
-        return self.layouts[model].counts(own)
+        return self.layouts[model].is_counted_here(own)
 
     def replicas(self, name: str) -> Sequence[int]:
         model, _, own = name.partition(".")
@@ -170,8 +170,12 @@ class SeveralLayouts(Layout):
         for each in self.layouts.values():
             each.stepped()
 
-    def idle(self) -> Sequence[str]:
-        return [f"{name}.{each}" for name, own in self.layouts.items() for each in own.idle()]
+    def names_without_gradient(self) -> Sequence[str]:
+        return [
+            f"{name}.{each}"
+            for name, own in self.layouts.items()
+            for each in own.names_without_gradient()
+        ]
 
     @property
     def names_stepped_elsewhere(self) -> Collection[str]:

@@ -54,7 +54,7 @@ class Zero1Layout(ReplicatedLayout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._owned
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         # The first rank counts tensors that no rank steps: frozen parameters and buffers.
         return self._owner.get(name, 0) == self.world.rank
 
@@ -88,7 +88,7 @@ class Zero1Layout(ReplicatedLayout):
     def names_stepped_elsewhere(self) -> Collection[str]:
         return self._stepped_by_others
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # An owner keeps the gradients of its own parameters only.
         return ()
 

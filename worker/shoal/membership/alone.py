@@ -177,7 +177,7 @@ class LoneMember:
         return frozenset()
 
     @property
-    def leaves_unreplaced(self) -> bool:
+    def no_generation_follows(self) -> bool:
         return bool(self._drain_reason)
 
     def leave(self, *, completed: bool, reason: str) -> bool:

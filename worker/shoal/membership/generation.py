@@ -29,7 +29,7 @@ class Context:
     because of a member's pause or because no coordinator could be reached. Thread-safe."""
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Thread-safe."""
-    leaves_unreplaced: Callable[[], bool] = lambda: False
+    no_generation_follows: Callable[[], bool] = lambda: False
     """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
     """Returns the error that ended the membership, if it has ended. Cheap and thread-safe."""

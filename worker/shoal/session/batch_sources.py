@@ -132,13 +132,13 @@ class SynchronousBatches(BatchSource):
 
     def _loaded(self, generation: Generation) -> Batch:
         strategy = self._controller.strategy
-        strategy.loads(begins=True)
+        strategy.note_loading(begins=True)
         began_s = time.perf_counter()
         try:
             return self._loader.synchronous(strategy.step, *strategy.data_share(generation))
         finally:
             self.loading_s += time.perf_counter() - began_s
-            strategy.loads(begins=False)
+            strategy.note_loading(begins=False)
 
     def _is_stopped(self) -> bool:
         """True if members have agreed to stop here, before the samples end."""

@@ -166,7 +166,7 @@ class ElasticController:
                 limits=self.membership.limits,
                 held_until_s=lambda: self.membership.held_until_s,
                 is_away=lambda: self.membership.is_disconnected,
-                leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
+                no_generation_follows=lambda: self.membership.no_generation_follows,
                 ended=lambda: self.membership.failure,
                 stores=self._stores(),
                 report_status=self.membership.report_status,
@@ -224,7 +224,7 @@ class ElasticController:
         while True:
             if not self._is_ready:
                 self._form(fields)
-            strategy.asks(begins=True)
+            strategy.note_coordinator_wait(begins=True)
             try:
                 record = self.membership.begin_step(
                     strategy.step,
@@ -232,7 +232,7 @@ class ElasticController:
                     steps_before_leaving=strategy.writes_checkpoints,
                 )
             finally:
-                strategy.asks(begins=False)
+                strategy.note_coordinator_wait(begins=False)
             generation = self.generation
             assert generation is not None
             if record is not None:
@@ -343,7 +343,7 @@ class ElasticController:
         """Write a checkpoint if this member leaves and no generation continues from its latest
         step. Only the generation's first remaining member writes, if it holds the whole state."""
         generation = self.generation
-        if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
+        if generation is None or self._is_ready or not self.membership.no_generation_follows:
             return
         members = (entry.member_id for entry in generation.entries)
         remaining = (name for name in members if name not in self.membership.lost)
@@ -421,11 +421,11 @@ class ElasticController:
             )
         while not self._is_ready:
             started_s = time.perf_counter()
-            strategy.asks(begins=True)
+            strategy.note_coordinator_wait(begins=True)
             try:
                 record = self.membership.await_generation(above=self._newest_number)
             finally:
-                strategy.asks(begins=False)
+                strategy.note_coordinator_wait(begins=False)
             log.debug(
                 "generation_agreed",
                 generation=record.roster.generation,

@@ -43,7 +43,7 @@ USUAL_OF = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingPause:
+class Interruption:
     """Training time lost to a change of generation, and the steps that are taken again."""
 
     generation: int
@@ -58,8 +58,8 @@ class TrainingPause:
         return f"paused {self.paused_s:.2f} s; {self.lost_steps} {steps} lost"
 
 
-class TrainingPauses:
-    """Finds training pauses from the times of commits, by a monotonic clock."""
+class InterruptionMeter:
+    """Finds interruptions from the times of commits, by a monotonic clock."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -67,9 +67,9 @@ class TrainingPauses:
         self._committed_s = 0.0
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
-    def committed(self, generation: int, step: int, now_s: float) -> TrainingPause | None:
-        """Note that `step` is committed in that generation. Returns the pause before the step if it
-        is the generation's first step and not this member's first; else None."""
+    def note_commit(self, generation: int, step: int, now_s: float) -> Interruption | None:
+        """Note that `step` is committed in that generation. Returns the interruption before the
+        step if it is the generation's first step and not this member's first; else None."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -78,7 +78,7 @@ class TrainingPauses:
             self._gaps_s.append(gap_s)
             return None
         usual_s = median(self._gaps_s) if self._gaps_s else 0.0
-        return TrainingPause(
+        return Interruption(
             generation=generation,
             paused_s=max(0.0, gap_s - usual_s),
             lost_steps=max(0, last_step + 1 - step),
@@ -140,7 +140,7 @@ class StepReports:
     def __init__(self, controller: ElasticController) -> None:
         member, membership = controller.member, controller.membership
         self._controller = controller
-        self._pauses = TrainingPauses()
+        self._interruptions = InterruptionMeter()
         self._health = HealthReporter(
             lambda: membership.http_url,
             member.spec.job,
@@ -186,7 +186,7 @@ class StepReports:
         """Note that a step was committed. Cheap, except for one call per interval, which reads the
         loss."""
         if strategy.synchronous:
-            self._note_pause(strategy)
+            self._note_interruption(strategy)
         self._samples += num_samples
         self._strategy, self._unreported = strategy, (loss, times)
         now_s = time.monotonic()
@@ -198,24 +198,26 @@ class StepReports:
         samples, self._samples = self._samples, 0
         self._report(samples_per_s=None if first else samples / since_s)
 
-    def _note_pause(self, strategy: Strategy) -> None:
+    def _note_interruption(self, strategy: Strategy) -> None:
         generation = self._controller.generation
         assert generation is not None, "a step is committed in a generation"
-        pause = self._pauses.committed(generation.number, strategy.step, time.perf_counter())
-        if pause is None:
+        interruption = self._interruptions.note_commit(
+            generation.number, strategy.step, time.perf_counter()
+        )
+        if interruption is None:
             return
         self._health.update(
             HealthFigures(
-                generation=pause.generation,
-                paused_s=pause.paused_s,
-                lost_steps=pause.lost_steps,
+                generation=interruption.generation,
+                paused_s=interruption.paused_s,
+                lost_steps=interruption.lost_steps,
             )
         )
         if generation.rank == 0:
             # Only one member logs, so that there is one line per change.
             waits_for = self._controller.membership.waiting_for
-            named = f"generation {pause.generation}"
-            log.info(f"{waits_for if waits_for.startswith(named) else named}; {pause}")
+            named = f"generation {interruption.generation}"
+            log.info(f"{waits_for if waits_for.startswith(named) else named}; {interruption}")
 
     def _report(self, samples_per_s: float | None = None) -> None:
         if self._strategy is None or self._unreported is None:

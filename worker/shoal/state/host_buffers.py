@@ -51,18 +51,18 @@ class HostBuffer:
 
 
 class StepCopies:
-    """Copies that one rank keeps of one step: its own snapshot, and the copies received from peers.
+    """Copies that one rank keeps of one step: its own copy, and the copies received from peers.
     One thread at a time may write; any thread may call `complete_copies`."""
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.full = False
+        self.has_all_peer_copies = False
         """True if this rank has received all its peers' copies of the step."""
-        self.everywhere = False
+        self.is_complete_everywhere = False
         """True once this rank knows that the copy of this step is complete on all ranks."""
-        self.own: StateShard | None = None
-        self.travelling = torch.empty(0, dtype=torch.uint8)
-        """Memory of the part of this rank's snapshot that is sent to peers."""
+        self.own_copy: StateShard | None = None
+        self.sent_memory = torch.empty(0, dtype=torch.uint8)
+        """Memory of the part of this rank's own copy that is sent to peers."""
         self._copy_in_progress = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
@@ -72,12 +72,12 @@ class StepCopies:
 
     def clear(self) -> None:
         """Hide all copies: their memory is about to be overwritten."""
-        self.step, self.full, self.everywhere = None, False, False
-        self.own, self._peers = None, {}
+        self.step, self.has_all_peer_copies, self.is_complete_everywhere = None, False, False
+        self.own_copy, self._peers = None, {}
 
-    def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Begin a snapshot of the state shard, whose tensors may change once this returns. A GPU
-        may still be writing the snapshot then: call `wait` before reading it. `travels`: True for
+    def begin_own_copy(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
+        """Begin to copy the state shard, whose tensors may change once this returns. A GPU
+        may still be writing the copy then: call `wait` before reading it. `travels`: True for
         the name of a tensor that is sent to peers."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
@@ -87,27 +87,27 @@ class StepCopies:
         kept = {n: p.chunk for n, p in state_shard.shards.items() if n not in sent}
         sources = {name: shard.tensor for name, shard in state_shard.shards.items()}
         tensors = [sources[name] for name in (*sent, *kept)]
-        shards, self.travelling = self._sent_buffer.arrange(sent, metas, tensors)
+        shards, self.sent_memory = self._sent_buffer.arrange(sent, metas, tensors)
         shards |= self._kept_buffer.arrange(kept, metas, tensors)[0]
         self._copy_in_progress = copy_to_host([shard.tensor for shard in shards.values()], tensors)
         self._names = state_shard.elsewhere
-        self.own = StateShard(
+        self.own_copy = StateShard(
             step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
         )
         self.step = state_shard.step
 
     def wait(self) -> None:
-        """Block until this rank's snapshot can be read. Thread-safe."""
+        """Block until this rank's own copy can be read. Thread-safe."""
         self._copy_in_progress.wait()
 
     def record_names(self, names: frozenset[str]) -> None:
         """Record the names of all tensors that exist at this step."""
-        assert self.own is not None
+        assert self.own_copy is not None
         self._names |= names
-        self.own = StateShard(
-            step=self.own.step,
-            shards=self.own.shards,
-            values=self.own.values,
+        self.own_copy = StateShard(
+            step=self.own_copy.step,
+            shards=self.own_copy.shards,
+            values=self.own_copy.values,
             elsewhere=self._names,
         )
 
@@ -118,7 +118,7 @@ class StepCopies:
         buffer = self._peer_buffers.setdefault(peer, HostBuffer())
         return buffer.arrange(dict(sorted(chunks.items())), metas)
 
-    def show(
+    def add_peer_copy(
         self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]
     ) -> None:
         """Add this peer's copy, now complete, to the copies that `complete_copies` returns."""
@@ -131,16 +131,16 @@ class StepCopies:
     def complete_copies(self) -> list[StateShard]:
         """Return all complete copies.
 
-        This rank's snapshot is among them only once it names the tensors that other ranks hold.
+        This rank's own copy is among them only once it names the tensors that other ranks hold.
         Without these names it could seem to be the whole state, although a lost rank held tensors
         that no remaining rank can name. Step 0 is exempt: before the first step there is only the
         model.
         """
-        snapshot, peers = self.own, self._peers
-        known = snapshot is not None and (snapshot.step == 0 or bool(snapshot.elsewhere))
+        own_copy, peers = self.own_copy, self._peers
+        known = own_copy is not None and (own_copy.step == 0 or bool(own_copy.elsewhere))
         if known:
             self.wait()
-        return [*([snapshot] if snapshot is not None and known else []), *peers.values()]
+        return [*([own_copy] if own_copy is not None and known else []), *peers.values()]
 
     @property
     def num_bytes(self) -> int:

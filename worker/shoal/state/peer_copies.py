@@ -34,7 +34,7 @@ from shoal.state.inventory import (
     unpack,
 )
 from shoal.state.shards import Chunk, StateShard
-from shoal.state.transfer import message_chunks
+from shoal.state.transfer import split_into_messages
 from shoal_proto.errors import GenerationBroken, InternalError
 
 log = structlog.get_logger(__name__)
@@ -307,7 +307,7 @@ class PeerCopies:
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
-        slot.take(state_shard, self._travels)
+        slot.begin_own_copy(state_shard, self._travels)
         self._busy = True
         self._queue.put((slot, leaving, timing))
 
@@ -342,7 +342,11 @@ class PeerCopies:
     @property
     def complete_step(self) -> int | None:
         """Newest step that is known to be complete on all ranks of this generation."""
-        complete = [slot.step for slot in self._slots if slot.everywhere and slot.step is not None]
+        complete = [
+            slot.step
+            for slot in self._slots
+            if slot.is_complete_everywhere and slot.step is not None
+        ]
         return max(complete, default=None)
 
     @property
@@ -378,11 +382,13 @@ class PeerCopies:
         ranks have kept; and the copies that this generation has begun.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
-        if any(slot.everywhere for slot in own):
+        if any(slot.is_complete_everywhere for slot in own):
             return own
-        known = [slot for slot in self._earlier_copies if slot.everywhere]
+        known = [slot for slot in self._earlier_copies if slot.is_complete_everywhere]
         maybe_complete = [
-            slot for slot in self._earlier_copies if slot.full and not slot.everywhere
+            slot
+            for slot in self._earlier_copies
+            if slot.has_all_peer_copies and not slot.is_complete_everywhere
         ]
         return (*known, *maybe_complete[-1:], *own)
 
@@ -396,7 +402,7 @@ class PeerCopies:
                 interval = self._agreed_interval(timing, group)
                 with self._changed:
                     self._interval = interval
-                    slot.everywhere = True
+                    slot.is_complete_everywhere = True
                     self._earlier_copies = ()
                     self._busy = False
                     self._changed.notify_all()
@@ -411,7 +417,7 @@ class PeerCopies:
         self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
     ) -> None:
         """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots."""
-        own = slot.own
+        own = slot.own_copy
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(leaving_ranks)
@@ -423,18 +429,19 @@ class PeerCopies:
             received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
             shards, memory = slot.buffers_for(peer, received_chunks, metas)
             works = [
-                dist.irecv(chunk, group=group, group_src=peer) for chunk in message_chunks(memory)
+                dist.irecv(part, group=group, group_src=peer)
+                for part in split_into_messages(memory)
             ]
             receives[peer] = (shards, works)
         sends = [
-            dist.isend(chunk, group=group, group_dst=peer)
+            dist.isend(part, group=group, group_dst=peer)
             for peer in targets
-            for chunk in message_chunks(slot.travelling)
+            for part in split_into_messages(slot.sent_memory)
         ]
         for peer, (shards, works) in receives.items():
             self._wait(works)
-            slot.show(peer, shards, values[peer])
-        slot.full = True
+            slot.add_peer_copy(peer, shards, values[peer])
+        slot.has_all_peer_copies = True
         self._wait(sends)
 
     def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:

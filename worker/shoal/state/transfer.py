@@ -23,10 +23,9 @@ from shoal_proto.errors import MalformedMessage
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of one message, which takes half a minute over 1 Mb/s. A chunk in this module is the content
-of a message, not a `Chunk` of a tensor."""
-CHUNKS_IN_FLIGHT = 2
+MESSAGE_BYTES = 4 * 1024 * 1024
+"""Size of one message, which takes half a minute over 1 Mb/s."""
+MESSAGES_IN_FLIGHT = 2
 FAN_OUT = 2
 """Number of members to which each member sends; with 1 the tree would be a chain of all members."""
 
@@ -105,39 +104,39 @@ class Branch:
 
     def pass_on(self, tensor: Tensor) -> None:
         """Receive the tensor from the parent, unless this rank is the source, and send it to the
-        children, chunk by chunk."""
+        children, message by message."""
         parent = self._parent
-        chunks: Iterable[Tensor] = message_chunks(tensor)
+        parts: Iterable[Tensor] = split_into_messages(tensor)
         if parent is not None:
-            chunks = _completed((chunk, [self._p2p.recv([chunk], parent)]) for chunk in chunks)
+            parts = _completed((part, [self._p2p.recv([part], parent)]) for part in parts)
         for _ in _completed(
-            (chunk, [self._p2p.send([chunk], rank) for rank in self._children]) for chunk in chunks
+            (part, [self._p2p.send([part], rank) for rank in self._children]) for part in parts
         ):
             pass
 
 
 def _completed(started: Iterable[tuple[Tensor, Sequence[P2PMessage]]]) -> Iterator[Tensor]:
-    """Yield each chunk once its messages, which the iterator `started` starts, are complete; a few
-    chunks are in progress at a time. Each wait that returns counts as progress of the transfer."""
+    """Yield each part once its messages, which the iterator `started` starts, are complete; a few
+    parts are in progress at a time. Each wait that returns counts as progress of the transfer."""
     in_progress: deque[tuple[Tensor, Sequence[P2PMessage]]] = deque()
     for each in started:
         in_progress.append(each)
-        if len(in_progress) == CHUNKS_IN_FLIGHT:
+        if len(in_progress) == MESSAGES_IN_FLIGHT:
             yield _awaited(*in_progress.popleft())
     while in_progress:
         yield _awaited(*in_progress.popleft())
 
 
-def _awaited(chunk: Tensor, messages: Sequence[P2PMessage]) -> Tensor:
+def _awaited(part: Tensor, messages: Sequence[P2PMessage]) -> Tensor:
     for message in messages:
         message.wait()
-    return chunk
+    return part
 
 
-def message_chunks(tensor: Tensor) -> Sequence[Tensor]:
+def split_into_messages(tensor: Tensor) -> Sequence[Tensor]:
     """Split a flat tensor into the messages in which it is sent."""
-    starts = range(0, tensor.numel(), CHUNK_BYTES)
-    return [tensor[start : start + CHUNK_BYTES] for start in starts]
+    starts = range(0, tensor.numel(), MESSAGE_BYTES)
+    return [tensor[start : start + MESSAGE_BYTES] for start in starts]
 
 
 def _shape(sizes: Sequence[int]) -> torch.Size:

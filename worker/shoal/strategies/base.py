@@ -362,11 +362,11 @@ class Strategy(ABC):
         `ScriptPoints`."""
         return None
 
-    def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
+    def note_coordinator_wait(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """Note that the trainer begins or stops waiting for the coordinator's decision on how to go
         on. Cheap."""
 
-    def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
+    def note_loading(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """Note that the trainer begins or stops waiting for a batch to be loaded. Cheap."""
 
     def has_leftovers(self) -> bool:

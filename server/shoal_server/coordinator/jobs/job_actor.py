@@ -175,7 +175,7 @@ class JobActor:
         except EventRefused as refused:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
-    def open(
+    def open_stream(
         self,
         member_id: str,
         incarnation: str,
@@ -189,14 +189,14 @@ class JobActor:
             fetches_rosters=fetches_rosters,
         )
         with self._failing_job():
-            self._do(self._driver.open(stream, self._dependencies.clock()))
+            self._do(self._driver.open_stream(stream, self._dependencies.clock()))
         return stream
 
-    def closed(self, stream: NoticeStream) -> None:
+    def end_stream(self, stream: NoticeStream) -> None:
         """End a stream whose call is over. The member is then disconnected, unless it has opened
         another stream."""
         with self._failing_job():
-            self._apply_step(self._driver.closed(stream, self._dependencies.clock()))
+            self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
         """Handle a heartbeat, and the trainer's status in it."""
@@ -389,7 +389,7 @@ class JobActor:
     def _note(self, effect: LogJobEvent) -> None:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.summary is not None:
-            board.runs(job, effect.summary)
+            board.record_generation(job, effect.summary)
             asyncio.get_running_loop().call_later(REPORTED_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(

@@ -79,7 +79,7 @@ class MembershipService(MembershipServicer):
         try:
             check_member(actor.job.spec, token.job_secret, has_members=bool(actor.job.members))
             _check_not_expelled(actor, token)
-            stream = actor.open(
+            stream = actor.open_stream(
                 token.member_id,
                 token.incarnation,
                 fetches_rosters=request.fetches_rosters,
@@ -91,7 +91,7 @@ class MembershipService(MembershipServicer):
                 while (notice := await stream.notices.get()) is not None:
                     yield notice
             finally:
-                actor.closed(stream)
+                actor.end_stream(stream)
         finally:
             await self._registry.drop_if_empty(actor)
 
@@ -289,7 +289,7 @@ def _process(
 
 
 def _ack(actor: JobActor) -> pb.Ack:
-    lost = actor.job.lost
+    lost = actor.job.loss_refusal
     return pb.Ack(
         generation=actor.job.last_generation,
         phase=actor.job.phase.value,

@@ -266,7 +266,9 @@ def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = 
         case events.WaitingNotice():
             message.waiting.CopyFrom(pb.Waiting(num_members=notice.num_members))
         case events.DrainNotice():
-            message.drain.CopyFrom(pb.Drain(now=notice.now, unreplaced=notice.unreplaced))
+            message.drain.CopyFrom(
+                pb.Drain(now=notice.now, unreplaced=notice.no_generation_follows)
+            )
         case events.RefusedNotice():
             message.refused.CopyFrom(to_detail(refusal_to_error(notice.refusal, generation)))
         case _:

@@ -141,7 +141,7 @@ class PlugIn:
 
     # --- retention, reset and repair ---
 
-    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
+    def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
         """Context in which no samples of the job are written."""
         return _nothing()
 

@@ -219,7 +219,7 @@ class SeriesActor:
         """The segments, each with the holders that confirmed it; or a rank whose segment no server
         has."""
         for attempt in range(VERIFY_ATTEMPTS):
-            result = verified(segments, await self._stores.held(self.series.name, segments))
+            result = verified(segments, await self._stores.held_digests(self.series.name, segments))
             if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
             await asyncio.sleep(VERIFY_PAUSE_S)

@@ -57,7 +57,7 @@ class Stores:
         """Addresses by server id."""
         return {s.holder.server_id: s.address for s in self._mirror.records.values()}
 
-    async def held(
+    async def held_digests(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
         """Digests of the segments that each holder has, for the holders that answered."""

@@ -258,7 +258,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             opened.close()
 
     @asynccontextmanager
-    async def closed(self, job: str) -> AsyncIterator[None]:
+    async def closed_ledger(self, job: str) -> AsyncIterator[None]:
         """Keep the job's ledger closed in the block, with no write of it in progress."""
         async with self._opening_lock(job):
             async with self._writing:

@@ -41,7 +41,7 @@ class LedgerAccess(Protocol):
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
         """Counts of the job's ledger; None if it has none."""
 
-    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
+    def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
         """Keep the job's ledger closed in the block, with no write of it in progress."""
 
 
@@ -139,7 +139,7 @@ class LossAcceptance:
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:
             if anew:
-                await stack.enter_async_context(self._samples.closed(job))
+                await stack.enter_async_context(self._samples.closed_ledger(job))
             for start in range(0, len(plan.lost), size):
                 batch = plan.lost[start : start + size]
                 targets = [
@@ -159,7 +159,7 @@ class LossAcceptance:
         current = records.parse_all(job, listed.items)
         if current is None:
             raise await self._no_shards_error(job)
-        prefix = keys.assignments_of_run(job, current.run)
+        prefix = keys.assignments_of_placement(job, current.placement_id)
         stored = [records.parse_shard(i) for i in listed.items if i.key.startswith(prefix)]
         return current, {shard.assignment.shard_id: shard for shard in stored}
 

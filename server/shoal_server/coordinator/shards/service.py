@@ -308,7 +308,7 @@ def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) 
             )
             for shard in layout.shards
         ),
-        run=secrets.token_hex(8),
+        placement_id=secrets.token_hex(8),
     )
     return rebalance(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
 

@@ -119,10 +119,10 @@ class SnapshotLoader:
         """Reassign the shards that the servers in `gone` have not loaded. Returns the new
         assignments. Raises DeadlineExceeded if another restore has replaced this one, or if each of
         MAX_TRIES readings of the records found shards that were still to be reassigned."""
-        of_run = keys.assignments_of_run(wanted.job, wanted.run)
+        of_placement = keys.assignments_of_placement(wanted.job, wanted.placement_id)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
-            listed = (await self._store.range(of_run)).items
+            listed = (await self._store.range(of_placement)).items
             stored = [assignments.parse_shard(item) for item in listed]
             unloaded = [each for each in stored if _is_unloaded(each.assignment, gone)]
             if listed and not unloaded:

@@ -131,7 +131,7 @@ class SnapshotRestorer:
         present = await self._loader.present(job)
         source = RestoredFrom(url=library.storage.url, number=manifest.number)
         before, wanted = await self._replaced(
-            manifest, layout, sorted(present), source, keeps_run=under_members
+            manifest, layout, sorted(present), source, keeps_placement_id=under_members
         )
         try:
             wanted = await self._loader.load_all(library, manifest, wanted, present)
@@ -191,11 +191,11 @@ class SnapshotRestorer:
         present: Sequence[Holder],
         source: RestoredFrom,
         *,
-        keeps_run: bool,
+        keeps_placement_id: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
         """Write the new assignment records, the ledger and the lineage. Returns the earlier
-        assignments (None if there were none) and the new ones. `keeps_run`: the job's members
-        continue with the restored shards."""
+        assignments (None if there were none) and the new ones. `keeps_placement_id`: the job's
+        members continue with the restored shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -203,7 +203,7 @@ class SnapshotRestorer:
         for _ in range(MAX_TRIES):
             held = await self._store.get(head)
             before = await assignments.read(self._store, job)
-            wanted = _wanted(manifest, before, present, keeps_run=keeps_run)
+            wanted = _wanted(manifest, before, present, keeps_placement_id=keeps_placement_id)
             chunks_exist = await shard_map.write_chunks(self._store, stored)
             result = await assignments.place(
                 self._store,
@@ -249,7 +249,7 @@ class SnapshotRestorer:
         """Record that the job's shards are lost, since servers have dropped them. Does nothing if
         the job was restored again since."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
-        record = replace(record, run=secrets.token_hex(8))
+        record = replace(record, placement_id=secrets.token_hex(8))
         try:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
@@ -262,7 +262,7 @@ def _wanted(
     before: assignments.StoredAssignments | None,
     present: Sequence[Holder],
     *,
-    keeps_run: bool,
+    keeps_placement_id: bool,
 ) -> JobAssignments:
     """Assignments of a new placement, in which no shard is loaded yet."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
@@ -283,8 +283,10 @@ def _wanted(
             )
             for part in sorted(manifest.parts, key=lambda part: part.shard_id)
         ),
-        run=secrets.token_hex(8),
-        job_run=before.assignments.members_run if before is not None and keeps_run else "",
+        placement_id=secrets.token_hex(8),
+        kept_placement_id=before.assignments.members_placement_id
+        if before is not None and keeps_placement_id
+        else "",
     )
 
 
@@ -292,8 +294,10 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
     """Conditions that the shards' records are still those that were read."""
     if before is None:
         return []
-    of_run = keys.assignments_of_run(before.assignments.job, before.assignments.run)
-    return [none_written_after(of_run, before.revision)]
+    of_placement = keys.assignments_of_placement(
+        before.assignments.job, before.assignments.placement_id
+    )
+    return [none_written_after(of_placement, before.revision)]
 
 
 def _is_placed(placed: JobAssignments) -> Compare:

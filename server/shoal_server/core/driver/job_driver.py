@@ -107,14 +107,14 @@ class JobDriver(Generic[StreamT, CallT]):
         """Answer the call once all earlier decisions are durable."""
         return self._carry((), call, None, now_s)
 
-    def open(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
+    def open_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
         """Send the member's later notices on this stream, and close the member's old stream."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
-    def closed(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
+    def end_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
         """Note that the stream has ended. A member that has no newer stream is disconnected."""
         if self._streams.get(stream.member_id) is not stream:
             return []
@@ -198,7 +198,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return list(self._silent_too_long(now_s))
 
     def _silent_too_long(self, now_s: float) -> Iterator[MemberLost]:
-        for name in self.liveness.late(now_s):
+        for name in self.liveness.silent_members(now_s):
             member = self.job.members.get(name)
             if member is None:
                 self.liveness.forget(name)

@@ -52,9 +52,9 @@ class StateRecord:
             finished=finished and job.phase in OVER,
             reason=job.reason,
             progress=replace(job.progress),
-            lost=job.lost.seen if job.lost is not None else None,
+            lost=job.loss_refusal.seen if job.loss_refusal is not None else None,
             # A job that was to be stopped may have finished before.
-            stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stopping,
+            stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stop_reason,
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
             ended_s=job.phase_since_s if job.phase in OVER else 0.0,

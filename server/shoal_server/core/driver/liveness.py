@@ -96,7 +96,7 @@ class Liveness:
         """Signs of life by member id."""
         return self._pulses
 
-    def late(self, now_s: float) -> list[str]:
+    def silent_members(self, now_s: float) -> list[str]:
         """Members without a sign of life for a lease; only they can be lost by silence."""
         names = []
         for name, pulse in self._pulses.items():

@@ -33,7 +33,7 @@ class Agreement:
     _highest_offer: Step | None = None
 
     @classmethod
-    def on(
+    def begin(
         cls,
         roster: GenerationRoster,
         digest: str,

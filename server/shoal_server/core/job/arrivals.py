@@ -24,7 +24,8 @@ from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
-def known(job: JobState, event: MemberEvent) -> MemberState:
+def require_member(job: JobState, event: MemberEvent) -> MemberState:
+    """Return the member that sent the event. Raises EventRefused if its process is no member."""
     member = job.members.get(event.member_id)
     if refusal := job.table.expelled.get(event.incarnation):
         # The process was sent a notice with this refusal: its calls get the same reason.
@@ -52,7 +53,7 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
         job.table.note_stream_back(known)
         _repeat_notices(job, known, event.generation, now_s)
         return
-    if reason := job.stopping:
+    if reason := job.stop_reason:
         raise EventRefused(refusals.stopped(job.spec.job, "is being stopped", reason))
     if event.incarnation in job.table.expelled:
         refusal = job.table.expelled[event.incarnation]
@@ -142,7 +143,7 @@ def _repeat_notices(
         job.notify_member(member, notice)
     if job.is_completing:
         job.notify_member(member, ClosingNotice(reason=job.reason))
-    if reason := job.stopping:
+    if reason := job.stop_reason:
         draining.notify_stopping(job, member, reason, now_s)
 
 

@@ -43,7 +43,7 @@ def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: floa
     if job.deadlines.overdue_check_s is None:
         job.deadlines.overdue_check_s = now_s + job.limits.join_s
     if known is None:
-        member.waits("other members", now_s)
+        member.set_wait("other members", now_s)
         job.log("member_proposed", f"{member.member_id} is ready to train", member)
 
 
@@ -92,12 +92,12 @@ def change(job: JobState, now_s: float) -> bool:
     wanted, members = _change_wanted(job, now_s)
     if not wanted:
         if job.phase is Phase.COLLECT:
-            job.to(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
+            job.apply_trigger(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
         return False
     if job.pausing():
         return False  # A paused member cannot take part: the change waits until all can.
     if job.phase is Phase.RUNNING:
-        job.to(Trigger.CHANGE_WANTED, wanted, now_s)
+        job.apply_trigger(Trigger.CHANGE_WANTED, wanted, now_s)
     # Wait a little for members that have not proposed yet, and for further drains, since drains
     # mostly arrive together: one stop then serves all of them.
     coming = job.table.num_not_proposed > 0 or bool(job.table.draining)
@@ -141,7 +141,7 @@ def _hold_newcomers(job: JobState, now_s: float) -> None:
 
 def _stand_by(job: JobState, member: MemberState, reason: str, position: int, now_s: float) -> None:
     if member.waiting_for != reason or not member.is_standby:
-        member.waits(reason, now_s, is_standby=True)
+        member.set_wait(reason, now_s, is_standby=True)
         job.notify_member(member, StandbyNotice(reason=reason, position=position))
 
 
@@ -187,7 +187,7 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
     waiting = [m for m in job.eligible if m.settled]
     if not _waits_for_members(job):
         for member in [m for m in waiting if m.is_standby]:
-            member.waits("other members", now_s)
+            member.set_wait("other members", now_s)
         return
     missing = job.min_roster_size - len(waiting)
     limit_s = job.limits.wait_for_members_s
@@ -246,7 +246,7 @@ def _amid_call(job: JobState) -> list[MemberState]:
 
 def _keep_out(job: JobState, members: list[MemberState], now_s: float) -> None:
     for member in members:
-        member.waits("the end of a call between two steps that the others are in", now_s)
+        member.set_wait("the end of a call between two steps that the others are in", now_s)
 
 
 def _awaits_state(job: JobState) -> bool:
@@ -293,15 +293,15 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
     # A member without steps left offers no step to stop at.
     old = [m.member_id for m in job.table.trainers(running)] if running else ()
     job.last_generation = generation
-    job.agreement = Agreement.on(roster, job.digest_of(roster), stopping=old)
-    job.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
+    job.agreement = Agreement.begin(roster, job.digest_of(roster), stopping=old)
+    job.apply_trigger(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
     if conflicts := find_conflicts(candidates):
         endings.abort_conflicting(job, conflicts, now_s)
         return True
     job.deadlines.deadline_s = now_s + job.limits.prepare_s
     notice = job.prepare_notice(job.agreement)
     for member in chosen:
-        member.waits(f"all members to accept generation {generation}", now_s)
+        member.set_wait(f"all members to accept generation {generation}", now_s)
         job.notify_member(member, notice)
     return True
 

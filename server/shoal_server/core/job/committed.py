@@ -50,7 +50,7 @@ def became_ready(
         return
     member.entered = agreement.generation
     if not agreement.ready(member.member_id, step):
-        member.waits(f"the others' first collective in generation {generation}", now_s)
+        member.set_wait(f"the others' first collective in generation {generation}", now_s)
         return
     roster, old = agreement.roster, job.running
     job.running, job.agreement = roster, None
@@ -61,7 +61,7 @@ def became_ready(
     assert job.record is not None
     cause = job.record.reason
     reason = f"generation {roster.generation}: {cause}"
-    job.to(Trigger.READY, reason, now_s)
+    job.apply_trigger(Trigger.READY, reason, now_s)
     trainers = job.members_of(roster)
     start, reached = Step(0), job.progress.reached
     if roster.synchronous:
@@ -69,7 +69,7 @@ def became_ready(
     _log_story(job, roster, cause, start=start, reached=reached, now_s=now_s)
     notice = RunningNotice(reason=reason, generation=roster.generation)
     for trainer in trainers:
-        trainer.waits("nothing: it trains", now_s)
+        trainer.set_wait("nothing: it trains", now_s)
         job.notify_member(trainer, notice)
     if old is not None and roster.synchronous:
         draining.part_leavers(job, old, roster, now_s)
@@ -90,7 +90,7 @@ def _log_story(
         job.tally.idle_s += now_s - begun_s if changes.before is None else story.down_s
         reason = job.reason
         job.log("generation_running", reason, story=story)
-    changes.runs(roster)
+    changes.clear_for(roster)
 
 
 def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]) -> Step:
@@ -233,8 +233,8 @@ def _newcomers(job: JobState) -> list[MemberState]:
 def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: float) -> None:
     """Delay the newcomers' next try: the other members stopped training for nothing."""
     for newcomer in newcomers:
-        job.setbacks.shared(newcomer.member_id, now_s)
-        newcomer.waits(f"another try: in the last one, {error}", now_s)
+        job.setbacks.count_shared_failure(newcomer.member_id, now_s)
+        newcomer.set_wait(f"another try: in the last one, {error}", now_s)
 
 
 def _blame(
@@ -242,13 +242,13 @@ def _blame(
 ) -> None:
     """Count the member's own failure: it is tried again, or removed after its last try."""
     member.failed_in = generation
-    num_tries = job.setbacks.failed(member.member_id, error, now_s)
+    num_tries = job.setbacks.count_failure(member.member_id, error, now_s)
     reason = (
         f"{member.member_id} could not bring up generation {generation}"
         f" (try {num_tries} of {MAX_TRIES}): {error}"
     )
     job.log("bring_up_failed", reason, member)
-    member.waits(f"another try: {reason}", now_s)
+    member.set_wait(f"another try: {reason}", now_s)
     if num_tries >= MAX_TRIES:
         job.tries.num_excluded += 1
         refusal = refusals.cannot_bring_up(job.spec.job, member.member_id, MAX_TRIES, error)

@@ -24,7 +24,7 @@ def release_overdue(job: JobState, now_s: float) -> None:
         if member.drain.is_released or _is_worth_waiting(job, member, now_s):
             continue
         member.drain.is_released = True
-        member.waits("nothing: it leaves at its next step boundary", now_s)
+        member.set_wait("nothing: it leaves at its next step boundary", now_s)
         _notify_drain(job, member, member.drain.reason, now=True, now_s=now_s)
 
 
@@ -36,11 +36,13 @@ def notify_stopping(job: JobState, member: MemberState, reason: str, now_s: floa
 def _notify_drain(
     job: JobState, member: MemberState, reason: str, *, now: bool, now_s: float
 ) -> None:
-    unreplaced = now and _is_unreplaced(job, member, now_s)
-    job.notify_member(member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced))
+    no_generation_follows = now and _no_generation_follows(job, member, now_s)
+    job.notify_member(
+        member, DrainNotice(reason=reason, now=now, no_generation_follows=no_generation_follows)
+    )
 
 
-def _is_unreplaced(job: JobState, member: MemberState, now_s: float) -> bool:
+def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> bool:
     """True if no further generation follows once the member has left. Called only for a member that
     is to leave now. False once its drain is overdue: the other members did not agree on a boundary
     in time, and might keep the member from taking a step."""

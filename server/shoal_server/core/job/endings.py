@@ -39,7 +39,7 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     if brought_up:
         job.tries.failed_roster = roster
     old_is_over = job.running is None or agreement.may_have_stopped
-    job.to(Trigger.FAILED, reason, now_s)
+    job.apply_trigger(Trigger.FAILED, reason, now_s)
     record = job.record_of(Verdict.ABORTED, reason, now_s, conflicts)
     job.agreement, job.tries.failures = None, job.tries.failures + 1
     job.emit(WriteGeneration(record=record))
@@ -75,12 +75,12 @@ def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -
     job.deadlines.suspect_since_s = None
     if running is None:
         return  # The abort ended it too and notified its members.
-    if not job.stopping:
+    if not job.stop_reason:
         job.tally.num_breaks += 1
     if running.synchronous:
         job.tries.changes.record_break("" if lost else reason, now_s)
     if job.phase is not Phase.ABORTED:
-        job.to(Trigger.BROKEN, reason, now_s)
+        job.apply_trigger(Trigger.BROKEN, reason, now_s)
     notify_broken(job, running, lost, reason, now_s)
 
 
@@ -95,7 +95,7 @@ def notify_broken(
     job.table.settle(members, settled=False)
     notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
     for member in members:
-        member.waits(f"its trainer to stop after the break ({reason})", now_s)
+        member.set_wait(f"its trainer to stop after the break ({reason})", now_s)
         job.notify_member(member, notice)
 
 
@@ -138,15 +138,15 @@ def remove(
             notify_broken(job, roster, (member.member_id,), reason, now_s)
         if job.agreement is not None:
             job.agreement.forget(member.member_id)
-        if not job.members and job.lost is None:
+        if not job.members and job.loss_refusal is None:
             end_job(job, Trigger.COMPLETED, job.reason, now_s)
         return
     if attempted:
         abort(job, reason, now_s)
     if trained and job.running is not None:
         break_off(job, (member.member_id,), reason, now_s)
-    if job.stopping and not job.members:
-        end_job(job, Trigger.STOPPED, job.stopping, now_s)
+    if job.stop_reason and not job.members:
+        end_job(job, Trigger.STOPPED, job.stop_reason, now_s)
 
 
 def refuse(job: JobState, member: MemberState, refusal: Refusal, now_s: float) -> None:
@@ -177,7 +177,7 @@ def lose_state(job: JobState, seen: str, now_s: float) -> None:
     lost = refusals.state_lost(job.spec.job, job.progress, seen)
     job.end.lost = lost
     abort(job, lost.what, now_s)
-    job.to(Trigger.STATE_LOST, lost.what, now_s)
+    job.apply_trigger(Trigger.STATE_LOST, lost.what, now_s)
     job.end.completing = True
     job.deadlines.stop()
     job.emit(FinishJob(reason=job.reason))
@@ -236,7 +236,7 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
         job.emit(SaveJobRecord())
         reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
         job.log("member_finished", reason, member)
-        member.waits("nothing: its work is done", now_s)
+        member.set_wait("nothing: its work is done", now_s)
         if agreement is not None and member.member_id in agreement.unready:
             abort(job, reason, now_s)
         elif agreement is not None:
@@ -255,7 +255,7 @@ def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None
         job.agreement.stop_at = None  # Members with steps left go on.
         abort(job, reason, now_s)
         if job.running is not None:
-            job.to(Trigger.INTACT, reason, now_s)
+            job.apply_trigger(Trigger.INTACT, reason, now_s)
     job.deadlines.deadline_s, job.reason = None, reason
     # Members that have trained finish by themselves, asynchronous ones even between two
     # generations.
@@ -277,7 +277,7 @@ def abandon(job: JobState, reason: str, now_s: float) -> None:
 
 def end_job(job: JobState, trigger: Trigger, reason: str, now_s: float) -> None:
     """End the job: it has no members any more."""
-    job.to(trigger, reason, now_s)
+    job.apply_trigger(trigger, reason, now_s)
     job.running = job.agreement = None
     job.deadlines.stop()
     job.emit(FinishJob(reason=job.reason))

@@ -85,7 +85,7 @@ class Job(JobState):
         if isinstance(event, MemberJoined):
             arrivals.joined(self, event, now_s)
         else:
-            self._apply(arrivals.known(self, event), event, now_s)
+            self._apply(arrivals.require_member(self, event), event, now_s)
         return self._decide(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -115,7 +115,7 @@ class Job(JobState):
         May be repeated, by a new leader too. Does nothing to a job that is over.
         """
         if self.phase not in OVER:
-            if self.stopping != reason:
+            if self.stop_reason != reason:
                 self.end.stopping = reason
                 self.log("job_stopping", reason)
                 self.emit(SaveJobRecord())
@@ -159,7 +159,7 @@ class Job(JobState):
         if self.phase in OVER:
             tally.result, tally.is_cleared = None, False
             self.end = JobEnd()
-            self.to(Trigger.RETRIED, reason, now_s)
+            self.apply_trigger(Trigger.RETRIED, reason, now_s)
         self.emit(SaveJobRecord())
         return self.pop_effects()
 
@@ -270,7 +270,7 @@ class Job(JobState):
             case Phase.ABORTED:
                 is_intact = self.running is not None
                 trigger = Trigger.INTACT if is_intact else Trigger.BACKED_OFF
-                self.to(trigger, self.reason, now_s)
+                self.apply_trigger(trigger, self.reason, now_s)
 
     def _deadlines(self) -> Iterator[float]:
         yield from self.table.deadlines()

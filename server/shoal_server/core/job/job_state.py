@@ -163,12 +163,12 @@ class JobState:
         return self.end.completing
 
     @property
-    def lost(self) -> Refusal | None:
+    def loss_refusal(self) -> Refusal | None:
         """Refusal that every member gets once the job's state is lost; None before."""
         return self.end.lost
 
     @property
-    def stopping(self) -> str:
+    def stop_reason(self) -> str:
         """Reason for which the job was or is being stopped; empty for any other job."""
         return self.end.stopping
 
@@ -183,7 +183,7 @@ class JobState:
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
-        return self.table.of(roster)
+        return self.table.members_of(roster)
 
     def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
         """The current attempt; None unless it is for this generation and with the member."""
@@ -304,10 +304,10 @@ class JobState:
 
     def refuse_if_over(self) -> None:
         """Raise EventRefused if the job is over or completes."""
-        if self.lost is not None:
-            raise EventRefused(self.lost)
+        if self.loss_refusal is not None:
+            raise EventRefused(self.loss_refusal)
         if self.phase is Phase.STOPPED:
-            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.stopping))
+            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.stop_reason))
         if self.phase is Phase.FAILED:
             raise EventRefused(refusals.stopped(self.spec.job, "has failed", self.reason))
         if self.phase is Phase.FINISHED or self.is_completing:
@@ -345,7 +345,8 @@ class JobState:
             )
         )
 
-    def to(self, trigger: Trigger, reason: str, now_s: float) -> None:
+    def apply_trigger(self, trigger: Trigger, reason: str, now_s: float) -> None:
+        """Move to the phase that the table of transitions gives for the trigger, and log it."""
         self.phase = next_phase(self.phase, trigger)
         self.reason, self.phase_since_s = reason, now_s
         if self.phase is Phase.COLLECT:

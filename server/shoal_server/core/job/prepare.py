@@ -136,7 +136,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     roster = agreement.roster
     _note_leavers(job, roster)
     reason = job.tries.changes.cause(roster)
-    job.to(Trigger.ACCEPTED, reason, now_s)
+    job.apply_trigger(Trigger.ACCEPTED, reason, now_s)
     record = job.record_of(Verdict.COMMITTED, reason, now_s)
     job.previous, job.record = roster, record
     # After a break, all members have settled or are gone by now.
@@ -149,7 +149,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     job.table.settle(job.members_of(roster), settled=not roster.synchronous)
     notice = OutcomeNotice(reason=reason, record=record)
     for member in job.members_to_notify(roster):
-        member.waits(f"the first collective of generation {roster.generation}", now_s)
+        member.set_wait(f"the first collective of generation {roster.generation}", now_s)
         job.notify_member(member, notice)
 
 

@@ -124,7 +124,7 @@ def _continue_generation(
             job.table.settle(job.members_of(old), settled=not old.synchronous)
         stopping = set(job.running.member_ids if job.running is not None else ()) - done
         job.phase = Phase.COMMITTED
-        job.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
+        job.agreement = Agreement.begin(roster, record.digest, stopping=stopping, inherited=True)
         for name in done:
             job.agreement.forget(name)
         job.deadlines.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s

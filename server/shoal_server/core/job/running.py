@@ -62,7 +62,7 @@ def step_reported(job: JobState, member: MemberState, event: StepReported, now_s
     if event.enough_for_call:
         job.table.in_call[member.member_id] = event.enough_for_call
     if not job.setbacks.waits(member.member_id):
-        member.waits("the other members to report their step", now_s)
+        member.set_wait("the other members to report their step", now_s)
     if job.table.all_settled:
         job.deadlines.broken_since_s = None
 

@@ -110,7 +110,7 @@ class PendingChanges:
             down_s=0.0 if self.broke_s is None else max(0.0, now_s - self.broke_s),
         )
 
-    def runs(self, roster: GenerationRoster) -> None:
+    def clear_for(self, roster: GenerationRoster) -> None:
         """Clear the changes: this roster runs, and the changes that led to it are reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None

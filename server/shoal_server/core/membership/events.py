@@ -256,7 +256,7 @@ class DrainNotice(Notice):
     (`now`)."""
 
     now: bool
-    unreplaced: bool = False
+    no_generation_follows: bool = False
     """True, with `now`, if no further generation follows once the member has left."""
 
 

@@ -82,8 +82,8 @@ class MemberState:
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
-    def waits(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
-        """Note what the member waits for; the time restarts only if the reason changes."""
+    def set_wait(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
+        """Set what the member waits for; the time restarts only if the reason changes."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
         self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 

@@ -153,7 +153,7 @@ class MembershipTable:
     def unsettled(self) -> list[MemberState]:
         return [self.members[name] for name in sorted(self._unsettled)]
 
-    def of(self, roster: GenerationRoster) -> list[MemberState]:
+    def members_of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
@@ -163,7 +163,7 @@ class MembershipTable:
 
     def trainers(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job and have work left, by rank."""
-        return [m for m in self.of(roster) if m.member_id not in self.finished]
+        return [m for m in self.members_of(roster) if m.member_id not in self.finished]
 
     @property
     def num_not_proposed(self) -> int:

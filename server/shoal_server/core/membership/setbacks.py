@@ -52,14 +52,14 @@ class Setbacks:
     def __repr__(self) -> str:
         return f"Setbacks({self._setbacks!r})"
 
-    def failed(self, member_id: str, error: str, now_s: float) -> int:
+    def count_failure(self, member_id: str, error: str, now_s: float) -> int:
         """Count one of the member's own failures; return the number of them in a row."""
         setback = self._of(member_id, now_s)
         setback.own, setback.error = setback.own + 1, error
         self._put_off(setback, setback.own, now_s)
         return setback.own
 
-    def shared(self, member_id: str, now_s: float) -> None:
+    def count_shared_failure(self, member_id: str, now_s: float) -> None:
         """Count a failed bring-up that the member took part in and did not cause."""
         setback = self._of(member_id, now_s)
         setback.shared += 1
@@ -83,7 +83,7 @@ class Setbacks:
         setback = self._setbacks.get(member_id)
         return setback is not None and setback.not_before_s is not None
 
-    def own(self, member_id: str) -> int:
+    def num_own_failures(self, member_id: str) -> int:
         setback = self._setbacks.get(member_id)
         return setback.own if setback is not None else 0
 

@@ -11,7 +11,7 @@ from shoal_server.core.shards.assignments import ShardAssignment
 class KnownRecords:
     def __init__(self) -> None:
         self._assignments: dict[Key, ShardAssignment] = {}
-        self._runs: dict[Key, str] = {}
+        self._placement_ids: dict[Key, str] = {}
         self._writing: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
@@ -24,9 +24,9 @@ class KnownRecords:
         return self._assignments.get(key)
 
     @property
-    def runs(self) -> Mapping[Key, str]:
-        """`JobAssignments.run` of each shard's record."""
-        return MappingProxyType(self._runs)
+    def placement_ids(self) -> Mapping[Key, str]:
+        """`JobAssignments.placement_id` of each shard's record."""
+        return MappingProxyType(self._placement_ids)
 
     def keys_of(self, job: str) -> list[Key]:
         return [key for key in self._assignments if key[0] == job]
@@ -36,19 +36,19 @@ class KnownRecords:
         known = (self._assignments[key] for key in keys)
         return frozenset(holder for a in known for holder in (a.primary, *a.backups))
 
-    def is_of_another_run(self, key: Key, run: str) -> bool:
-        return self._runs.get(key, run) != run
+    def is_of_another_placement(self, key: Key, placement_id: str) -> bool:
+        return self._placement_ids.get(key, placement_id) != placement_id
 
     def store_record(
-        self, key: Key, new: ShardAssignment | None, run: str
+        self, key: Key, new: ShardAssignment | None, placement_id: str
     ) -> ShardAssignment | None:
         """Store a record, or remove it if `new` is None; return the previous one."""
         old = self._assignments.pop(key, None)
         if new is None:
-            self._runs.pop(key, None)
+            self._placement_ids.pop(key, None)
             self._writing.discard(key)
         else:
-            self._assignments[key], self._runs[key] = new, run
+            self._assignments[key], self._placement_ids[key] = new, placement_id
         return old
 
     # --- writes of this server in progress ---

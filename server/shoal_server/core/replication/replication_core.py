@@ -5,8 +5,8 @@ The record in etcd assigns shards (`core/shards/assignments.py`). This server ca
 change of the record, whichever process made it. This server changes the record itself when a joiner
 is in step, a backup or a primary is gone, a shard is handed over, or this server's disk has a shard
 that no server has in memory. The wanted change is computed from the state after each event, and
-again from the newest record at the time of the write (`revised`), so an outdated change is never
-written.
+again from the newest record at the time of the write (`wanted_record`), so an outdated change is
+never written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +62,7 @@ class ReplicationCore:
         self.lease = Lease(limits)
         self.leading = LedShards(limits)
         self._records = KnownRecords()
-        self._copies = Copies(me, self._records.runs)
+        self._copies = Copies(me, self._records.placement_ids)
         self._watch = PrimaryWatch(limits.probe_s)
         self._claims = JournalClaims(me, limits)
         self._missing = MissingShards(me)
@@ -116,11 +116,11 @@ class ReplicationCore:
 
     # --- state that operators and recovery ask for ---
 
-    def known(self, job: str) -> list[Key]:
+    def keys_of(self, job: str) -> list[Key]:
         """Shards of a job that this server has a record of."""
         return self._records.keys_of(job)
 
-    def led(self, key: Key) -> LedShard | None:
+    def find_led(self, key: Key) -> LedShard | None:
         """The shard as this server leads it; None if it does not."""
         return self.leading.find(key)
 
@@ -129,17 +129,17 @@ class ReplicationCore:
         """Shards of `JournalClaims.open` whose record in etcd this server has received."""
         return [key for key in self._claims.open if key in self._records]
 
-    def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
+    def wanted_record(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record that this server wants, given the newest record."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
-            return led.revised(assignment)
+            return led.wanted_record(assignment)
         primary = assignment.primary
         if self._watch.is_dead(primary) and self._copies.is_held(key):
             assignment = promote(assignment, primary, self.me)
         elif led is None and self._copies.find(key) is None and key not in self._claims:
-            assignment = self._missing.revised(key, assignment)
-        return self._claims.revised(key, assignment, now_s)
+            assignment = self._missing.wanted_record(key, assignment)
+        return self._claims.wanted_record(key, assignment, now_s)
 
     # --- the record ---
 
@@ -148,7 +148,7 @@ class ReplicationCore:
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
-        if self.revised(key, assignment, self._now_s) != assignment:
+        if self.wanted_record(key, assignment, self._now_s) != assignment:
             self._records.begin_write(key)
             yield WriteShardRecord(key)
         else:
@@ -158,7 +158,7 @@ class ReplicationCore:
 
     def _read(self, event: ev.ShardRecordRead) -> Effects:
         key = event.key
-        yield ReviseShardRecord(key, self.revised(key, event.assignment, self._now_s))
+        yield ReviseShardRecord(key, self.wanted_record(key, event.assignment, self._now_s))
 
     def _written(self, event: ev.ShardRecordWritten) -> Effects:
         self._records.end_write(event.key)
@@ -173,16 +173,16 @@ class ReplicationCore:
             yield from led.keep_leading()
 
     def _refreshed(self, event: ev.ShardRecordRefreshed) -> Effects:
-        yield from self._copies.known(event.key, self._records.find(event.key))
+        yield from self._copies.answer_offers(event.key, self._records.find(event.key))
 
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
-        if new is not None and self._records.is_of_another_run(key, event.run):
+        if new is not None and self._records.is_of_another_placement(key, event.placement_id):
             # Shards of another placement are different shards: drop what is here of the old ones.
             yield from self._assigned(ev.ShardAssigned(key, None))
-        old = self._records.store_record(key, new, event.run)
+        old = self._records.store_record(key, new, event.placement_id)
         if old is not None and self.me in old.backups:
-            self._watch.unback(key, old.primary)
+            self._watch.stop_watching(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
             # Notify the old primary, so that it does not count on a copy here.
             yield from self._refuse_dropped(key, old)
@@ -190,13 +190,13 @@ class ReplicationCore:
         if new is None or self.me not in new.holders:
             yield from self._drop_roles(key)
             if new is None:
-                self._claims.take(key)
+                self._claims.remove(key)
         elif new.primary == self.me:
             yield from self._to_lead(key, new, stopped=was_handed_over(old, new))
         else:
             yield from self._to_back_up(key, new)
         if new is not None:
-            self._claims.known(key, new)
+            self._claims.note_record(key, new)
         yield from self._write_if_wanted(key)
 
     def _refuse_dropped(self, key: Key, old: ShardAssignment | None) -> Effects:
@@ -204,7 +204,7 @@ class ReplicationCore:
             refusal = BackupRefused(
                 key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
             )
-            for link in self._watch.links(old.primary):
+            for link in self._watch.open_links(old.primary):
                 yield SendReply(old.primary, link, refusal)
 
     def _drop_roles(self, key: Key) -> Effects:
@@ -219,7 +219,7 @@ class ReplicationCore:
         """Keep the claim to the shard while the record names this server's disk, even if the disk
         fails: the disk may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
-            self._claims.left(led.key)
+            self._claims.note_given_up(led.key)
 
     def _to_lead(self, key: Key, new: ShardAssignment, *, stopped: bool = False) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
@@ -239,7 +239,7 @@ class ReplicationCore:
                 copy.phase = CopyPhase.SETTLING
                 yield SettleCopy(key, None if stopped else copy.primary)
         elif key in self._claims and new.content is ShardContent.PRESENT:
-            self._claims.take(key)
+            self._claims.remove(key)
             if new.on_disk == self.me.server_id:
                 self._missing.tolerate_absence(key, new)
                 yield LoadJournal(key, new.epoch)
@@ -262,16 +262,16 @@ class ReplicationCore:
     # --- leading ---
 
     def _begin(self, led: LedShard) -> Effects:
-        self._claims.take(led.key)
-        led.run = self._records.runs.get(led.key, "")
+        self._claims.remove(led.key)
+        led.placement_id = self._records.placement_ids.get(led.key, "")
         self.leading.begin(led)
-        yield LeadShard(led.key, led.epoch, led.run)
+        yield LeadShard(led.key, led.epoch, led.placement_id)
         yield from self._take_due_steps(led)
 
     def _take_due_steps(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_record(led)
-        yield from self.leading.followed(led)
+        yield from self.leading.report_followers(led)
         yield from self.leading.take_due_steps(led, self._now_s)
         yield from self._release(led)
         yield from self._trim(led)
@@ -279,13 +279,13 @@ class ReplicationCore:
 
     def _trim(self, led: LedShard) -> Effects:
         led.trim()
-        return led.unreplicated()
+        return led.report_unreplicated()
 
     def _release(self, led: LedShard) -> Effects:
         if not led.has_waiters:
             return
         holds = self.lease.holds(self._now_s)
-        for token in led.released():
+        for token in led.release_waiters():
             yield (
                 AcknowledgeVersion(token)
                 if holds
@@ -313,12 +313,14 @@ class ReplicationCore:
         if new is not None and copy.is_of_other_content(new):
             yield from self._copies.drop(key)
         elif new is not None and new.primary == self.me:
-            self._copies.take(key)
-            led = self.leading.led(key, new, event.version, origin=copy.epoch, born=copy.born)
+            self._copies.pop(key)
+            led = self.leading.make_led_shard(
+                key, new, event.version, origin=copy.epoch, born=copy.born
+            )
             yield from self._begin(led)
         else:
             yield from self._write_if_wanted(key)
-        yield from self._copies.known(key, new)
+        yield from self._copies.answer_offers(key, new)
 
     def _created(self, event: ev.ShardCreated) -> Effects:
         key, new = event.key, self._records.find(event.key)
@@ -328,7 +330,7 @@ class ReplicationCore:
             yield DropShard(key)
             return
         yield from self._copies.drop(key)
-        led = self.leading.led(key, new, event.version, origin=0, born=event.epoch)
+        led = self.leading.make_led_shard(key, new, event.version, origin=0, born=event.epoch)
         yield from self._begin(led)
 
     def _applied(self, event: ev.PushApplied) -> Effects:
@@ -339,7 +341,7 @@ class ReplicationCore:
         yield from self.leading.send_update(led, event.record)
         if not led.followers:
             yield from self._release(led)
-        yield from led.unreplicated()
+        yield from led.report_unreplicated()
 
     def _asked(self, event: ev.AckRequested) -> Effects:
         led = self.leading.find(event.key)
@@ -402,7 +404,7 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
 
     def _held(self, event: ev.RecordDelivered) -> Effects:
-        if (led := self.leading.held(event)) is not None:
+        if (led := self.leading.note_delivery(event)) is not None:
             yield from self._release(led)
 
     def _replied(self, event: ev.ReplyReceived) -> Effects:
@@ -434,13 +436,13 @@ class ReplicationCore:
         yield from ()
 
     def _incoming_ended(self, event: ev.IncomingLinkEnded) -> Effects:
-        for key in self._copies.of(event.peer) if event.is_torn else ():
+        for key in self._copies.keys_from(event.peer) if event.is_torn else ():
             yield LogLine("copy_torn", key=key, peer=event.peer)
             yield from self._copy_failed(ev.CopyFailed(key))
-        yield from self._watch.left(event.peer, event.link)
+        yield from self._watch.remove_link(event.peer, event.link)
 
     def _requested(self, event: ev.RequestReceived) -> Effects:
-        if self._watch.calls(event.peer, event.link):
+        if self._watch.has_link(event.peer, event.link):
             assignment = self._records.find(event.request.key)
             yield from self._copies.requested(
                 event.peer, event.link, event.request, event.data, assignment
@@ -458,8 +460,10 @@ class ReplicationCore:
         yield from self._copies.failed(event.key, event.image, why, event.detail)
 
     def _probed(self, event: ev.PeerProbed) -> Effects:
-        yield from self._watch.probed(event.peer, event.answers, self._now_s)
-        for key in self._watch.backed(event.peer) if self._watch.is_dead(event.peer) else ():
+        yield from self._watch.record_probe(event.peer, event.answers, self._now_s)
+        for key in (
+            self._watch.watched_shards(event.peer) if self._watch.is_dead(event.peer) else ()
+        ):
             yield from self._write_if_wanted(key)
 
     # --- after a restart ---
@@ -512,4 +516,4 @@ class ReplicationCore:
         self._is_fenced = True
         yield LogLine("acknowledges_nothing")
         for led in self.leading.all():
-            yield from led.refused(AckRefusalReason.FENCED)
+            yield from led.refuse_waiters(AckRefusalReason.FENCED)

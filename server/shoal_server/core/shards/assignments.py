@@ -116,17 +116,17 @@ class JobAssignments:
     copies: int
     """Wanted copies of each shard, including the primary."""
     shards: tuple[ShardAssignment, ...]
-    run: str = ""
+    placement_id: str = ""
     """Random id of this placement, drawn when shards are first placed and at each restore. Shards
     of another placement of the job are different shards, even with equal ids and epochs."""
-    job_run: str = ""
-    """Run that the job's members state, if the coordinator restored the job while its members went
-    on training; empty: they state `run`."""
+    kept_placement_id: str = ""
+    """Id that the job's members state, if the coordinator restored the job while they trained on;
+    empty: `placement_id`."""
 
     @property
-    def members_run(self) -> str:
-        """Run that the job's members state; members of another run may not use the shards."""
-        return self.job_run or self.run
+    def members_placement_id(self) -> str:
+        """Id that the job's members state. Members that state another id may not use the shards."""
+        return self.kept_placement_id or self.placement_id
 
     def changed(
         self, shard_ids: Iterable[int], change: Callable[[ShardAssignment], ShardAssignment]

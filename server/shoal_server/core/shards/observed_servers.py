@@ -56,7 +56,7 @@ class ObservedServers:
         """Note that the coordinator wrote `wished`, and that `stands` is the record now. The next
         `judged` suspects no server that the coordinator itself dropped from a shard, but still
         those that other processes dropped meanwhile; none at all if the job was placed anew."""
-        if stands.run != wished.run:
+        if stands.placement_id != wished.placement_id:
             self._last = None
         elif self._last is not None:
             triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)

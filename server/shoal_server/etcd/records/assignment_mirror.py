@@ -84,17 +84,21 @@ class AssignmentMirror:
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
         """Assignments of the job by shard; empty if its shards are not placed."""
         head = self._heads.get(job)
-        return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
+        return (
+            NO_SHARDS
+            if head is None
+            else self._assignments.get((job, head.placement_id), NO_SHARDS)
+        )
 
-    def run(self, job: str) -> str:
+    def placement_id(self, job: str) -> str:
         """Random id of the job's placement; empty if its shards are not placed."""
         head = self._heads.get(job)
-        return "" if head is None else head.run
+        return "" if head is None else head.placement_id
 
-    def job_run(self, job: str) -> str:
-        """Run that the job's members state; empty if its shards are not placed."""
+    def members_placement_id(self, job: str) -> str:
+        """Id that the job's members state; empty if its shards are not placed."""
         head = self._heads.get(job)
-        return "" if head is None else head.job_run or head.run
+        return "" if head is None else head.kept_placement_id or head.placement_id
 
     def assembled(self, job: str) -> JobAssignments | None:
         """All assignments of a job; None if its shards are not placed. Raises InternalError if a
@@ -109,7 +113,9 @@ class AssignmentMirror:
         # has to deliver would bring the record back.
         head = self._heads.get(job)
         if head is not None and shard_ids is not None:
-            wanted = [keys.shard_assignment(job, head.run, shard_id) for shard_id in shard_ids]
+            wanted = [
+                keys.shard_assignment(job, head.placement_id, shard_id) for shard_id in shard_ids
+            ]
             gets = [Get(key) for key in (keys.assignments_head(job), *wanted)]
             if len(gets) <= records.SHARDS_A_TRANSACTION:
                 read = (await self._store.transact((), gets)).reads
@@ -132,8 +138,8 @@ class AssignmentMirror:
         head = self._heads.get(job)
         remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION
         while head is not None and self._heads.get(job) == head:
-            await self._settle(job, head.run, remaining)
-            stored = self._shards.get((job, head.run), {})
+            await self._settle(job, head.placement_id, remaining)
+            stored = self._shards.get((job, head.placement_id), {})
             changes = [
                 (shard, target)
                 for shard_id in remaining
@@ -186,14 +192,14 @@ class AssignmentMirror:
             if self._is_known(s, item)
         ]
 
-    async def _settle(self, job: str, run: str, shard_ids: Collection[int]) -> None:
+    async def _settle(self, job: str, placement_id: str, shard_ids: Collection[int]) -> None:
         """Find out unknown outcomes of earlier writes to these shards. Raises what the store
         raises."""
         if not self._unsettled:
             return
-        known = self._shards.get((job, run), {})
+        known = self._shards.get((job, placement_id), {})
         for shard_id in shard_ids:
-            shard = self._unsettled.get(keys.shard_assignment(job, run, shard_id))
+            shard = self._unsettled.get(keys.shard_assignment(job, placement_id, shard_id))
             if shard is None:
                 continue
             if shard_id in known and known[shard_id].revision == shard.revision:
@@ -201,7 +207,7 @@ class AssignmentMirror:
             self._unsettled.pop(shard.key, None)
 
     def _is_known(self, shard: StoredShard, item: MirroredKey | KeyValue) -> bool:
-        known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
+        known = self._shards.get((shard.job, shard.placement_id), {}).get(shard.assignment.shard_id)
         return known is not None and known.revision >= item.mod_revision
 
     # Callbacks of the mirror of records: each call is about one record.
@@ -210,16 +216,16 @@ class AssignmentMirror:
         self, name: str, new: JobHead | StoredShard, old: JobHead | StoredShard | None
     ) -> None:
         if isinstance(new, JobHead):
-            if isinstance(old, JobHead) and old.run != new.run:
+            if isinstance(old, JobHead) and old.placement_id != new.placement_id:
                 # The shards were placed anew: the job was started over or restored. The records of
                 # the former placement may be deleted later.
                 self._forget(new.job)
             self._heads[new.job] = new
             self._changed[new.job] = set(self.of_job(new.job))
             return
-        shard_id, run = new.assignment.shard_id, (new.job, new.run)
-        self._shards.setdefault(run, {})[shard_id] = new
-        self._assignments.setdefault(run, {})[shard_id] = new.assignment
+        shard_id, placement = new.assignment.shard_id, (new.job, new.placement_id)
+        self._shards.setdefault(placement, {})[shard_id] = new
+        self._assignments.setdefault(placement, {})[shard_id] = new.assignment
         self._note_changed(new)
 
     def _delete(self, name: str, old: JobHead | StoredShard) -> None:
@@ -227,16 +233,16 @@ class AssignmentMirror:
             self._forget(old.job)
             return
         self._unsettled.pop(old.key, None)
-        run = old.job, old.run
-        for of_run in (self._shards, self._assignments):
-            of_run[run].pop(old.assignment.shard_id)
-            if not of_run[run]:
-                del of_run[run]
+        placement = old.job, old.placement_id
+        for of_placement in (self._shards, self._assignments):
+            of_placement[placement].pop(old.assignment.shard_id)
+            if not of_placement[placement]:
+                del of_placement[placement]
         self._note_changed(old)
 
     def _note_changed(self, shard: StoredShard) -> None:
         head = self._heads.get(shard.job)
-        if head is not None and head.run == shard.run:
+        if head is not None and head.placement_id == shard.placement_id:
             self._changed.setdefault(shard.job, set()).add(shard.assignment.shard_id)
 
     def _forget(self, job: str) -> None:

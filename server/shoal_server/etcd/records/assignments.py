@@ -2,7 +2,7 @@
 
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect. If
-the head is never written, the next placement deletes them. Keys contain the run, a random id of the
+the head is never written, the next placement deletes them. Keys contain the random id of the
 placement, so records of two placements are never confused.
 """
 
@@ -66,8 +66,8 @@ class JobHead:
 
     job: str
     copies: int
-    run: str
-    job_run: str
+    placement_id: str
+    kept_placement_id: str
     num_shards: int
 
 
@@ -76,7 +76,7 @@ class StoredShard:
     """A shard's record as stored in etcd."""
 
     job: str
-    run: str
+    placement_id: str
     assignment: ShardAssignment
     value: bytes
     """Encoded value that was read; it may have fields unknown to this release."""
@@ -85,11 +85,11 @@ class StoredShard:
 
     @property
     def key(self) -> str:
-        return keys.shard_assignment(self.job, self.run, self.assignment.shard_id)
+        return keys.shard_assignment(self.job, self.placement_id, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
         """Write that replaces this record by a record of another assignment of the shard."""
-        return Put(self.key, encode_shard(self.run, assignment, self.value))
+        return Put(self.key, encode_shard(self.placement_id, assignment, self.value))
 
     @property
     def is_unchanged(self) -> Compare:
@@ -122,7 +122,7 @@ def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
     head = next((parse_head(item) for item in items if item.key == head_key), None)
     if head is None:
         return None
-    prefix = keys.assignments_of_run(job, head.run)
+    prefix = keys.assignments_of_placement(job, head.placement_id)
     shards = (parse_shard(item).assignment for item in items if item.key.startswith(prefix))
     return assembled(head, {assignment.shard_id: assignment for assignment in shards})
 
@@ -137,9 +137,10 @@ async def jobs(store: Keyspace) -> list[str]:
 def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssignments:
     """All assignments of a job. Raises InternalError if a shard has no readable record."""
     if len(shards) != head.num_shards:
+        prefix = keys.assignments_of_placement(head.job, head.placement_id)
         raise InternalError(
             f"not every shard of job {head.job} has a record of its holders that can be read",
-            seen=f"{len(shards)} below {keys.assignments_of_run(head.job, head.run)}",
+            seen=f"{len(shards)} below {prefix}",
             expected=str(head.num_shards),
         )
     in_order = tuple(shards[shard_id] for shard_id in sorted(shards))
@@ -147,8 +148,8 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
         job=head.job,
         copies=head.copies,
         shards=in_order,
-        run=head.run,
-        job_run=head.job_run,
+        placement_id=head.placement_id,
+        kept_placement_id=head.kept_placement_id,
     )
 
 
@@ -167,8 +168,8 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
     return JobHead(
         job=message.job,
         copies=message.copies,
-        run=message.run,
-        job_run=message.job_run,
+        placement_id=message.run,
+        kept_placement_id=message.job_run,
         num_shards=message.num_shards,
     )
 
@@ -202,7 +203,7 @@ def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
     )
     return StoredShard(
         job=job,
-        run=message.run,
+        placement_id=message.run,
         assignment=assignment,
         value=entry.value,
         revision=entry.mod_revision,
@@ -214,19 +215,19 @@ def encode_head(assignments: JobAssignments) -> bytes:
         job=assignments.job,
         copies=assignments.copies,
         num_shards=len(assignments.shards),
-        run=assignments.run,
-        job_run=assignments.job_run,
+        run=assignments.placement_id,
+        job_run=assignments.kept_placement_id,
         format=FORMAT,
     ).SerializeToString(deterministic=True)
 
 
-def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
+def encode_shard(placement_id: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
     """Encode the record of a shard. Fields of the previous record (`before`) that this release does
     not know are kept."""
     message = pb.ShardHolding.FromString(before)
     for field in ("backups", "joining", "successor", "loss", "accepted_loss"):
         message.ClearField(field)
-    message.run, message.format = run, FORMAT
+    message.run, message.format = placement_id, FORMAT
     message.shard_id, message.epoch = assignment.shard_id, assignment.epoch
     message.primary.CopyFrom(_holder(assignment.primary))
     message.backups.extend(_holder(b) for b in assignment.backups)
@@ -266,8 +267,8 @@ async def read_shards(
     found = await store.get(keys.assignments_head(job))
     if found is None:
         return {}
-    run = parse_head(found).run
-    gets = [Get(keys.shard_assignment(job, run, shard_id)) for shard_id in shard_ids]
+    placement_id = parse_head(found).placement_id
+    gets = [Get(keys.shard_assignment(job, placement_id, shard_id)) for shard_id in shard_ids]
     batches = [
         gets[start : start + SHARDS_A_TRANSACTION]
         for start in range(0, len(gets), SHARDS_A_TRANSACTION)
@@ -300,7 +301,9 @@ async def place(
     has the answers to `otherwise`. Raises what the store raises; the shards' records may then
     remain. After an unknown outcome of the deciding transaction, the caller reads back.
     """
-    assert assignments.run, "records of a run without a name would be mistaken for another's"
+    assert assignments.placement_id, (
+        "records of a placement without an id would be mistaken for another's"
+    )
     shards, size = assignments.shards, SHARDS_A_TRANSACTION
     first, *rest = (shards[start : start + size] for start in range(0, len(shards), size))
 
@@ -316,7 +319,7 @@ async def place(
     if decided.succeeded:
         await _delete_unfinished(store, assignments, decided.revision)
     else:
-        own_records = keys.assignments_of_run(assignments.job, assignments.run)
+        own_records = keys.assignments_of_placement(assignments.job, assignments.placement_id)
         await store.transact([], [Delete(own_records, prefix=True)])
     return decided
 
@@ -332,9 +335,12 @@ async def _write(
     batch: Sequence[ShardAssignment],
 ) -> Compare:
     """Write some shards' records; return the condition that the first of them still exists."""
-    run = assignments.run
+    placement_id = assignments.placement_id
     puts = [
-        Put(keys.shard_assignment(assignments.job, run, h.shard_id), encode_shard(run, h))
+        Put(
+            keys.shard_assignment(assignments.job, placement_id, h.shard_id),
+            encode_shard(placement_id, h),
+        )
         for h in batch
     ]
     # No other process writes these keys: repeating is harmless.
@@ -348,9 +354,9 @@ async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
         found = [key.removeprefix(prefix) for key in await store.keys(prefix)]
-        runs = {key.partition("/")[0] for key in found if "/" in key}
-        for run in runs - {placed.run}:
-            gone = Delete(keys.assignments_of_run(placed.job, run), prefix=True)
+        placement_ids = {key.partition("/")[0] for key in found if "/" in key}
+        for placement_id in placement_ids - {placed.placement_id}:
+            gone = Delete(keys.assignments_of_placement(placed.job, placement_id), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
         # The records do no harm, and are deleted by the next placement.

@@ -157,7 +157,7 @@ def _filled(
     found = assignments.parse_all(layout.job, listed)
     if found is None:
         return filled, None
-    filled.run = found.members_run
+    filled.run = found.members_placement_id
     holders = {assignment.shard_id: assignment for assignment in found.shards}
     for shard in filled.shards:
         assignment = holders.get(shard.shard_id)

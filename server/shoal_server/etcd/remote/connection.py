@@ -132,7 +132,7 @@ class Connections:
         Raises etcd's refusal, Unavailable after `timeout_s`, RefusedError once closed, and
         InvalidSpec if the TLS files were never readable.
         """
-        with tracing.part("etcd"):
+        with tracing.child_span("etcd"):
             return await self._repeated(attempt)
 
     async def _repeated(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
@@ -155,7 +155,7 @@ class Connections:
         closed meanwhile, the call raises RefusedError without such a detail. Otherwise raises what
         `call` raises.
         """
-        with tracing.part("etcd, once"):
+        with tracing.child_span("etcd, once"):
             return await self._at_most_once(attempt)
 
     async def _at_most_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:

@@ -18,16 +18,17 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 
-class JobRuns(Protocol):
-    """A source of the run that each job's members must state (`JobAssignments.members_run`). A job
-    gets another run when it is started over, and when an operator restores it."""
+class PlacementIds(Protocol):
+    """Source of the placement id that each job's members must state: see
+    `JobAssignments.members_placement_id`. The id is replaced when the job is started over, and when
+    an operator restores it."""
 
-    def job_run(self, job: str) -> str:
-        """Return the run as known to this server; empty if the job's shards are not placed."""
+    def members_placement_id(self, job: str) -> str:
+        """Return the id as known to this server; empty if the job's shards are not placed."""
         ...
 
     def refresh(self, job: str, shard_ids: Collection[int]) -> Awaitable[None]:
-        """Read the newest run from etcd, and the records of these shards. Raises what the store
+        """Read the newest id from etcd, and the records of these shards. Raises what the store
         raises."""
         ...
 
@@ -46,11 +47,11 @@ class Fence:
         self,
         store: KeyValueStore,
         on_finished: Callable[[str], object] = lambda job: None,
-        runs: JobRuns | None = None,
+        placement_ids: PlacementIds | None = None,
     ) -> None:
-        """`runs`: if None, tokens of any run are accepted."""
+        """`placement_ids`: if None, tokens of any placement are accepted."""
         self._store = store
-        self._runs = runs
+        self._placement_ids = placement_ids
         self._on_finished = on_finished
         self._incarnations: PrefixMirror[str] = PrefixMirror(
             store, keys.MEMBERS, _incarnation_of, on_delete=self._on_member_gone
@@ -90,19 +91,23 @@ class Fence:
             current = await self._incarnations.look_up(name)
             if current != token.incarnation:
                 raise await self._fenced(token, current)
-        await self._check_run(token)
+        await self._check_placement(token)
         return f"{key}#{public_id(token.incarnation)}"
 
-    async def _check_run(self, token: Token) -> None:
-        """Raise Fenced if the token states another run than the job's. After the job was started
-        over or restored, a process that was suspended meanwhile may still count as a member for a
-        while, but its gradients were computed on values that were replaced."""
-        runs = self._runs
-        if runs is None or not token.run or token.run == runs.job_run(token.job):
+    async def _check_placement(self, token: Token) -> None:
+        """Raise Fenced if the token states another placement than the job's. After the job was
+        started over or restored, a process that was suspended meanwhile may still count as a member
+        for a while, but its gradients were computed on values that were replaced."""
+        placement_ids = self._placement_ids
+        if (
+            placement_ids is None
+            or not token.run
+            or token.run == placement_ids.members_placement_id(token.job)
+        ):
             return
         # The record may be newer than the watch.
-        await runs.refresh(token.job, ())
-        expected = runs.job_run(token.job)
+        await placement_ids.refresh(token.job, ())
+        expected = placement_ids.members_placement_id(token.job)
         if expected and token.run != expected:
             raise Fenced(
                 f"member {token.member_id} uses a shard map of job {token.job} that was replaced:"

@@ -75,9 +75,9 @@ class LoadedImage:
     tensors: Mapping[str, Tensor]
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
-    run: str = ""
-    """`JobAssignments.run`, if the image is from a journal: shards of another placement may have
-    the same ids. Empty: unknown."""
+    placement_id: str = ""
+    """`JobAssignments.placement_id`, if the image is from a journal: shards of another placement
+    have the same ids."""
 
     def streams(self) -> Sequence[TensorStream]:
         return [

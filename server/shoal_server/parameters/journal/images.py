@@ -66,10 +66,12 @@ class JournalImages:
             kept.append(StoredImage(job, shard_id, epoch, version, number, match[5]))
         return kept
 
-    def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: see
-        `Journal.put_image`."""
-        file = image_file.DigestingReader(image_file.pieces(image, run))
+    def write(
+        self, job: str, epoch: int, number: int, image: Image, placement_id: str = ""
+    ) -> StoredImage:
+        """Write an image to disk, with `fsync`. `number`: the journal's next log number.
+        `placement_id`: see `Journal.put_image`."""
+        file = image_file.DigestingReader(image_file.pieces(image, placement_id))
         shard_id, version = image.shard_id, image.version
 
         def kept() -> StoredImage:

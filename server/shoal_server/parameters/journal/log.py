@@ -219,9 +219,10 @@ class Journal:
         or Unavailable, but the entry is still written once the disk works again."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
-    def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
-        """Start to journal a shard, or replace its records up to the image's version. `run`:
-        `JobAssignments.run`, which distinguishes shards of two placements with the same ids.
+    def put_image(self, job: str, epoch: int, image: Image, *, placement_id: str = "") -> None:
+        """Start to journal a shard, or replace its records up to the image's version.
+        `placement_id`: `JobAssignments.placement_id`, as shards of two placements have the same
+        ids.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
         the image cannot be written. If the disk refuses to remove superfluous files afterwards,
@@ -231,7 +232,7 @@ class Journal:
             # Higher than the number of any end entry that was appended before.
             number = self._next_number
         try:
-            kept = self._images.write(job, epoch, number, image, run)
+            kept = self._images.write(job, epoch, number, image, placement_id)
         except Unavailable as error:
             raise _disk_failure(self._config.directory, error) from error
         with self._wake:

@@ -30,12 +30,12 @@ class RecoveredShard(Generic[State]):
     epoch: int
     state: State
     num_replayed: int = 0
-    run: str = ""
-    """`JobAssignments.run`, the id of the shard's placement; empty: unknown."""
+    placement_id: str = ""
+    """`JobAssignments.placement_id`, the id of the shard's placement; empty: unknown."""
 
-    def is_of_another_run(self, run: str) -> bool:
-        """True if the shard is of another placement than `run`, and both are known."""
-        return bool(self.run and run and self.run != run)
+    def is_of_another_placement(self, placement_id: str) -> bool:
+        """True if the shard is of another placement than `placement_id`, and both are known."""
+        return bool(self.placement_id and placement_id and self.placement_id != placement_id)
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
@@ -103,7 +103,9 @@ def _made(
 ) -> RecoveredShard[State]:
     image = images.read(kept)
     try:
-        return RecoveredShard(job=kept.job, epoch=kept.epoch, state=make(image), run=image.run)
+        return RecoveredShard(
+            job=kept.job, epoch=kept.epoch, state=make(image), placement_id=image.placement_id
+        )
     except MalformedMessage as error:
         raise _foreign(kept.path, error.seen) from error
 

@@ -50,8 +50,8 @@ class _JournaledShard:
     resumed."""
 
     replica: ShardReplica
-    run: str
-    """`JobAssignments.run` of the shard's record."""
+    placement_id: str
+    """`JobAssignments.placement_id` of the shard's record."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk. None once the image is on disk, and while
@@ -96,11 +96,11 @@ class ShardJournal:
 
     # --- shards of which this server is the primary ---
 
-    def start_journaling(self, replica: ShardReplica, run: str = "") -> None:
+    def start_journaling(self, replica: ShardReplica, placement_id: str = "") -> None:
         """Start to journal a shard of which this server is now the primary. Updates that are
-        applied before the shard's image is on disk are written after the image. `run`:
-        `JobAssignments.run` of the shard's record."""
-        self._start(_JournaledShard(replica, run, _new_pauses()))
+        applied before the shard's image is on disk are written after the image. `placement_id`:
+        `JobAssignments.placement_id` of the shard's record."""
+        self._start(_JournaledShard(replica, placement_id, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:
         replica = led.replica
@@ -189,7 +189,7 @@ class ShardJournal:
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
                 # A new object: results of the earlier attempt must not affect this attempt.
-                self._start(_JournaledShard(led.replica, led.run, led.pauses))
+                self._start(_JournaledShard(led.replica, led.placement_id, led.pauses))
 
     def _append(self, led: _JournaledShard, record: UpdateRecord) -> None:
         """Append a record, unless an earlier one was refused: none may be written after a gap."""
@@ -219,7 +219,9 @@ class ShardJournal:
                     # Without the end entry before it, the image would seem older than records of an
                     # earlier placement, which may have higher versions.
                     ends.result()
-                self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
+                self._journal.put_image(
+                    replica.job, replica.epoch, image, placement_id=led.placement_id
+                )
                 return image.version
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)

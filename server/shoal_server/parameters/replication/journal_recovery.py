@@ -121,7 +121,7 @@ class DiskRemovalLoop:
         known = [assignment for of_job in missing.values() for assignment in of_job.values()]
         self._decision.note_servers(known, present, ended, asked_s=asked_s, now_s=loop.time())
         for job, of_job in missing.items():
-            wanted = {i: (a, self._decision.revised(a)) for i, a in of_job.items()}
+            wanted = {i: (a, self._decision.wanted_record(a)) for i, a in of_job.items()}
             revised = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
             if revised:
                 log.warning("shards_not_in_journal", job=job, num_shards=len(revised))

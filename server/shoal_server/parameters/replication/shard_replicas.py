@@ -175,7 +175,7 @@ class ShardReplicas:
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
         """The newest version that each backup of a shard is known to have; empty if this server is
         not the shard's primary."""
-        led = self._driver.core.led((job, shard_id))
+        led = self._driver.core.find_led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
 
@@ -183,15 +183,14 @@ class ShardReplicas:
         """The assignments of a job by shard id, as of the newest record seen."""
         return self._record.of_job(job)
 
-    def run(self, job: str) -> str:
-        """`JobAssignments.run` of the job's record: the id of the placement of its shards; empty if
-        no shards are placed."""
-        return self._record.run(job)
+    def placement_id(self, job: str) -> str:
+        """`JobAssignments.placement_id` of the job's record; empty if no shards are placed."""
+        return self._record.placement_id(job)
 
-    def job_run(self, job: str) -> str:
-        """`JobAssignments.members_run` of the job's record: the run that the job's members must
-        state; empty if no shards are placed."""
-        return self._record.job_run(job)
+    def members_placement_id(self, job: str) -> str:
+        """`JobAssignments.members_placement_id` of the job's record; empty if no shards are
+        placed."""
+        return self._record.members_placement_id(job)
 
     @property
     def jobs(self) -> Iterator[str]:
@@ -246,7 +245,7 @@ class ShardReplicas:
         for shard_id in shard_ids:
             assignment = self.assignment(job, shard_id)
             self._driver.submit_event(
-                ev.ShardAssigned((job, shard_id), assignment, self._record.run(job))
+                ev.ShardAssigned((job, shard_id), assignment, self._record.placement_id(job))
             )
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _log_if_older(job, assignment)
@@ -254,7 +253,7 @@ class ShardReplicas:
 
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
-        for key in self._driver.core.known(job):
+        for key in self._driver.core.keys_of(job):
             self._driver.submit_event(ev.ShardAssigned(key, None))
         self._trim_journal(job)
 
@@ -359,14 +358,18 @@ class ShardReplicas:
         assert shard_journal is not None
         shard_journal.keep(recovered)
         known = set(self.jobs)
-        foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
+        foreign = {
+            k
+            for k, f in recovered.items()
+            if f.is_of_another_placement(self._record.placement_id(k[0]))
+        }
         # Shards of other placements or unknown jobs stay on disk and can be read later.
         self._roles.recovered.update(
             {k: shard for k, shard in recovered.items() if k[0] in known and k not in foreign}
         )
         for key, shard in recovered.items():
             if key in foreign:
-                _log_foreign(key, shard.run, self._record.run(key[0]))
+                _log_foreign(key, shard.placement_id, self._record.placement_id(key[0]))
                 # Report the shard as older than any record says: the current placement's shard must
                 # be in another journal, and has to wait for that journal.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))

@@ -157,7 +157,7 @@ class ShardRoles:
         replica.leading = _ReplicaLeadership(replica, self._acknowledgements, self._report_applied)
         replica.state.subscribe(partial(self._on_applied, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
-            self.shard_journal.start_journaling(replica, effect.run)
+            self.shard_journal.start_journaling(replica, effect.placement_id)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 

@@ -17,7 +17,7 @@ from shoal_server.parameters.images.tensor_bytes import DTYPES, as_bytes
 
 METADATA_KEY = "shoal.image"
 """A ShardImage without its tensors, serialized, in base 64."""
-RUN_KEY = "shoal.run"
+PLACEMENT_KEY = "shoal.run"
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DTYPE_NAMES = {
@@ -33,9 +33,9 @@ _DTYPE_NAMES = {
 }
 
 
-def pieces(image: Image, run: str = "") -> Iterator[Buffer]:
+def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
     """Yield the file in pieces; each piece is read from the image when it is requested. Equal
-    images give equal bytes. `run`: see `LoadedImage`."""
+    images give equal bytes. `placement_id`: see `LoadedImage`."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -43,7 +43,7 @@ def pieces(image: Image, run: str = "") -> Iterator[Buffer]:
         spec=image.spec,
         sessions=image.sessions,
     )
-    return _pieces(header, image.streams(), run)
+    return _pieces(header, image.streams(), placement_id)
 
 
 def to_bytes(image: Image) -> bytes:
@@ -51,11 +51,13 @@ def to_bytes(image: Image) -> bytes:
     return b"".join(pieces(image))
 
 
-def _pieces(header: pb.ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
+def _pieces(
+    header: pb.ShardImage, streams: Sequence[TensorStream], placement_id: str
+) -> Iterator[Buffer]:
     """Yield the file: eight bytes with the length of the JSON header, the header, the tensors.
     Tensors with the largest elements come first, so that every tensor is aligned."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
-    metadata = {METADATA_KEY: text} | ({RUN_KEY: run} if run else {})
+    metadata = {METADATA_KEY: text} | ({PLACEMENT_KEY: placement_id} if placement_id else {})
     entries: dict[str, object] = {"__metadata__": metadata}
     streams = sorted(streams, key=lambda s: (-DTYPES[s.described.dtype].itemsize, s.described.name))
     end = 0
@@ -125,7 +127,7 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedI
         spec=header.spec,
         tensors=tensors,
         sessions=tuple(header.sessions),
-        run=metadata.get(RUN_KEY, ""),
+        placement_id=metadata.get(PLACEMENT_KEY, ""),
     )
 
 

@@ -35,8 +35,8 @@ MAX_QUIET_JOBS = 64
 class _JobBarrier:
     """One job's barrier, and the state of the cut in progress."""
 
-    run: str = ""
-    """`JobAssignments.run` of the job's record, the id of its placement; empty while unknown."""
+    placement_id: str = ""
+    """`JobAssignments.placement_id` of the job's record; empty while unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new event, when the barrier admits more steps than before."""
@@ -63,12 +63,13 @@ class SnapshotBarriers:
     """The barriers of all jobs. Lives on the event loop."""
 
     def __init__(
-        self, catalog: Catalog, fence: Fence, run_of: Callable[[str], str] = lambda job: ""
+        self, catalog: Catalog, fence: Fence, placement_id_of: Callable[[str], str] = lambda job: ""
     ) -> None:
-        """`run_of`: returns `JobAssignments.run` of a job's record; empty if it is unknown."""
+        """`placement_id_of`: returns `JobAssignments.placement_id` of a job's record; empty while
+        unknown."""
         self._catalog = catalog
         self._fence = fence
-        self._run_of = run_of
+        self._placement_id_of = placement_id_of
         self._jobs: dict[str, _JobBarrier] = {}
 
     @asynccontextmanager
@@ -97,7 +98,7 @@ class SnapshotBarriers:
         Raises SnapshotFailed while another cut is in progress, or is being written.
         """
         self._forget_quiet_jobs()
-        self._forget_earlier_run(job)
+        self._forget_earlier_placement(job)
         cut = self._of(job)
         if cut.images:
             raise SnapshotFailed(
@@ -254,21 +255,21 @@ class SnapshotBarriers:
     def _of(self, job: str) -> _JobBarrier:
         cut = self._jobs.get(job)
         if cut is None:
-            cut = self._jobs[job] = _JobBarrier(self._run_of(job))
+            cut = self._jobs[job] = _JobBarrier(self._placement_id_of(job))
         return cut
 
-    def _forget_earlier_run(self, job: str) -> None:
+    def _forget_earlier_placement(self, job: str) -> None:
         """Forget the steps of an earlier placement: no cut waits for them, since a reset or restore
         of the job has replaced its shards. Parts in progress stay known, as they may be of the new
         placement."""
-        cut, run = self._of(job), self._run_of(job)
+        cut, placement_id = self._of(job), self._placement_id_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
-        if cut.run and cut.run != run and is_idle:
+        if cut.placement_id and cut.placement_id != placement_id and is_idle:
             cut.barrier.forget_ended_steps()
             # Learn again what the shards remember: some of them may be of the new placement.
-            cut.run, cut.known = run, {}
-        elif not cut.run:
-            cut.run = run
+            cut.placement_id, cut.known = placement_id, {}
+        elif not cut.placement_id:
+            cut.placement_id = placement_id
 
     def _forget_quiet_jobs(self) -> None:
         """Drop the barriers of jobs without live sessions or images. A later barrier of such a job

@@ -55,7 +55,7 @@ class ChangeReports:
         """Seconds of pauses while a generation ran: reported pauses minus the time in which no
         generation ran."""
 
-    def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
+    def add_generation(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
         """Add the change to the generation that has begun to run."""
         ended = self.end()
         change = _change(story, unix_s)

@@ -54,7 +54,7 @@ class LoggedSeries:
         )
 
     @classmethod
-    def kept(cls, view: LoggedView) -> "LoggedSeries":
+    def from_view(cls, view: LoggedView) -> "LoggedSeries":
         """Restore a series from its view."""
         series = cls()
         series.step, series.value = view.newest_step, view.newest
@@ -87,5 +87,5 @@ class LoggedValues:
     def restore(self, views: Iterable[LoggedView]) -> None:
         """Continue the series that an earlier leader stored. Of the values added until now, the
         newest of each name is kept."""
-        since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
+        since, self._by_name = self._by_name, {v.name: LoggedSeries.from_view(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

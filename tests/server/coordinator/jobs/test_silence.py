@@ -21,7 +21,7 @@ async def test_a_silent_member_is_found_while_events_of_another_never_end() -> N
         actor = world.coordinator.registry.find_or_create(SPEC)
         names = {name: new_incarnation() for name in ("silent", "busy")}
         for name, incarnation in names.items():
-            actor.open(name, incarnation)
+            actor.open_stream(name, incarnation)
             info = MemberInfo(host="h", address="127.0.0.1")
             event = MemberJoined(member_id=name, incarnation=incarnation, spec=SPEC, info=info)
             await actor.submit(event)

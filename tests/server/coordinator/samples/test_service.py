@@ -192,7 +192,7 @@ async def test_a_ledger_that_is_kept_closed_delays_no_other(world: World) -> Non
     async with world.serving() as (service, _):
         async with asyncio.timeout(10.0):
             await leased(service, "open")
-            async with service.closed("closed"):
+            async with service.closed_ledger("closed"):
                 own = asyncio.create_task(leased(service, "closed"))
                 assert (await leased(service, "open")).HasField("range")
                 assert (await leased(service, "new")).HasField("range")

@@ -54,7 +54,9 @@ class Troubled(MemoryStore):
 
 async def place(store: MemoryStore, job: str) -> None:
     shards = (ShardAssignment(shard_id=0, epoch=1, primary=HOLDER),)
-    await assignments.place(store, JobAssignments(job=job, copies=1, shards=shards, run="r"))
+    await assignments.place(
+        store, JobAssignments(job=job, copies=1, shards=shards, placement_id="r")
+    )
 
 
 async def write_layout(store: MemoryStore, job: str) -> None:
@@ -129,7 +131,7 @@ async def test_a_shard_that_an_ended_coordinator_was_loading_becomes_lost(
         return RestoreAttempt(is_restored=False, reason="No snapshot of it is left.")
 
     shard = ShardAssignment(shard_id=0, epoch=4, primary=HOLDER, content=ShardContent.LOADING)
-    placed = JobAssignments(job="job", copies=1, shards=(shard,), run="r")
+    placed = JobAssignments(job="job", copies=1, shards=(shard,), placement_id="r")
     server = {"address": "127.0.0.1:1", "incarnation": HOLDER.incarnation}
     await store.put(keys.server(HOLDER.server_id), json.dumps(server).encode())
     await assignments.place(store, placed)

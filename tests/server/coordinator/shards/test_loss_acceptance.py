@@ -39,7 +39,7 @@ class NoLedger:
         return None
 
     @asynccontextmanager
-    async def closed(self, job: str) -> AsyncIterator[None]:
+    async def closed_ledger(self, job: str) -> AsyncIterator[None]:
         yield
 
 
@@ -50,7 +50,9 @@ async def test_shards_that_were_given_up_before_etcd_failed_have_an_event() -> N
         ShardAssignment(shard_id=i, epoch=1, primary=Holder("s", "1"), content=ShardContent.LOST)
         for i in range(NUM_SHARDS)
     ]
-    await records.place(store, JobAssignments(job="j", copies=1, shards=tuple(lost), run="r"))
+    await records.place(
+        store, JobAssignments(job="j", copies=1, shards=tuple(lost), placement_id="r")
+    )
     acceptance = LossAcceptance(
         LeaderStore(store, lambda: (), lambda reason: None),
         LossLog(lambda job, kind, reason: events.append(f"{kind}: {reason}")),

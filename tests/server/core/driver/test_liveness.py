@@ -56,8 +56,8 @@ def test_the_silence_allowed_depends_on_a_members_own_heartbeats(
 def test_a_member_is_lost_once_its_silence_exceeds_the_time_allowed() -> None:
     """The reason has the silence, the time allowed and the earlier interval of heartbeats."""
     liveness, now_s = after(*[0.5] * 20)
-    assert liveness.late(now_s + 1.9) == []
-    assert liveness.late(now_s + 2.5) == ["a"]
+    assert liveness.silent_members(now_s + 1.9) == []
+    assert liveness.silent_members(now_s + 2.5) == ["a"]
     assert liveness.why_lost("a", now_s + 1.9) == ""
     assert liveness.why_lost("a", now_s + 2.5) == (
         "no heartbeat for 2.5 s; 2 s are allowed (its median interval is 0.5 s, its deviation 0 s)"
@@ -68,7 +68,7 @@ def test_an_uneven_member_is_late_before_it_is_lost() -> None:
     """Silence longer than the lease is not enough if heartbeats come unevenly."""
     liveness, now_s = after(*uneven(0.1, 1.5))
     allowed_s = liveness.allowed_s("a")
-    assert liveness.late(now_s + 2.5) == ["a"]
+    assert liveness.silent_members(now_s + 2.5) == ["a"]
     assert liveness.why_lost("a", now_s + 2.5) == ""
     assert f"{allowed_s:.3g} s are allowed" in liveness.why_lost("a", now_s + allowed_s + 0.1)
 
@@ -79,9 +79,9 @@ def test_all_late_members_are_found() -> None:
     liveness.record_heartbeat("b", 0, 1.0)
     liveness.joined("e", 2.0)
     liveness.record_heartbeat("a", 0, 3.0)
-    assert liveness.late(3.5) == ["c", "d", "b"]
+    assert liveness.silent_members(3.5) == ["c", "d", "b"]
     liveness.forget("c")
-    assert liveness.late(100.0) == ["d", "b", "e", "a"]
+    assert liveness.silent_members(100.0) == ["d", "b", "e", "a"]
 
 
 def test_a_pause_of_the_coordinator_does_not_count_as_silence() -> None:
@@ -91,7 +91,7 @@ def test_a_pause_of_the_coordinator_does_not_count_as_silence() -> None:
         now_s += 30.0
         liveness.resume(now_s)
         liveness.record_heartbeat("a", 0, now_s + 0.1)
-    assert liveness.late(now_s + 1.9) == []
+    assert liveness.silent_members(now_s + 1.9) == []
     assert liveness.allowed_s("a") == LIMITS.lease_s
 
 

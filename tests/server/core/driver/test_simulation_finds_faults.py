@@ -82,7 +82,7 @@ def fields_of_a_later_release_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     """A call of a replaced process is refused, but marks its successor as failed."""
-    real = arrivals.known
+    real = arrivals.require_member
 
     def known(job: JobState, event: MemberEvent) -> MemberState:
         try:
@@ -92,17 +92,17 @@ def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
                 member.failed_in = job.last_generation
             raise
 
-    patch.setattr(arrivals, "known", known)
+    patch.setattr(arrivals, "require_member", known)
 
 
 def calls_of_a_lost_member_are_accepted(patch: pytest.MonkeyPatch) -> None:
     """Events are accepted by a member's name, whatever the incarnation."""
-    real = arrivals.known
+    real = arrivals.require_member
 
     def known(job: JobState, event: MemberEvent) -> MemberState:
         return job.members.get(event.member_id) or real(job, event)
 
-    patch.setattr(arrivals, "known", known)
+    patch.setattr(arrivals, "require_member", known)
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:

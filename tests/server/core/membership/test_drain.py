@@ -253,18 +253,20 @@ def test_members_that_all_drain_leave_together() -> None:
     w.run(w.now_s + 1.0)
     for name in "abc":
         assert notices[name][-1].now, name
-        assert notices[name][-1].unreplaced, name
+        assert notices[name][-1].no_generation_follows, name
     assert list(w.written) == [1], "no further generation"
 
 
-def test_a_drain_with_remaining_members_is_not_unreplaced() -> None:
+def test_a_drain_with_remaining_members_is_followed_by_a_generation() -> None:
     """The members that stay have the state, so that it need not be saved on disk."""
     w = running("a", "b", "c")
     received = drain_notices(w)
     w.drain("b")
     w.run(1.5)
     assert received["b"][-1].now
-    assert not any(notice.unreplaced for notices in received.values() for notice in notices)
+    assert not any(
+        notice.no_generation_follows for notices in received.values() for notice in notices
+    )
 
 
 def test_drains_during_a_planned_change_follow_it() -> None:
@@ -281,11 +283,11 @@ def test_drains_during_a_planned_change_follow_it() -> None:
     w.drain("c")
     w.run(w.now_s + 1.0)
     assert notices["b"][-1].now
-    assert not notices["b"][-1].unreplaced
+    assert not notices["b"][-1].no_generation_follows
     assert w.written[2][0].roster.member_ids == ("a", "c")
     for name in "ac":
         assert notices[name][-1].now, name
-        assert notices[name][-1].unreplaced, name
+        assert notices[name][-1].no_generation_follows, name
 
 
 @pytest.mark.parametrize("step", [3, 9])

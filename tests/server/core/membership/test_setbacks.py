@@ -115,7 +115,7 @@ def test_a_bring_up_that_succeeds_resets_the_count() -> None:
     w.failing.clear()
     w.run(10.0)
     assert w.roster() == ["a", "b", "c"]
-    assert w.job.setbacks.own("c") == 0
+    assert w.job.setbacks.num_own_failures("c") == 0
 
 
 def test_a_joiner_beside_a_failing_one_enters() -> None:
@@ -159,7 +159,7 @@ def test_a_member_that_fails_only_with_a_joiner_is_not_left_out() -> None:
     assert w.roster() == ["a", "b"]
     assert c.refused is None
     assert 2 < sum("bring_up_failed: a" in line for line in w.log) < 6
-    assert w.job.setbacks.own("a") == 0
+    assert w.job.setbacks.num_own_failures("a") == 0
     assert w.job.setbacks.waits("c")
     w.failing.clear()
     w.run(400.0)
@@ -172,7 +172,7 @@ def test_the_only_member_with_the_state_is_waited_for() -> None:
     w.failing.add("a")
     w.join("c")
     w.run(1.3)
-    assert w.job.setbacks.own("a") == 2
+    assert w.job.setbacks.num_own_failures("a") == 2
     assert w.job.phase is Phase.COLLECT
     w.failing.clear()
     w.run(10.0)
@@ -192,7 +192,7 @@ def test_the_only_member_with_the_state_is_never_left_out_for_a_joiner() -> None
     w.run(300.0)
     assert (a.refused, c.refused) == (None, None)
     assert sum("bring_up_failed: a" in line for line in w.log) > MAX_TRIES
-    assert w.job.setbacks.own("a") == 0
+    assert w.job.setbacks.num_own_failures("a") == 0
     assert w.job.members["a"].waiting_for == "1 more member, no limit"
     assert f"in the last one, a could not bring it up: {ERROR}" in w.job.members["c"].waiting_for
     w.failing.clear()
@@ -211,7 +211,7 @@ def test_the_only_member_with_the_state_is_not_blamed_for_an_own_error() -> None
     w.fail(w.members["a"], number, own=True)
     w.hanging.clear()
     w.run(1.5)
-    assert w.job.setbacks.own("a") == 0
+    assert w.job.setbacks.num_own_failures("a") == 0
     assert w.job.setbacks.waits("c")
 
 
@@ -224,7 +224,7 @@ def test_a_closed_connection_counts_against_no_member() -> None:
     w.fail(c, w.job.last_generation, own=False)
     w.run(1.6)
     assert w.roster() == ["a", "b"]
-    assert w.job.setbacks.own("c") == 0
+    assert w.job.setbacks.num_own_failures("c") == 0
     assert w.job.setbacks.waits("c")
 
 
@@ -241,7 +241,7 @@ def test_an_own_error_counts_although_a_closed_connection_was_reported_first() -
     w.fail(c, number, own=True)
     w.fail(c, number, own=True)
     w.run(1.4)
-    assert w.job.setbacks.own("c") == 1
+    assert w.job.setbacks.num_own_failures("c") == 1
 
 
 def test_a_member_that_never_becomes_ready_is_refused_alone() -> None:
@@ -256,7 +256,7 @@ def test_a_member_that_never_becomes_ready_is_refused_alone() -> None:
     w.run(2.0 + limits.collective_s + limits.bring_up_s)
     assert c.refused is not None
     assert c.refused.kind == RefusalKind.TIMEOUT
-    assert w.job.setbacks.own("c") == 1
+    assert w.job.setbacks.num_own_failures("c") == 1
     assert w.roster() == ["a", "b"]
 
 
@@ -265,7 +265,7 @@ def test_the_wait_before_an_attempt_is_bounded(count: int) -> None:
     """The bound holds for any number of failures."""
     setbacks = Setbacks()
     for _ in range(count):
-        setbacks.shared("c", 0.0)
+        setbacks.count_shared_failure("c", 0.0)
     (release_s,) = setbacks.next_release_s(["c"])
     assert 0.0 < release_s <= MAX_PAUSE_S
     setbacks.release(release_s)

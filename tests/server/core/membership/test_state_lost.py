@@ -306,8 +306,8 @@ def test_a_new_leader_knows_that_the_job_has_trained() -> None:
     attend(job, "x", 0.1)
     effects = accept(job, "x", 0.2)
     assert job.phase is Phase.LOST
-    assert job.lost is not None
-    assert "step 40" in job.lost.what
+    assert job.loss_refusal is not None
+    assert "step 40" in job.loss_refusal.what
     kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]
     assert kinds.index(events.FinishJob) < kinds.index(events.RefusedNotice)
 

@@ -29,7 +29,7 @@ def is_disowned(
     while now_s <= for_s:
         disowning.note_servers([record], present, ended, asked_s=now_s, now_s=now_s)
         now_s += each_s
-    return disowning.revised(record).on_disk == ""
+    return disowning.wanted_record(record).on_disk == ""
 
 
 def test_a_shard_with_another_server_as_primary_is_disowned_at_once() -> None:

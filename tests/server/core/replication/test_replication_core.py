@@ -121,11 +121,11 @@ class World:
         self.submit(ev.ImageRestored(KEY, 5))
         self.assigned(record(B, ME))
 
-    def adopted(self, run: str) -> None:
-        """Make this server a backup of B in this run of the job, at version 3."""
-        self.submit(ev.ShardAssigned(KEY, record(B, ME), run))
+    def adopted(self, placement_id: str) -> None:
+        """Make this server a backup of B in this placement of the job, at version 3."""
+        self.submit(ev.ShardAssigned(KEY, record(B, ME), placement_id))
         self.submit(ev.IncomingLinkOpened(B, 7))
-        self.received(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
+        self.received(ImageStart(KEY, 1, 1, 5, 3, 1, placement_id=placement_id))
         self.received(ImageChunk(KEY, 5, 0))
         self.submit(ev.ImageRestored(KEY, 5))
 
@@ -245,7 +245,7 @@ def test_a_lost_backup_is_required_until_the_record_no_longer_names_it() -> None
     assert only(WriteShardRecord, world.broke(B)) == [WriteShardRecord(KEY)]
     world.submit(applied(2))
     assert world.asks(2) == []
-    assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
+    assert world.core.wanted_record(KEY, record(ME, B), world.now_s) == record(ME)
     done = [*world.assigned(record(ME)), *world.submit(ev.ShardRecordWritten(KEY))]
     assert only(AcknowledgeVersion, done) == [AcknowledgeVersion("asked")]
 
@@ -262,7 +262,7 @@ def joined(world: World) -> None:
     assert only(WriteShardRecord, world.answered(B, ImageInstalled(KEY, 1, 1, 1))) == [
         WriteShardRecord(KEY)
     ]
-    assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
+    assert world.core.wanted_record(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
 def test_a_joining_server_is_required_while_a_write_may_put_it_in_step() -> None:
@@ -278,7 +278,7 @@ def test_a_joining_server_is_required_while_a_write_may_put_it_in_step() -> None
     assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == [
         WriteShardRecord(KEY)
     ]
-    assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
+    assert world.core.wanted_record(KEY, record(ME, B), world.now_s) == record(ME)
     assert only(AcknowledgeVersion, world.assigned(record(ME))) == [AcknowledgeVersion("asked")]
 
 
@@ -297,7 +297,7 @@ def test_a_joining_server_that_is_named_again_during_a_write_gets_another_offer(
     world.submit(ev.ShardRecordWritten(KEY))
     world.submit(ev.ImageMade(KEY, 2, 2, 1))
     assert WriteShardRecord(KEY) in world.answered(B, ImageInstalled(KEY, 1, 2, 2))
-    assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
+    assert world.core.wanted_record(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
 def test_an_image_continues_after_the_last_acknowledged_chunk() -> None:
@@ -531,7 +531,7 @@ def test_a_shard_is_handed_over_once_its_successor_has_the_last_push() -> None:
         WriteShardRecord(KEY)
     ]
     moved = record(B, ME, epoch=2)
-    assert world.core.revised(KEY, record(ME, B, successor=B), world.now_s) == moved
+    assert world.core.wanted_record(KEY, record(ME, B, successor=B), world.now_s) == moved
 
 
 def test_the_newest_record_is_revised_at_the_time_of_the_write() -> None:
@@ -606,7 +606,7 @@ def test_a_shard_whose_handover_may_be_written_takes_no_pushes() -> None:
     handed = record(ME, B, successor=B)
     world.assigned(handed)
     assert only(WriteShardRecord, world.submit(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, handed, world.now_s) == record(B, ME, epoch=2)
+    assert world.core.wanted_record(KEY, handed, world.now_s) == record(B, ME, epoch=2)
     world.broke(B, gone=False)
     assert only(ResumePushes, world.assigned(handed)) == []
     assert only(ResumePushes, world.submit(ev.ShardRecordWritten(KEY))) == [ResumePushes(KEY)]
@@ -618,7 +618,9 @@ def test_the_record_is_written_when_a_shard_is_created() -> None:
     effects = world.submit(ev.ShardCreated(KEY, 1, 1))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     assert [type(effect).__name__ for effect in effects if "Open" in type(effect).__name__] == []
-    assert world.core.revised(KEY, record(ME, content=ShardContent.NONE), world.now_s) == record(ME)
+    assert world.core.wanted_record(
+        KEY, record(ME, content=ShardContent.NONE), world.now_s
+    ) == record(ME)
 
 
 # --- as backup ---
@@ -748,9 +750,9 @@ def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> 
     assert only(WriteShardRecord, world.submit(ev.PeerProbed(B, answers=False))) == [
         WriteShardRecord(KEY)
     ]
-    assert world.core.revised(KEY, record(B, ME), world.now_s) == record(ME, epoch=2)
+    assert world.core.wanted_record(KEY, record(B, ME), world.now_s) == record(ME, epoch=2)
     world.submit(ev.IncomingLinkOpened(B, 8))
-    assert world.core.revised(KEY, record(B, ME), world.now_s) == record(B, ME)
+    assert world.core.wanted_record(KEY, record(B, ME), world.now_s) == record(B, ME)
 
 
 def test_a_server_with_a_failed_copy_removes_itself_from_the_record() -> None:
@@ -762,7 +764,7 @@ def test_a_server_with_a_failed_copy_removes_itself_from_the_record() -> None:
         [DropShard(KEY)],
         [WriteShardRecord(KEY)],
     )
-    assert world.core.revised(KEY, record(B, ME, C), world.now_s) == record(B, C)
+    assert world.core.wanted_record(KEY, record(B, ME, C), world.now_s) == record(B, C)
 
 
 @pytest.mark.parametrize(
@@ -779,10 +781,10 @@ def test_a_primary_without_a_copy_resigns(given: ShardAssignment, revised: Shard
     world.backs()
     assert only(SettleCopy, world.assigned(given)) == [SettleCopy(KEY, last=B)]
     assert only(WriteShardRecord, world.submit(ev.CopyFailed(KEY))) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, given, world.now_s) == revised
+    assert world.core.wanted_record(KEY, given, world.now_s) == revised
     world = World()
     assert only(WriteShardRecord, world.assigned(given)) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, given, world.now_s) == revised
+    assert world.core.wanted_record(KEY, given, world.now_s) == revised
 
 
 def test_a_retired_shard_is_not_reported_as_lost() -> None:
@@ -826,7 +828,7 @@ def test_a_shard_is_led_from_disk_once_its_holders_are_dead(
     world.now_s += away_s
     effects = world.submit(ev.ServersListed(frozenset(), world.now_s, ended))
     assert bool(only(WriteShardRecord, effects)) == leads
-    assert (world.core.revised(KEY, last, world.now_s).primary == ME) == leads
+    assert (world.core.wanted_record(KEY, last, world.now_s).primary == ME) == leads
 
 
 def test_a_shard_is_led_from_disk_if_its_last_process_recorded_that_late() -> None:
@@ -840,7 +842,7 @@ def test_a_shard_is_led_from_disk_if_its_last_process_recorded_that_late() -> No
     world.assigned(named)
     effects = world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({last})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, named, world.now_s).primary == ME
+    assert world.core.wanted_record(KEY, named, world.now_s).primary == ME
 
 
 def test_an_older_copy_of_the_disk_is_reported_and_not_led() -> None:
@@ -851,7 +853,7 @@ def test_an_older_copy_of_the_disk_is_reported_and_not_led() -> None:
     effects = world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     reported = replace(last, found_version=9)
-    assert world.core.revised(KEY, last, world.now_s) == reported
+    assert world.core.wanted_record(KEY, last, world.now_s) == reported
     world.assigned(reported)
     assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
 
@@ -863,13 +865,13 @@ def test_a_claimed_shard_that_the_journal_lacks_is_recorded_as_lost() -> None:
     world.assigned(last)
     world.submit(ev.JournalShardFound(KEY, 1, 3))
     world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
-    claimed = world.core.revised(KEY, last, world.now_s)
+    claimed = world.core.wanted_record(KEY, last, world.now_s)
     assert only(LoadJournal, world.assigned(claimed)) == [LoadJournal(KEY, 2)]
     assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
     assert only(WriteShardRecord, world.submit(ev.JournalShardMissing(KEY, 2))) == [
         WriteShardRecord(KEY)
     ]
-    recorded = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
+    recorded = world.core.wanted_record(KEY, replace(claimed, joining=C), world.now_s)
     assert recorded == replace(claimed, epoch=3, content=ShardContent.LOST)
     world.assigned(recorded)
     assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
@@ -883,20 +885,20 @@ def test_a_shard_that_the_journal_lacks_in_an_earlier_epoch_is_not_lost() -> Non
     world.assigned(record(B, C, epoch=3))
     world.submit(ev.JournalShardMissing(KEY, 2))
     kept = record(B, C, epoch=3)
-    assert world.core.revised(KEY, kept, world.now_s) == kept
+    assert world.core.wanted_record(KEY, kept, world.now_s) == kept
 
 
 def test_the_version_on_disk_is_recorded_at_intervals() -> None:
     world = World()
     world.core.leading.keeps_journal = True
     world.led()
-    first = world.core.led(KEY)
+    first = world.core.find_led(KEY)
     assert first is not None
     version = first.version
     assert only(WriteShardRecord, world.submit(ev.VersionJournaled(KEY, version))) == [
         WriteShardRecord(KEY)
     ]
-    known = world.core.revised(KEY, record(), world.now_s)
+    known = world.core.wanted_record(KEY, record(), world.now_s)
     assert (known.on_disk, known.disk_epoch, known.disk_version) == ("a", 1, version)
     world.assigned(known)
     world.submit(ev.ShardRecordWritten(KEY))
@@ -905,10 +907,10 @@ def test_the_version_on_disk_is_recorded_at_intervals() -> None:
     world.submit(ev.LeaseRenewed(world.now_s))
     assert world.core.wakes_s() <= world.now_s
     assert only(WriteShardRecord, world.submit(ev.WakeTimeReached())) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, known, world.now_s).disk_version == version + 5
+    assert world.core.wanted_record(KEY, known, world.now_s).disk_version == version + 5
 
 
-# --- another run of the job ---
+# --- another placement of the job ---
 
 
 def test_a_copy_of_another_run_is_dropped() -> None:
@@ -924,7 +926,7 @@ def test_a_copy_of_another_run_is_dropped() -> None:
     [
         Offer(KEY, 1, 1, "one"),
         CopyUpToDate(KEY, 1, 3, "one"),
-        ImageStart(KEY, 1, 1, 6, 3, 1, run="one"),
+        ImageStart(KEY, 1, 1, 6, 3, 1, placement_id="one"),
     ],
     ids=lambda sent: type(sent).__name__,
 )
@@ -947,12 +949,12 @@ def test_a_primary_names_its_run() -> None:
         [*world.answered(B, BackupState(KEY, 1)), *world.submit(ev.ImageMade(KEY, 1, 1, 0))]
     )
     assert isinstance(start, ImageStart)
-    assert start.run == "two"
+    assert start.placement_id == "two"
 
 
 def test_a_backup_with_the_record_of_another_run_reports_no_epoch() -> None:
-    """The epoch in the backup's record is higher, but of the other run: it must not depose the
-    primary."""
+    """The epoch in the backup's record is higher, but of the other placement: it must not depose
+    the primary."""
     world = World()
     world.submit(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
     world.submit(ev.IncomingLinkOpened(B, 7))

@@ -73,8 +73,10 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
     ) -> Iterator[Effect]:
         copy = core._copies.find(key)
         if copy is not None and copy.phase is CopyPhase.HELD and core.leading.find(key) is None:
-            core._copies.take(key)
-            led = core.leading.led(key, new, copy.received, origin=copy.epoch, born=copy.born)
+            core._copies.pop(key)
+            led = core.leading.make_led_shard(
+                key, new, copy.received, origin=copy.epoch, born=copy.born
+            )
             yield from core._begin(led)
         else:
             yield from real(core, key, new, stopped=stopped)
@@ -89,7 +91,7 @@ def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
 
 def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
     """A server treats its own earlier process, and that one's backups, as dead."""
-    real = JournalClaims.revised
+    real = JournalClaims.wanted_record
 
     def revised(
         claims: JournalClaims, key: Key, a: ShardAssignment, now_s: float
@@ -102,7 +104,7 @@ def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
         finally:
             claims._dead = known
 
-    patch.setattr(JournalClaims, "revised", revised)
+    patch.setattr(JournalClaims, "wanted_record", revised)
 
 
 def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
@@ -182,8 +184,8 @@ def copies_of_another_run_are_kept(patch: Patch) -> None:
     real = ReplicationCore._assigned
 
     def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
-        if event.key in core._records.runs:
-            core._records._runs[event.key] = event.run
+        if event.key in core._records.placement_ids:
+            core._records._placement_ids[event.key] = event.placement_id
         return real(core, event)
 
     patch.setattr(ReplicationCore, "_assigned", assigned)
@@ -237,7 +239,7 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
 
 def a_server_without_a_copy_stays_in_the_record(patch: Patch) -> None:
     """No other server leads the shard or declares it lost."""
-    patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
+    patch.setattr(MissingShards, "wanted_record", lambda missing, key, a: a)
 
 
 # Two more faults break no invariant. One hands a shard over to a successor that is not up to date:

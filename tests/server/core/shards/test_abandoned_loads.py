@@ -10,7 +10,7 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 A = Holder("a", "1")
 LOADING = ShardAssignment(shard_id=1, epoch=5, primary=A, content=ShardContent.LOADING)
 LOADED = replace(LOADING, shard_id=0, content=ShardContent.PRESENT)
-JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
+JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), placement_id="r")
 
 
 def test_shards_that_another_coordinator_was_restoring_become_lost_after_a_time() -> None:

@@ -24,7 +24,7 @@ NEW_A = Holder("a", "two")
 
 
 def job(*shards: ShardAssignment) -> JobAssignments:
-    return JobAssignments(job="job", copies=2, shards=shards, run="r")
+    return JobAssignments(job="job", copies=2, shards=shards, placement_id="r")
 
 
 TRAINED = ShardAssignment(

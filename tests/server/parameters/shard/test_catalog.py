@@ -59,7 +59,7 @@ async def test_a_call_after_a_handover_is_refused_with_the_new_primary(catalog: 
     catalog.whereabouts = Elsewhere()
     (refused,) = await catalog.look_up("job", [(0, 4)])
     assert isinstance(refused, WrongEpoch)
-    assert routes.of(refused) == [Route(0, 5, "ps-1", "10.0.0.2:7710")]
+    assert routes.from_error(refused) == [Route(0, 5, "ps-1", "10.0.0.2:7710")]
     assert catalog.redirect("job", 0, 5) is None
 
 
@@ -68,4 +68,4 @@ def test_details_that_are_no_routes_are_ignored() -> None:
     route = Route(3, 6, "ps-2", "[::1]:7710")
     details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
     error = WrongEpoch("elsewhere", details=details | routes.as_details([route]))
-    assert routes.of(error) == [route]
+    assert routes.from_error(error) == [route]

@@ -63,10 +63,10 @@ class Server:
     """A server with shards, and the barrier for pushes to them."""
 
     def __init__(self, fence: Fence, *shard_ids: int) -> None:
-        self.run = "first"
+        self.placement_id = "first"
         self._catalog = Catalog(MemoryStore(), Holder("ps", "one"))
         self._fence = fence
-        self.barriers = SnapshotBarriers(self._catalog, fence, lambda job: self.run)
+        self.barriers = SnapshotBarriers(self._catalog, fence, lambda job: self.placement_id)
         self._add(*shard_ids)
 
     def _add(self, *shard_ids: int) -> None:
@@ -79,7 +79,7 @@ class Server:
         for each in replicas:
             self._catalog.remove(each)
         self._add(*(each.shard_id for each in replicas))
-        self.run = "second"
+        self.placement_id = "second"
 
     def apply(self, step: StepId, shard_id: int) -> None:
         replica = self._catalog.find("job", shard_id)

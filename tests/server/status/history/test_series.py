@@ -89,7 +89,7 @@ def test_logged_values_are_dense_in_their_newest_part() -> None:
     assert (whole.interval_steps, newest.interval_steps) == (64, 2)
     assert whole.values[0] == sum(range(64)) / 64
     assert (newest.steps[0], newest.values[0]) == (9900, 9900.5)
-    again = LoggedSeries.kept(whole)
+    again = LoggedSeries.from_view(whole)
     again.add(9999, 1.0)
     again.add(10_000, 7.0)
     assert again.view("x").values[0] == sum(range(128)) / 128

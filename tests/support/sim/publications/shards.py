@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from support.sim.publications.servers import SimServer
     from support.sim.publications.world import PublicationWorld
 
-JOB, RUN = "rl", "run"
+JOB, PLACEMENT_ID = "rl", "run"
 NUM_DENSE = 2
 NUM_SHARDS = NUM_DENSE + 1
 """Number of shards; the last one belongs to a table."""
@@ -299,7 +299,7 @@ class ShardPlacement:
         servers = list(self._world.servers.values())
         layout = ShardMap(
             job=JOB,
-            run=RUN,
+            run=PLACEMENT_ID,
             parameters=[ParameterSpec(name="p", dtype="float32", shape=[NUM_DENSE * ELEMENTS])],
         )
         for shard_id in range(NUM_SHARDS):
@@ -313,7 +313,10 @@ class ShardPlacement:
             self._holders[shard_id] = server = servers[shard_id % len(servers)]
             server.shards.led[shard_id] = SimShard(shard_id)
         held = JobAssignments(
-            job=JOB, copies=1, run=RUN, shards=tuple(map(self._assignment, range(NUM_SHARDS)))
+            job=JOB,
+            copies=1,
+            placement_id=PLACEMENT_ID,
+            shards=tuple(map(self._assignment, range(NUM_SHARDS))),
         )
         stored = shard_map.stored(layout)
         self._put(
@@ -357,8 +360,8 @@ class ShardPlacement:
         )
 
     def _record(self, shard_id: int) -> Put:
-        value = assignments.encode_shard(RUN, self._assignment(shard_id))
-        return Put(keys.shard_assignment(JOB, RUN, shard_id), value)
+        value = assignments.encode_shard(PLACEMENT_ID, self._assignment(shard_id))
+        return Put(keys.shard_assignment(JOB, PLACEMENT_ID, shard_id), value)
 
     def _put(self, *puts: Put) -> None:
         etcd: Any = self._world.etcd

@@ -34,16 +34,16 @@ class SimCoordinator:
         self._copies = copies
         self._client = StoreClient(setting.store, self.process)
         self._sightings = ObservedServers(setting.limits.dead_after_s, setting.limits.longest_gap_s)
-        self._run = ""
+        self._placement_id = ""
         self._loads = AbandonedLoads()
         self._restoring = ""
-        """The run of the job whose shards are being loaded; empty if none is."""
+        """The placement of the job whose shards are being loaded; empty if none is."""
         self.process.act(0.01, self._look)
 
     # --- restoring ---
 
     def restore(self, snapshot: Mapping[Key, tuple[Update, ...]]) -> None:
-        """Begin another run of the job, whose shards the listed servers load from a snapshot."""
+        """Begin another placement, whose shards the listed servers load from a snapshot."""
 
         def begin() -> None:
             servers = [
@@ -72,7 +72,7 @@ class SimCoordinator:
             for key, server in chosen.items()
         }
         store.begin_anew(wanted)
-        run = self._restoring = store.run
+        placement_id = self._restoring = store.placement_id
         waits = set(snapshot)
 
         def load(key: Key, server: "SimServer") -> None:
@@ -85,7 +85,7 @@ class SimCoordinator:
                         lambda: server.copies.load(
                             key,
                             epoch,
-                            run,
+                            placement_id,
                             snapshot[key],
                             on_loaded=lambda: waits.discard(key),
                             is_wanted=lambda: self.process.alive,
@@ -100,7 +100,7 @@ class SimCoordinator:
         give_up_s = self.process.now_s + LOADED_WITHIN_S
 
         def look() -> None:
-            if self._has_ended(run, waits):
+            if self._has_ended(placement_id, waits):
                 return
             failed = any(not chosen[key].process.alive for key in waits)
             if (failed or self.process.now_s >= give_up_s) and not store.is_away:
@@ -110,8 +110,8 @@ class SimCoordinator:
 
         self.process.act(LOOKS_EACH_S, look)
 
-    def _has_ended(self, run: str, waits: Set[Key]) -> bool:
-        ended = self._setting.store.run != run or not waits
+    def _has_ended(self, placement_id: str, waits: Set[Key]) -> bool:
+        ended = self._setting.store.placement_id != placement_id or not waits
         if ended:
             self._restoring = ""
         return ended
@@ -148,10 +148,10 @@ class SimCoordinator:
 
     def _decide(self, stored: dict[Key, Stored], seen: Servers, asked_s: float) -> None:
         ordered = sorted(stored)
-        run = stored[ordered[0]].run
-        if run != self._run:
+        placement_id = stored[ordered[0]].placement_id
+        if placement_id != self._placement_id:
             limits = self._setting.limits
-            self._run = run
+            self._placement_id = placement_id
             self._sightings = ObservedServers(limits.dead_after_s, limits.longest_gap_s)
             self._loads = AbandonedLoads()
         before = JobAssignments(
@@ -159,7 +159,7 @@ class SimCoordinator:
         )
         judged = self._sightings.judged(before, seen, asked_s=asked_s, now_s=self.process.now_s)
         known = self._loads.mark_lost(
-            before, is_restoring=self._restoring == run, now_s=self.process.now_s
+            before, is_restoring=self._restoring == placement_id, now_s=self.process.now_s
         )
         after = rebalance(before, judged, {}) if known == before else known
         self._sightings.note_written(after, after)

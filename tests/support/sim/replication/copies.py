@@ -74,8 +74,8 @@ class ServerCopies:
         return usual_s + self._chance.random() * slow_s if long else usual_s
 
     def _new(self, key: Key, epoch: int) -> Copy:
-        run = self._server.registration.run_of(key)
-        return Copy(key, run, epoch, Lane(self._server.process))
+        placement_id = self._server.registration.placement_id_of(key)
+        return Copy(key, placement_id, epoch, Lane(self._server.process))
 
     # --- leading ---
 
@@ -83,7 +83,7 @@ class ServerCopies:
         self,
         key: Key,
         epoch: int,
-        run: str,
+        placement_id: str,
         updates: tuple[Update, ...],
         *,
         on_loaded: Callable[[], None],
@@ -100,7 +100,7 @@ class ServerCopies:
             if (
                 not is_wanted()
                 or record is None
-                or self._server.registration.run_of(key) != run
+                or self._server.registration.placement_id_of(key) != placement_id
                 or (record.primary, record.epoch) != (self._server.me, epoch)
                 or key in self.found
             ):
@@ -243,7 +243,7 @@ class ServerCopies:
             self._server.process.act(self._takes_s(), lambda: self._server.submit_event(failed))
             return
         place = start.key, start.image
-        self._arriving[place] = ArrivingImage(start.run, start.num_chunks, start.version)
+        self._arriving[place] = ArrivingImage(start.placement_id, start.num_chunks, start.version)
         self._arriving_lanes[place] = Lane(self._server.process)
 
     def _store_chunk(self, chunk: ImageChunk, data: tuple[Update, ...]) -> None:
@@ -274,7 +274,9 @@ class ServerCopies:
         assert before is None or not before.leads, f"{effect} over what is led here"
         self._drop(effect.key)
         copy = self.found[effect.key] = self._new(effect.key, effect.epoch)
-        assert copy.run == image.run, f"{effect} of run {image.run}, not {copy.run}"
+        assert copy.placement_id == image.placement_id, (
+            f"{effect} of placement {image.placement_id}, not {copy.placement_id}"
+        )
         copy.fill(image.updates)
         assert copy.version == effect.version, f"{effect} of version {copy.version}"
         self._setting.ledger.follows(self._server.me, copy)
@@ -307,7 +309,7 @@ class ServerCopies:
             version = copy.num_applied
             chain = tuple(copy.chain[: version + 1])
             disk.shards[copy.key] = OnDiskCopy(
-                copy.run, copy.epoch, tuple(copy.updates[:version]), chain
+                copy.placement_id, copy.epoch, tuple(copy.updates[:version]), chain
             )
             self._server.post(ev.VersionJournaled(copy.key, version), copy)
 
@@ -335,7 +337,9 @@ class ServerCopies:
                 self._server.submit_event(ev.JournalShardMissing(key, effect.epoch))
                 return
             copy = self.found[key] = self._new(key, effect.epoch)
-            assert copy.run == kept.run, f"{effect} of run {kept.run}, not {copy.run}"
+            assert copy.placement_id == kept.placement_id, (
+                f"{effect} of placement {kept.placement_id}, not {copy.placement_id}"
+            )
             copy.fill(kept.updates)
             self._server.submit_event(ev.ShardCreated(key, effect.epoch, copy.version))
 

@@ -48,11 +48,11 @@ class Ledger:
         self._records = records
         self._disks = disks
         self._find = find
-        self.run = "1"
+        self.placement_id = "1"
         """Run of the job, as stored in etcd."""
         self._promises: defaultdict[tuple[str, Key], Promise] = defaultdict(Promise)
         self._led: dict[tuple[str, Key, int], list[int]] = {}
-        """Chain of the primary of a shard in an epoch of a run, so far."""
+        """Chain of the primary of a shard in an epoch of a placement, so far."""
         self._acknowledged_by: dict[tuple[str, Key, int], Holder] = {}
         self._chunks_taken: dict[tuple[Holder, int], int] = {}
         self.may_be_dead: Callable[[Holder], bool] = lambda holder: True
@@ -64,8 +64,8 @@ class Ledger:
         self.num_acknowledged = 0
 
     def _promise(self, key: Key) -> Promise:
-        """Return the promise of the shard in the current run."""
-        return self._promises[self.run, key]
+        """Return the promise of the shard in the current placement."""
+        return self._promises[self.placement_id, key]
 
     # --- the record ---
 
@@ -101,7 +101,7 @@ class Ledger:
 
     def given_up(self, key: Key) -> None:
         """Record that an operator accepted the loss of the shard."""
-        self._promises[self.run, key] = Promise()
+        self._promises[self.placement_id, key] = Promise()
 
     def disk_lost(self, server_id: str) -> None:
         """Record that the disk is gone, or replaced by an older copy."""
@@ -112,7 +112,7 @@ class Ledger:
     # --- promises ---
 
     def opened(self, copy: Copy) -> None:
-        promise, row = self._promises[copy.run, copy.key], (1, copy.chain[1])
+        promise, row = self._promises[copy.placement_id, copy.key], (1, copy.chain[1])
         assert promise.opened in (EMPTY, row), f"{copy.key} was created anew"
         promise.opened = row
         promise.replicated = max(promise.replicated, promise.loaded)
@@ -120,7 +120,7 @@ class Ledger:
 
     def loaded(self, copy: Copy) -> None:
         """Record values that were loaded from a snapshot."""
-        promise = self._promises[copy.run, copy.key]
+        promise = self._promises[copy.placement_id, copy.key]
         assert promise.opened == EMPTY, f"{copy.key} had values, and is loaded"
         promise.opened, promise.loaded = (1, copy.chain[1]), (copy.version, copy.chain[-1])
 
@@ -133,10 +133,10 @@ class Ledger:
         assert not self.is_fenced(who), f"{who} acknowledges {key} although it may be dead"
         if level is AckLevel.APPLIED:
             return
-        led = copy.run, key, epoch
+        led = copy.placement_id, key, epoch
         before = self._acknowledged_by.setdefault(led, who)
         assert before == who, f"{key}: {who} and {before} acknowledge in epoch {epoch}"
-        promise = self._promises[copy.run, key]
+        promise = self._promises[copy.placement_id, key]
         promise.replicated = self._longer(led, promise.replicated, row)
         if level is AckLevel.DURABLE:
             promise.durable = self._longer(led, promise.durable, row)
@@ -187,19 +187,22 @@ class Ledger:
 
     def leads(self, who: Holder, copy: Copy) -> None:
         key = copy.key
-        self._led[copy.run, key, copy.epoch] = copy.chain
+        self._led[copy.placement_id, key, copy.epoch] = copy.chain
         record = self._records[key]
-        if copy.run == self.run and (record.primary, record.epoch) == (who, copy.epoch):
+        if copy.placement_id == self.placement_id and (record.primary, record.epoch) == (
+            who,
+            copy.epoch,
+        ):
             replicated = self._promise(key).replicated
             assert copy.has(*replicated), f"{who} leads {key} without {replicated[0]} updates"
 
     def leads_no_longer(self, copy: Copy) -> None:
-        self._led[copy.run, copy.key, copy.epoch] = list(copy.chain)
+        self._led[copy.placement_id, copy.key, copy.epoch] = list(copy.chain)
 
     def follows(self, who: Holder, copy: Copy) -> None:
         """Check that the copy equals the primary's of its epoch, up to the copy's version."""
         assert not copy.leads, f"{who} leads {copy.key}, and something is installed on it"
-        chain = self._led.get((copy.run, copy.key, copy.epoch))
+        chain = self._led.get((copy.placement_id, copy.key, copy.epoch))
         assert chain is not None, f"nobody led {copy.key} in epoch {copy.epoch}"
         assert copy.version < len(chain) and chain[copy.version] == copy.chain[-1], (
             f"{copy.key} at {who} is another one than its primary's of epoch {copy.epoch},"

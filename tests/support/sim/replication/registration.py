@@ -183,10 +183,10 @@ class ServerRegistration:
         self.records[key], self._stored[key] = stored.assignment, stored
         return True
 
-    def run_of(self, key: Key) -> str:
-        """Return the run of the job, as far as known here; empty if unknown."""
+    def placement_id_of(self, key: Key) -> str:
+        """Return the placement of the job, as far as known here; empty if unknown."""
         stored = self._stored.get(key)
-        return stored.run if stored is not None else ""
+        return stored.placement_id if stored is not None else ""
 
     def newest(self, item: KeyValue) -> tuple[Key, ShardAssignment]:
         key = key_of(item.key)
@@ -202,17 +202,19 @@ class ServerRegistration:
         """Write until the record is as intended. After a write with an unknown outcome the current
         record is written once more, so that the former cannot be executed later."""
 
-        run = self.run_of(key)
+        placement_id = self.placement_id_of(key)
 
         def attempt(stored: Stored, may_be_made: bool) -> None:
             wanted = revised(stored.assignment)
-            if stored.run != run or (wanted == stored.assignment and not may_be_made):
+            if stored.placement_id != placement_id or (
+                wanted == stored.assignment and not may_be_made
+            ):
                 end(stored)
                 return
 
             def answered(made: bool, stands: Stored | None) -> None:
                 if stands is None:
-                    # Another run of the job has begun.
+                    # Another placement of the job has begun.
                     finished()
                 elif made:
                     end(stands)

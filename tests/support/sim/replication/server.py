@@ -131,19 +131,21 @@ class SimServer:
         key: Key,
         epoch: int,
         *,
-        run: str,
+        placement_id: str,
         update: Update | None,
         level: AckLevel,
         answer: Answer,
     ) -> None:
-        """Handle a push, or a pull if `update` is None. `run`: the run of the job that the worker
-        belongs to."""
+        """Handle a push, or a pull if `update` is None. `placement_id`: the placement that the
+        worker knows."""
         copy = self.copies.found.get(key)
-        is_other = run != self.registration.run_of(key)
+        is_other = placement_id != self.registration.placement_id_of(key)
         if is_other or copy is None or not copy.takes_pushes or copy.epoch != epoch:
             answer("not here")
             return
-        assert copy.run == run, f"{key}: a push of run {run} to a copy of run {copy.run}"
+        assert copy.placement_id == placement_id, (
+            f"{key}: a push of placement {placement_id} to a copy of placement {copy.placement_id}"
+        )
 
         def apply() -> None:
             if not copy.takes_pushes or copy.epoch != epoch:
@@ -178,8 +180,8 @@ class SimServer:
             if copy.leads:
                 self.post(ev.VersionJournaled(key, None))
 
-    def create(self, key: Key, update: Update, run: str) -> None:
-        if run == self.registration.run_of(key):
+    def create(self, key: Key, update: Update, placement_id: str) -> None:
+        if placement_id == self.registration.placement_id_of(key):
             self.copies.create(key, update, self._records.get(key))
 
     def leave(self, within_s: float) -> None:
@@ -225,7 +227,7 @@ class SimServer:
             self.copies.drop_unneeded_journal(key, assignment)
 
     def _known(self, key: Key, assignment: ShardAssignment) -> None:
-        self.submit_event(ev.ShardAssigned(key, assignment, self.registration.run_of(key)))
+        self.submit_event(ev.ShardAssigned(key, assignment, self.registration.placement_id_of(key)))
         if self.registration.was_registered:
             self.copies.drop_unneeded_journal(key, assignment)
 
@@ -245,7 +247,7 @@ class SimServer:
 
         def disowned(record: ShardAssignment) -> ShardAssignment:
             is_missing = self._is_missing(key, record)
-            return self._disowning.revised(record) if is_missing else record
+            return self._disowning.wanted_record(record) if is_missing else record
 
         self.registration.change(
             key,
@@ -290,7 +292,7 @@ class SimServer:
                 missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s
             )
             for key, record in missing.items():
-                if self._disowning.revised(record) != record:
+                if self._disowning.wanted_record(record) != record:
                     self._disown(key)
             self.process.act(LOOK_EACH_S, self._look_at_servers)
 

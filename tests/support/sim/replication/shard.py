@@ -34,7 +34,7 @@ class Copy:
     """Copy in memory, including updates that were received and are not applied yet."""
 
     key: Key
-    run: str
+    placement_id: str
     """Run of the job."""
     epoch: int
     lane: Lane
@@ -93,7 +93,7 @@ class Image:
 
 @dataclass(eq=False)
 class ArrivingImage:
-    run: str
+    placement_id: str
     num_chunks: int
     version: int
     chunks: dict[int, tuple[Update, ...]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class ArrivingImage:
 
 @dataclass(frozen=True, slots=True)
 class OnDiskCopy:
-    run: str
+    placement_id: str
     epoch: int
     updates: tuple[Update, ...]
     chain: tuple[int, ...]

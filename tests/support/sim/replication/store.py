@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 
 class Stored(NamedTuple):
-    """A record as it was read, with its revision and its run of the job."""
+    """A record as it was read, with its revision and its placement of the job."""
 
     assignment: ShardAssignment
     revision: Revision
-    run: str
+    placement_id: str
 
 
-def path(key: Key, run: str) -> str:
-    return keys.shard_assignment(key[0], run, key[1])
+def path(key: Key, placement_id: str) -> str:
+    return keys.shard_assignment(key[0], placement_id, key[1])
 
 
 def key_of(entry: str) -> Key:
@@ -49,12 +49,12 @@ def key_of(entry: str) -> Key:
 @lru_cache(maxsize=256)
 def _decoded(key: str, value: bytes) -> tuple[ShardAssignment, str]:
     stored = records.parse_shard(MirroredKey(key, value, Revision(1)))
-    return stored.assignment, stored.run
+    return stored.assignment, stored.placement_id
 
 
 def decode(item: KeyValue) -> Stored:
-    assignment, run = _decoded(item.key, item.value)
-    return Stored(assignment, item.mod_revision, run)
+    assignment, placement_id = _decoded(item.key, item.value)
+    return Stored(assignment, item.mod_revision, placement_id)
 
 
 class SimStore:
@@ -68,7 +68,7 @@ class SimStore:
         self.loses_answers = True
         self.replays_history = False
         """True if a watch that was cut off receives all missed records, one by one."""
-        self.run = "1"
+        self.placement_id = "1"
         """Run of the job."""
         self.records: dict[Key, ShardAssignment] = {}
         """The current records."""
@@ -85,15 +85,15 @@ class SimStore:
         return self.clock.now_s < self.back_s
 
     def place(self, key: Key, assignment: ShardAssignment) -> None:
-        value = records.encode_shard(self.run, assignment)
-        self.carry_out(lambda memory: memory.put(path(key, self.run), value))
+        value = records.encode_shard(self.placement_id, assignment)
+        self.carry_out(lambda memory: memory.put(path(key, self.placement_id), value))
 
     def begin_anew(self, fresh: Mapping[Key, ShardAssignment]) -> None:
-        """Begin another run of the job, with these records in place of all others."""
-        self.run = str(int(self.run) + 1)
+        """Begin another placement of the job, with these records in place of all others."""
+        self.placement_id = str(int(self.placement_id) + 1)
         self.records.clear()
         puts = [
-            Put(path(key, self.run), records.encode_shard(self.run, assignment))
+            Put(path(key, self.placement_id), records.encode_shard(self.placement_id, assignment))
             for key, assignment in fresh.items()
         ]
 
@@ -263,11 +263,11 @@ class StoreClient:
         """Compare and swap; answers if it succeeded, and with the current record."""
 
         async def work(memory: MemoryStore) -> tuple[bool, Stored | None]:
-            at = path(key, known.run)
-            put = Put(at, records.encode_shard(known.run, new))
+            at = path(key, known.placement_id)
+            put = Put(at, records.encode_shard(known.placement_id, new))
             result = await memory.transact([unchanged_since(at, known.revision)], [put], [Get(at)])
             if result.succeeded:
-                return True, Stored(new, result.revision, known.run)
+                return True, Stored(new, result.revision, known.placement_id)
             return False, decode(result.reads[0][0]) if result.reads[0] else None
 
         self.ask(work, lambda outcome: answered(*outcome), failed)
@@ -279,7 +279,7 @@ class StoreClient:
         failed: Callable[[bool], None],
     ) -> None:
         async def work(memory: MemoryStore) -> Stored | None:
-            item = await memory.get(path(key, self._store.run))
+            item = await memory.get(path(key, self._store.placement_id))
             return None if item is None else decode(item)
 
         self.ask(work, answered, failed)

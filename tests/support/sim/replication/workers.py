@@ -27,7 +27,7 @@ class Call:
     """A push or pull, until its final answer."""
 
     key: Key
-    run: str
+    placement_id: str
     """Run of the job in which the call was begun."""
     update: Update | None
     level: AckLevel
@@ -62,8 +62,8 @@ class SimWorker:
         chance = self._setting.chance
         is_pull = chance.random() < 0.2
         update = None if is_pull else (self._number, next(self._sequence))
-        run = self._setting.store.run
-        self.open[key] = Call(key, run, update, chance.choice(_LEVELS))
+        placement_id = self._setting.store.placement_id
+        self.open[key] = Call(key, placement_id, update, chance.choice(_LEVELS))
         self._send(self.open[key])
 
     def _send(self, call: Call) -> None:
@@ -71,8 +71,8 @@ class SimWorker:
         setting, chance = self._setting, self._setting.chance
         call.attempt += 1
         attempt = call.attempt
-        if call.run != setting.store.run:
-            # The worker learns of the new run, and joins it.
+        if call.placement_id != setting.store.placement_id:
+            # The worker learns of the new placement, and joins it.
             del self.open[call.key]
             self._next(call.key)
             return
@@ -84,7 +84,7 @@ class SimWorker:
             self._carry(
                 server.process.name,
                 server.process.do,
-                lambda: server.create(call.key, first, call.run),
+                lambda: server.create(call.key, first, call.placement_id),
             )
         elif record.content is ShardContent.PRESENT and server is not None:
             token = (self._number, next(self._tokens))
@@ -94,7 +94,7 @@ class SimWorker:
                     token,
                     call.key,
                     record.epoch,
-                    run=call.run,
+                    placement_id=call.placement_id,
                     update=call.update,
                     level=call.level,
                     answer=back,
@@ -117,7 +117,7 @@ class SimWorker:
                             late,
                             call.key,
                             record.epoch,
-                            run=call.run,
+                            placement_id=call.placement_id,
                             update=call.update,
                             level=call.level,
                             answer=lambda _: None,

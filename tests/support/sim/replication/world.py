@@ -101,7 +101,7 @@ class ReplicationWorld:
 
     def _recorded(self, key: Key, old: ShardAssignment | None, new: ShardAssignment) -> None:
         self.setting.note(ETCD, new)
-        self.ledger.run = self.store.run
+        self.ledger.placement_id = self.store.placement_id
         self.ledger.recorded(key, old, new)
 
     # --- processes ---
@@ -308,7 +308,10 @@ class ReplicationWorld:
             copy = server.copies.found.get(key)
             if not server.process.alive:
                 return f"{key} has no primary: {record}"
-            is_of_it = copy is not None and (copy.run, copy.epoch) == (self.store.run, record.epoch)
+            is_of_it = copy is not None and (copy.placement_id, copy.epoch) == (
+                self.store.placement_id,
+                record.epoch,
+            )
             if copy is None or not copy.takes_pushes or not is_of_it:
                 return f"{key} is not led: {record}, {copy}"
             wanted = min(self.copies, len(self.living))
@@ -316,7 +319,10 @@ class ReplicationWorld:
                 return f"{key} has not its {wanted} copies: {record}"
             for backup in record.backups:
                 held = self._copy_of(backup, key)
-                if held is None or (held.run, held.epoch) != (self.store.run, record.epoch):
+                if held is None or (held.placement_id, held.epoch) != (
+                    self.store.placement_id,
+                    record.epoch,
+                ):
                     return f"{key} has no copy at {backup}: {record}"
         return ""
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.backends.in_memory.meeting import MAX_UNDELIVERED
+from shoal.backends.in_memory.hub import MAX_UNDELIVERED
 from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec

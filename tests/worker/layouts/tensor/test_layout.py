@@ -119,7 +119,7 @@ def held_bytes(done: Training) -> tuple[int, int, TensorPlan]:
     layout = LaidOutTraining(done, split, this_world()).layout
     assert isinstance(layout, TensorLayout)
     sizes = {n: layout.shard(n, p).tensor.nbytes for n, p in layout.parameters.items()}
-    counted = sum(size for name, size in sizes.items() if layout.counts(name))
+    counted = sum(size for name, size in sizes.items() if layout.is_counted_here(name))
     return sum(sizes.values()), counted, layout.plan
 
 

@@ -25,7 +25,7 @@ def test_a_reserve_lasts_for_a_long_outage() -> None:
 def test_more_samples_are_requested_once_a_quarter_is_used() -> None:
     """Samples are held in few ranges this way."""
     reserve = paced(1.0)
-    reserve.leased(SampleRange(0, 0, int(AHEAD_S)))
+    reserve.add(SampleRange(0, 0, int(AHEAD_S)))
     while reserve.lacking == 0:
         reserve.take(STEP)
     assert reserve.num_ready == pytest.approx(0.75 * AHEAD_S, abs=STEP)
@@ -40,7 +40,7 @@ def test_batches_are_cut_from_what_is_held_in_order() -> None:
     """Adjacent ranges are joined, so a batch is short only at the end of an epoch."""
     reserve = SampleReserve(STEP, NUM_SAMPLES)
     for span in (SampleRange(0, 5, 12), SampleRange(0, 12, 18), SampleRange(1, 0, 4)):
-        reserve.leased(span)
+        reserve.add(span)
     taken = []
     while (span := reserve.take(STEP)) is not None:
         taken.append((span.epoch, span.start, span.stop))
@@ -50,7 +50,7 @@ def test_batches_are_cut_from_what_is_held_in_order() -> None:
 def test_samples_beyond_the_share_are_returned_from_the_end() -> None:
     """Whole steps are returned, and nothing that has begun."""
     reserve = paced(1.0)
-    reserve.leased(SampleRange(0, 0, 100))
+    reserve.add(SampleRange(0, 0, 100))
     reserve.take(STEP)
     assert reserve.beyond_share(55, 100) == [SampleRange(0, 60, 100)]
     assert reserve.num_ready == 50
@@ -60,8 +60,8 @@ def test_samples_beyond_the_share_are_returned_from_the_end() -> None:
 
 def test_lost_samples_are_not_begun() -> None:
     reserve = SampleReserve(STEP, NUM_SAMPLES)
-    reserve.leased(SampleRange(0, 0, 30))
-    reserve.lost([SampleRange(0, 5, 20), SampleRange(1, 0, 30)])
+    reserve.add(SampleRange(0, 0, 30))
+    reserve.remove([SampleRange(0, 5, 20), SampleRange(1, 0, 30)])
     assert reserve.take(STEP) == SampleRange(0, 0, 5)
     assert reserve.take(STEP) == SampleRange(0, 20, 30)
 

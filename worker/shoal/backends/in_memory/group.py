@@ -1,7 +1,7 @@
 """Ranks that are threads of one process: torch.distributed without processes or sockets.
 
 For tests and notebooks. `run` starts such ranks; `seat` is the backend for members of a session.
-`meeting` has the state that ranks share; `worlds` keeps torch's own state for each rank.
+`hub` has the state that ranks share; `worlds` keeps torch's own state for each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.in_memory.meeting import Complete, Hub, Meeting
+from shoal.backends.in_memory.hub import Complete, Hub, SharedGroup
 from shoal.backends.in_memory.worlds import RankWorld, bind, own_world
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.pending import CompletedWork, Pending
@@ -26,15 +26,15 @@ class InMemoryGroup(CollectiveGroup):
     """One rank's view of a group. The last rank that calls an operation carries it out for all, on
     its thread. Until then the operation owns the tensors."""
 
-    def __init__(self, meeting: Meeting, rank: int, name: str, timeout_s: float) -> None:
-        super().__init__(rank, len(meeting.ranks), name, timeout_s)
-        self.meeting = meeting
+    def __init__(self, shared_group: SharedGroup, rank: int, name: str, timeout_s: float) -> None:
+        super().__init__(rank, len(shared_group.ranks), name, timeout_s)
+        self.shared_group = shared_group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         return PLUGIN
 
     def abort(self) -> None:
-        self.meeting.hub.fail(f"rank {self.meeting.ranks[self.rank()]} aborted")
+        self.shared_group.hub.fail(f"rank {self.shared_group.ranks[self.rank()]} aborted")
 
     def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
         def complete(given: list[list[Tensor]]) -> None:
@@ -103,19 +103,19 @@ class InMemoryGroup(CollectiveGroup):
         return self._post("barrier", [], None, lambda given: None)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        self.meeting.send(self.rank(), to, tag, tensor)
+        self.shared_group.send(self.rank(), to, tag, tensor)
         return CompletedWork([tensor], self.timeout_s)
 
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
-        return _Receive(self.meeting, tensor, (source, self.rank(), tag), self.timeout_s)
+        return _Receive(self.shared_group, tensor, (source, self.rank(), tag), self.timeout_s)
 
     def _post(
         self, kind: str, results: Sequence[Tensor], given: Any, complete: Complete
     ) -> Pending:
-        call = self.meeting.post(self.rank(), kind, given, complete)
+        call = self.shared_group.post(self.rank(), kind, given, complete)
 
         def finish(timeout_s: float) -> None:
-            self.meeting.finish(call, kind, timeout_s)
+            self.shared_group.finish(call, kind, timeout_s)
 
         return _Posted(results, self.timeout_s, finish, lambda: call.done)
 
@@ -142,31 +142,35 @@ class _Receive(Pending):
     """A receive. The message is copied to the tensor when the caller waits for the receive."""
 
     def __init__(
-        self, meeting: Meeting, tensor: Tensor, route: tuple[int | None, int, int], timeout_s: float
+        self,
+        shared_group: SharedGroup,
+        tensor: Tensor,
+        route: tuple[int | None, int, int],
+        timeout_s: float,
     ) -> None:
         super().__init__([tensor], timeout_s)
-        self._meeting = meeting
+        self._shared_group = shared_group
         self._source, self._to, self._tag = route
         self._number: int | None = None
         self._received = False
         if self._source is not None:
-            self._number = meeting.next_receive(self._source, self._to, self._tag)
+            self._number = shared_group.next_receive(self._source, self._to, self._tag)
 
     def finish(self, timeout_s: float) -> None:
         if self._received:
             return
         if self._source is None:
-            self._source = self._meeting.any_source(self._to, self._tag, timeout_s)
-            self._number = self._meeting.next_receive(self._source, self._to, self._tag)
+            self._source = self._shared_group.any_source(self._to, self._tag, timeout_s)
+            self._number = self._shared_group.next_receive(self._source, self._to, self._tag)
         assert self._number is not None
         message_key = (self._source, self._to, self._tag, self._number)
-        self._meeting.receive(message_key, self._tensors[0], timeout_s)
+        self._shared_group.receive(message_key, self._tensors[0], timeout_s)
         self._received = True
 
     def is_completed(self) -> bool:
         if self._received or self._source is None or self._number is None:
             return self._received
-        return self._meeting.arrived(self._source, self._to, self._tag, self._number)
+        return self._shared_group.arrived(self._source, self._to, self._tag, self._number)
 
     def _source_rank(self) -> int:
         assert self._source is not None, "not waited for yet"
@@ -217,9 +221,9 @@ def _create(options: Any, unused: Any) -> InMemoryGroup:
         )
     hub = world.hub
     ranks = options.global_ranks_in_group or range(hub.world_size)
-    meeting = hub.meeting(options.group_id, ranks, options.group_rank)
+    shared_group = hub.join_group(options.group_id, ranks, options.group_rank)
     timeout_s = min(options.timeout.total_seconds(), hub.timeout_s)
-    return InMemoryGroup(meeting, options.group_rank, options.group_id, timeout_s)
+    return InMemoryGroup(shared_group, options.group_rank, options.group_id, timeout_s)
 
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])

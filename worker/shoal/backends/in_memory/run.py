@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.backends.in_memory.group import open_world
-from shoal.backends.in_memory.meeting import Hub, rank_text
+from shoal.backends.in_memory.hub import Hub, rank_text
 from shoal.backends.in_memory.worlds import unbind
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number

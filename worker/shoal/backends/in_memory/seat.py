@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 from shoal.backends.in_memory.group import open_world
-from shoal.backends.in_memory.meeting import Hub
+from shoal.backends.in_memory.hub import Hub
 from shoal.backends.in_memory.worlds import own_world, unbind
 from shoal.backends.process_group.collectives import reset_counts
 from shoal.backends.process_group.interface import Seat, ended_in_bring_up

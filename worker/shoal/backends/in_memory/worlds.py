@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.backends.in_memory.meeting import Hub
+from shoal.backends.in_memory.hub import Hub
 from shoal.torch_private import c10d, compiling, dtensor
 from shoal_proto.errors import InvalidSpec
 

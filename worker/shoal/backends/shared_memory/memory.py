@@ -96,7 +96,7 @@ class SharedMemory:
         self._words[self._num_barriers % 2][self.rank] = word
         if self._rounds:
             if self._has_processor_each:
-                self._processors.part()
+                self._processors.avoid_shared_processor()
             self._post(0)
 
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
@@ -148,11 +148,11 @@ class SharedMemory:
     def _await_post(self, semaphore: Semaphore, deadline_s: float) -> bool:
         if not self._has_processor_each:
             return semaphore.wait(deadline_s)
-        self._processors.part()
+        self._processors.avoid_shared_processor()
         if semaphore.spin_wait(deadline_s):
             return True
         is_posted = semaphore.wait(deadline_s)
-        self._processors.part()
+        self._processors.avoid_shared_processor()
         return is_posted
 
     def _post(self, number: int) -> None:

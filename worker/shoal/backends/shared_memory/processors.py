@@ -31,7 +31,7 @@ class Processors:
         """The last processor on which this rank was alone: its caches may be warm there."""
         self._may_move = True
 
-    def part(self) -> None:
+    def avoid_shared_processor(self) -> None:
         """Note this thread's processor. If another rank has noted the same processor, move to one
         that no rank has noted, if there is any."""
         number = int(libc.sched_getcpu())

@@ -73,7 +73,7 @@ class HybridLayout(Layout):
         self.module = self._inner.module
         self.shares_loss = self._inner.shares_loss
         if plan.mesh.tensor > 1:
-            world.exchanges.align(self._inner.parameters)
+            world.exchanges.add_whole_parameters(self._inner.parameters)
         self.non_finite_check = self._inner.non_finite_check
         self._gradients = PassGradients(self.parameters.values())
 
@@ -89,14 +89,14 @@ class HybridLayout(Layout):
     def held(self) -> Mapping[str, Tensor]:
         return self._inner.held
 
-    def counts(self, name: str) -> bool:
-        if self._at["data"] or not self._inner.counts(name):
+    def is_counted_here(self, name: str) -> bool:
+        if self._at["data"] or not self._inner.is_counted_here(name):
             return False
         return isinstance(self.parameters.get(name), DTensor) or not self._at["tensor"]
 
     def replicas(self, name: str) -> Sequence[int]:
         is_cut = isinstance(self.parameters.get(name), DTensor)
-        if name not in self.parameters or not self._inner.counts(name):
+        if name not in self.parameters or not self._inner.is_counted_here(name):
             return super().replicas(name)
         is_first = is_cut or not self._at["tensor"]
         return dist.get_process_group_ranks(self._groups["data"]) if is_first else ()
@@ -129,10 +129,10 @@ class HybridLayout(Layout):
     @torch.no_grad()
     def _complete(self) -> None:
         """Average gradients over the ranks with the same stage and the same split."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
-            average(list(self.parameters.values()), self._groups["data"])
+            average_gradients(list(self.parameters.values()), self._groups["data"])
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -140,7 +140,7 @@ class HybridLayout(Layout):
         parameters equal within a tensor group."""
         self._gradients.finish(self._complete)
         if self.plan.mesh.tensor > 1:
-            align(list(self.parameters.values()), self._ranks)
+            broadcast_gradients(list(self.parameters.values()), self._ranks)
 
     @torch.no_grad()
     def share_buffers(self) -> None:
@@ -194,7 +194,7 @@ class _OneStage(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return True
 
 
@@ -222,7 +222,7 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
     return replace(plan, entries=tuple(kept))
 
 
-def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average each gradient over the group. A gradient stays None only if no rank has it."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
@@ -240,7 +240,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
                 _set_gradient(parameter, gradient)
 
 
-def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
+def broadcast_gradients(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
     """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
 
     The ranks' gradients differ only because kernels add in no fixed order, or because hardware

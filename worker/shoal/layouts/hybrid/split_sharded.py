@@ -95,10 +95,10 @@ class SplitShardedLayout(ShardedLayout):
         is_cut = isinstance(tensor, DTensor)
         return self._chunks_of[name] if is_cut else super().chunk(name, tensor)
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         if name in self._parameters and name not in self._split:
             return self._column == 0
-        return super().counts(name)
+        return super().is_counted_here(name)
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
         """Return the hosts if there are several, else the tensor groups: all ranks of a tensor
@@ -128,14 +128,14 @@ class SplitShardedLayout(ShardedLayout):
     def _complete(self) -> None:
         """Sum, over a tensor group, the gradients that each rank has for its positions of the
         sequence only."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         if self.plan.degree > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce as `ShardedLayout` does, then broadcast the gradients of unsplit parameters from
-        the first rank of each tensor group: see `align` in `hybrid/layout.py`.
+        the first rank of each tensor group: see `broadcast_gradients` in `hybrid/layout.py`.
         """
         super().reduce()
         self._gradients.finish(self._complete)

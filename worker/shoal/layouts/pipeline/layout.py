@@ -93,7 +93,7 @@ class PipelineLayout(Layout):
     def held(self) -> Mapping[str, Tensor]:
         return {**self._parameters, **self.stage.buffers}
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return self.stage.holders[name][0] == self.stage.index
 
     def watch(self, ours: Callable[[], bool]) -> None:
@@ -212,7 +212,7 @@ class PipelineLayout(Layout):
 
     def _complete(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         for name, parameter in self._tied().items():
             _sum_among(parameter, self.stage.holders[name], self._near)

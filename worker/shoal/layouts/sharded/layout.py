@@ -255,8 +255,8 @@ class ShardedLayout(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
-    def counts(self, name: str) -> bool:
-        return not self._copy and super().counts(name)
+    def is_counted_here(self, name: str) -> bool:
+        return not self._copy and super().is_counted_here(name)
 
     def replicas(self, name: str) -> Sequence[int]:
         if self._num_copies == 1 or name not in self._parameters:
@@ -362,7 +362,7 @@ class ShardedLayout(Layout):
         for gathering in self._gatherings[:1]:
             gathering.finish()
 
-    def idle(self) -> Sequence[str]:
+    def names_without_gradient(self) -> Sequence[str]:
         # Ranks gather and reduce together, so all must compute with the same parameters.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None

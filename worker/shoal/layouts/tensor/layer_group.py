@@ -193,7 +193,7 @@ class TensorGroup:
         messages = memory.gather_words(message)
         if any(each != message for each in messages):
             same = all(each >> _SIZE_BITS == self._exchange_number for each in messages)
-            self._exchanges.differ(size if same else None)
+            self._exchanges.stop_at_mismatch(size if same else None)
 
 
 @dataclass(frozen=True, kw_only=True)

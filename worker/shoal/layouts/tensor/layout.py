@@ -188,7 +188,7 @@ class TensorLayout(Layout):
             _set_groups(self._ranks, module)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
-        world.exchanges.align(self._parameters)
+        world.exchanges.add_whole_parameters(self._parameters)
         self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.faults_are_own = not self._summed
         self._gradients = PassGradients(map(self._parameters.__getitem__, self._summed))
@@ -197,7 +197,7 @@ class TensorLayout(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
-    def counts(self, name: str) -> bool:
+    def is_counted_here(self, name: str) -> bool:
         return isinstance(self._parameters.get(name), DTensor) or self.world.rank == 0
 
     def is_lost_with_rank(self, name: str) -> bool:
@@ -219,7 +219,7 @@ class TensorLayout(Layout):
     def _complete(self) -> None:
         """Sum, over the ranks, the gradients that each rank has for its positions of the sequence
         only."""
-        self.world.exchanges.completes()
+        self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))

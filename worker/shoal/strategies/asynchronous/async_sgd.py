@@ -162,8 +162,9 @@ class StepRefusals:
         self._snapshot = StepSnapshot()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-        """Begin a step that may be refused. `refused` then undoes its changes to the model's
-        buffers and to the untrained parameters; the trained ones come from the servers again."""
+        """Begin a step that may be refused. `undo_refused_step` then undoes its changes to the
+        model's buffers and to the untrained parameters; the trained ones come from the servers
+        again."""
         self._snapshot.begin(model, untrained)
 
     @property
@@ -171,7 +172,7 @@ class StepRefusals:
         """True unless the step was refused more than MAX_REDONE times."""
         return self.num_redone <= MAX_REDONE
 
-    def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
+    def undo_refused_step(self, stale: Mapping[int, StalePush], step: int) -> None:
         """Undo the refused step. `step`: number of steps before it. Raises StateLost if
         `check_whole` does."""
         self.shards = frozenset(stale)
@@ -328,7 +329,7 @@ class AsyncSGD(LeasingStrategy):
         """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             # New shards have version 1.
-            self._shared.followed.to(self._num_updates - 1)
+            self._shared.followed.step_to(self._num_updates - 1)
         elif self._options.schedule is not None:
             return []
         return [float(group["lr"]) for group in self._shared.optimizer.param_groups]
@@ -483,7 +484,7 @@ class AsyncSGD(LeasingStrategy):
                 encoded=encoded,
             )
         if self._shared.compressor is not None:
-            self._shared.compressor.refused(result.stale)
+            self._shared.compressor.restore_residuals(result.stale)
         self._counts.rollbacks.compare_versions(self._connected().versions)
         if self._clock.wants_values:
             self._shared.values.adopt()
@@ -491,7 +492,7 @@ class AsyncSGD(LeasingStrategy):
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
         """Pull fresh values and raise StalePush, after some shards have refused the step."""
-        self._refusals.refused(result.stale, self._step)
+        self._refusals.undo_refused_step(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
         self._refusals.raise_refusal(self._step, next(iter(result.stale.values())))

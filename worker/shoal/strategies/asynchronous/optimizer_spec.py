@@ -148,7 +148,7 @@ class FollowedSchedule:
         parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
         return any(type(part) not in _PHASES for part in parts)
 
-    def to(self, num_updates: int) -> None:
+    def step_to(self, num_updates: int) -> None:
         """Step the schedule, which sets the optimizer's rates, forward to this number of updates of
         all members together; never back."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond

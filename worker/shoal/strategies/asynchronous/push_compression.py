@@ -74,7 +74,7 @@ class PushCompressor:
                     if gradient is not None:
                         encoded[shard.shard_id] = gradient
         except NonFiniteGradient:
-            self.refused(list(self._in_flight))
+            self.restore_residuals(list(self._in_flight))
             raise
         self._step = (self._sent_bytes - before[0], self._plain_bytes - before[1])
         return EncodedPush(encoded, self._applied)
@@ -125,7 +125,7 @@ class PushCompressor:
         if in_flight is not None:
             self._residuals |= in_flight.after
 
-    def refused(self, shard_ids: Iterable[int]) -> None:
+    def restore_residuals(self, shard_ids: Iterable[int]) -> None:
         """Restore the residuals of these shards, which did not apply the push."""
         for shard_id in shard_ids:
             in_flight = self._in_flight.pop(shard_id, None)

@@ -108,7 +108,10 @@ class Leases:
             if self._thread.is_alive():
                 log.warning("samples_not_reported", reason="the coordinator does not answer")
                 return
-        completed, reserve = self._done, self._reserve_of(self._given_back + self._reserve.all())
+        completed, reserve = (
+            self._done,
+            self._reserve_of(self._given_back + self._reserve.take_all()),
+        )
         owes = completed or reserve.given_back or self._samples.has_unreported
         if self._is_exhausted or not owes:
             return
@@ -183,9 +186,9 @@ class Leases:
 
     def _apply(self, lease: SampleLease) -> None:
         self._is_exhausted, self._has_none = lease.exhausted, lease.range is None
-        self._reserve.lost(lease.not_held)
+        self._reserve.remove(lease.not_held)
         if lease.range is not None:
-            self._reserve.leased(lease.range)
+            self._reserve.add(lease.range)
         num_held = size_of(self._samples.held)
         self._given_back += self._reserve.beyond_share(lease.reserve_max, num_held)
         self._changed.notify_all()

@@ -98,11 +98,11 @@ class SampleReserve:
             self._ready.appendleft(SampleRange(first.epoch, stop, first.stop))
         return SampleRange(first.epoch, first.start, stop)
 
-    def leased(self, span: SampleRange) -> None:
+    def add(self, span: SampleRange) -> None:
         """Add a newly leased range."""
         self._ready = deque(joined([*self._ready, span]))
 
-    def lost(self, ranges: Iterable[SampleRange]) -> None:
+    def remove(self, ranges: Iterable[SampleRange]) -> None:
         """Remove ranges that this member no longer holds."""
         self._ready = deque(subtract_ranges(self._ready, ranges))
 
@@ -115,7 +115,7 @@ class SampleReserve:
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []
 
-    def all(self) -> list[SampleRange]:
+    def take_all(self) -> list[SampleRange]:
         """Remove and return all ranges, when the member leaves."""
         ranges, self._ready = list(self._ready), deque()
         return ranges

@@ -297,7 +297,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not self._reduced:
             check = layout.non_finite_check
             if check is None:
-                self._transaction.votes.propose(idle=layout.idle())
+                self._transaction.votes.propose(idle=layout.names_without_gradient())
             else:
                 # Vote first: a reduction waits for all members, and some may never reach it.
                 self._settle_with(check, layout)
@@ -316,7 +316,7 @@ class LayoutStrategy(SynchronousStrategy):
             self._settle()
             return
         check.scan(layout.parameters)
-        votes.propose(is_faulty=check.is_own, idle=layout.idle())
+        votes.propose(is_faulty=check.is_own, idle=layout.names_without_gradient())
         self._settle()
         check.note_faults(votes.faults)
 

@@ -142,7 +142,7 @@ class HangWatch:
         self._inside += 1 if begins else -1
         self.note_progress()
 
-    def loads(self, *, begins: bool) -> None:
+    def note_loading(self, *, begins: bool) -> None:
         """Note that the trainer begins or stops waiting for a batch to be loaded."""
         self._loads = begins
         self.note_progress()

@@ -155,7 +155,7 @@ class StepAgreement:
         self._passes = 0
         self._cut.begin()
         self.weights.begin()
-        self._position.exchanges.begin()
+        self._position.exchanges.begin_step()
         self._announced = False
         self._words.forget()
         self._settled = False
@@ -232,7 +232,7 @@ class StepAgreement:
         if self._words.has_sent or self._settled:
             return
         exchanges, refusal = self._position.exchanges, self._position.inspection.refusal
-        exchanges.end()
+        exchanges.end_passes()
         wish = self._position.wish
         self._cast(
             StepVote(

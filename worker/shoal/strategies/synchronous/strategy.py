@@ -82,7 +82,7 @@ class SynchronousStrategy(Strategy):
         super().attach(context)
         self._stores = context.stores
         if self.writes_checkpoints:
-            self.position.leaves = context.leaves_unreplaced
+            self.position.leaves = context.no_generation_follows
         if self._backend.is_watched:
             self._watch = HangWatch(
                 HangWatchConfig(
@@ -114,13 +114,13 @@ class SynchronousStrategy(Strategy):
     def refusal_in(self, generation: int) -> InvalidSpec | None:
         return self._points.refusal(generation) if self._points is not None else None
 
-    def asks(self, *, begins: bool) -> None:
+    def note_coordinator_wait(self, *, begins: bool) -> None:
         if self._watch is not None:
             self._watch.note_coordinator_wait(begins=begins)
 
-    def loads(self, *, begins: bool) -> None:
+    def note_loading(self, *, begins: bool) -> None:
         if self._watch is not None:
-            self._watch.loads(begins=begins)
+            self._watch.note_loading(begins=begins)
 
     def _sign(self) -> None:
         """Note that the trainer makes progress."""

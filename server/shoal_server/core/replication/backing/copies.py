@@ -84,11 +84,11 @@ class _PendingOffers:
 
 
 class Copies:
-    """Copies on this server. `runs`: `JobAssignments.run` of each shard's record."""
+    """Copies on this server. `placement_ids`: id of each shard's placement."""
 
-    def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
+    def __init__(self, me: Holder, placement_ids: Mapping[Key, str]) -> None:
         self._me = me
-        self._runs = runs
+        self._placement_ids = placement_ids
         self._held: dict[Key, Copy] = {}
         self._incoming: dict[Key, IncomingImage] = {}
         self._pending: dict[Key, _PendingOffers] = {}
@@ -96,14 +96,14 @@ class Copies:
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
 
-    def of(self, primary: Holder) -> list[Key]:
+    def keys_from(self, primary: Holder) -> list[Key]:
         """Shards whose copies got their latest request from this primary."""
         return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
 
-    def take(self, key: Key) -> Copy | None:
+    def pop(self, key: Key) -> Copy | None:
         """Remove and return a copy: the shard is led here now, or the copy is gone."""
         return self._held.pop(key, None)
 
@@ -155,12 +155,12 @@ class Copies:
     ) -> bool:
         """True if the record is of the sender's placement, and names the sender as the shard's
         primary of that epoch and this server as another holder."""
-        # An update has no `run`: the placement was checked when the copy began.
-        run = "" if isinstance(message, UpdateMessage) else message.run
+        # An update has no `placement_id`: the placement was checked when the copy began.
+        placement_id = "" if isinstance(message, UpdateMessage) else message.placement_id
         return (
             assignment is not None
             and (assignment.primary, assignment.epoch) == (peer, message.epoch)
-            and run in ("", self._runs.get(message.key))
+            and placement_id in ("", self._placement_ids.get(message.key))
             and self._me in assignment.holders[1:]
         )
 
@@ -169,11 +169,11 @@ class Copies:
     ) -> BackupRefused:
         """The refusal if the record does not name the sender as the shard's primary of that epoch,
         or does not place the shard here. Epochs of different placements are not compared."""
-        is_same_run = isinstance(message, UpdateMessage) or message.run in (
+        is_same_placement = isinstance(message, UpdateMessage) or message.placement_id in (
             "",
-            self._runs.get(message.key),
+            self._placement_ids.get(message.key),
         )
-        newest = assignment.epoch if assignment is not None and is_same_run else 0
+        newest = assignment.epoch if assignment is not None and is_same_placement else 0
         return BackupRefused(
             message.key, message.epoch, BackupRefusalReason.OTHER_HOLDERS, str(assignment), newest
         )
@@ -212,7 +212,7 @@ class Copies:
             next_chunk=incoming.come if incoming is not None and is_from_peer else 0,
         )
 
-    def known(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
+    def answer_offers(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
         """Answer waiting offers: the newest record was read, or the copy has settled."""
         pending = self._pending.pop(key, None)
         for peer, link, offer in pending.offers if pending is not None else ():

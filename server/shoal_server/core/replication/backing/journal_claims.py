@@ -39,7 +39,7 @@ class JournalClaims:
         """Note a shard that an earlier process left in the journal."""
         self._found[key] = epoch, version
 
-    def left(self, key: Key) -> None:
+    def note_given_up(self, key: Key) -> None:
         """Note a shard in the journal that this process led and leads no longer."""
         self._found[key] = None
 
@@ -51,14 +51,14 @@ class JournalClaims:
     def __contains__(self, key: Key) -> bool:
         return key in self._found
 
-    def known(self, key: Key, assignment: ShardAssignment) -> None:
+    def note_record(self, key: Key, assignment: ShardAssignment) -> None:
         """Note the newest record of a shard, which may end the claim to it."""
         if self._missing.get(key, assignment.epoch) != assignment.epoch:
             del self._missing[key]
         if not may_be_put_on_disk(assignment, self._me):
-            self.take(key)
+            self.remove(key)
 
-    def take(self, key: Key) -> None:
+    def remove(self, key: Key) -> None:
         """Remove a shard that is led here now, or that another disk has."""
         self._found.pop(key, None)
 
@@ -82,7 +82,7 @@ class JournalClaims:
         self._dead = ended | frozenset(long_gone)
         self._listed_s = asked_s
 
-    def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
+    def wanted_record(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record that this server wants. Unchanged if the servers were last listed long ago: a
         process that counted as dead may be back."""
         if key in self._missing:

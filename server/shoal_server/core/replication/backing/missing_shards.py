@@ -34,7 +34,7 @@ class MissingShards:
         if assignment is not None:
             self._excused[key] = assignment.epoch
 
-    def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
+    def wanted_record(self, key: Key, a: ShardAssignment) -> ShardAssignment:
         """The record that this server wants for a shard that it lacks."""
         if a.content is not ShardContent.PRESENT or self._excused.get(key) == a.epoch:
             return a
@@ -71,7 +71,7 @@ class DiskRemoval:
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
 
-    def revised(self, missing: ShardAssignment) -> ShardAssignment:
+    def wanted_record(self, missing: ShardAssignment) -> ShardAssignment:
         """The record that this server wants for a shard that its disk lacks."""
         if self._is_own(missing) and missing.primary not in self._dead:
             return missing

@@ -33,17 +33,17 @@ class PrimaryWatch:
         self._incoming_links[peer].add(link)
         self._silent.pop(peer, None)
 
-    def left(self, peer: Holder, link: int) -> Iterator[Effect]:
+    def remove_link(self, peer: Holder, link: int) -> Iterator[Effect]:
         self._incoming_links[peer].discard(link)
         if not self._incoming_links[peer]:
             del self._incoming_links[peer]
         yield from self._probe_if_silent(peer)
 
-    def calls(self, peer: Holder, link: int) -> bool:
+    def has_link(self, peer: Holder, link: int) -> bool:
         """True if that link of the primary is still open."""
         return link in self._incoming_links.get(peer, ())
 
-    def links(self, peer: Holder) -> list[int]:
+    def open_links(self, peer: Holder) -> list[int]:
         """Open links from that primary to this server."""
         return sorted(self._incoming_links.get(peer, ()))
 
@@ -52,7 +52,7 @@ class PrimaryWatch:
         self._backed[primary].add(key)
         yield from self._probe_if_silent(primary)
 
-    def unback(self, key: Key, primary: Holder) -> None:
+    def stop_watching(self, key: Key, primary: Holder) -> None:
         keys = self._backed.get(primary)
         if keys is not None:
             keys.discard(key)
@@ -65,7 +65,7 @@ class PrimaryWatch:
             self._silent[peer] = _Silent()
             yield ProbePeer(peer)
 
-    def probed(self, peer: Holder, answers: bool, now_s: float) -> Iterator[Effect]:
+    def record_probe(self, peer: Holder, answers: bool, now_s: float) -> Iterator[Effect]:
         silent = self._silent.get(peer)
         if silent is None:
             return
@@ -78,7 +78,7 @@ class PrimaryWatch:
         silent = self._silent.get(peer)
         return silent is not None and silent.is_dead
 
-    def backed(self, peer: Holder) -> list[Key]:
+    def watched_shards(self, peer: Holder) -> list[Key]:
         return sorted(self._backed.get(peer, ()))
 
     @property

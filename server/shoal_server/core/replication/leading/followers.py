@@ -71,7 +71,7 @@ class Follower:
         self._go_on()
         return True
 
-    def holds(self, version: int) -> bool:
+    def note_held_version(self, version: int) -> bool:
         """Note that the follower's process has a version in memory. Return True if `received`
         rises, which also needs all earlier versions."""
         before = self.received

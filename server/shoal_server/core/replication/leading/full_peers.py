@@ -34,7 +34,7 @@ class FullPeers:
         full = self._full.get(holder)
         return full is not None and full.until_s > 0.0
 
-    def refused(self, holder: Holder, reason: str, now_s: float) -> bool:
+    def note_refusal(self, holder: Holder, reason: str, now_s: float) -> bool:
         """Note a refusal for lack of memory; returns True for the first one. Refusals during a
         pause do not lengthen it."""
         full = self._full.get(holder)

@@ -130,8 +130,8 @@ class LedShard:
         self.log = ShardLog[Record](version)
         """Records that followers may still need."""
         self.born = born
-        self.run = ""
-        """`JobAssignments.run` of the shard's record."""
+        self.placement_id = ""
+        """`JobAssignments.placement_id` of the shard's record."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard, and must be removed from the record."""
@@ -215,7 +215,7 @@ class LedShard:
         for waiters in self._waiters.values():
             waiters.abandon(token)
 
-    def released(self) -> Iterator[Token]:
+    def release_waiters(self) -> Iterator[Token]:
         """Remove and yield callers whose versions are safe now."""
         safe = self.safe_version
         reached = self.version if safe is None else safe
@@ -228,7 +228,7 @@ class LedShard:
     def has_waiters(self) -> bool:
         return any(self._waiters.values())
 
-    def refused(self, why: AckRefusalReason, *levels: AckLevel) -> Iterator[Effect]:
+    def refuse_waiters(self, why: AckRefusalReason, *levels: AckLevel) -> Iterator[Effect]:
         """Refuse all callers that wait for one of these levels, by default for any."""
         for level in levels or self._waiters:
             for token in self._waiters[level].clear():
@@ -248,13 +248,13 @@ class LedShard:
         needs = (f.needs_records_after(self.version) for f in self.followers.values())
         self.log.trim(min(needs, default=self.version))
 
-    def unreplicated(self) -> Iterator[Effect]:
+    def report_unreplicated(self) -> Iterator[Effect]:
         """Report the size of the records in the log, if it has changed."""
         if self._unreplicated_bytes != self.log.num_bytes:
             self._unreplicated_bytes = self.log.num_bytes
             yield SetUnreplicated(self.key, self.log.num_bytes)
 
-    def followed(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
+    def report_followers(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
         """Report the followers, if they have changed. `links`: links that pushes are sent over."""
         followers = SetFollowers(self.key, bool(self.followers), links)
         if followers != self._followers:
@@ -280,7 +280,7 @@ class LedShard:
 
     def disk_failed(self) -> Iterator[Effect]:
         self._disk.version, self._disk.keeps = None, False
-        yield from self.refused(AckRefusalReason.NO_DISK, AckLevel.DURABLE)
+        yield from self.refuse_waiters(AckRefusalReason.NO_DISK, AckLevel.DURABLE)
 
     # --- copies ---
 
@@ -326,7 +326,7 @@ class LedShard:
 
     # --- the record ---
 
-    def revised(self, a: ShardAssignment) -> ShardAssignment:
+    def wanted_record(self, a: ShardAssignment) -> ShardAssignment:
         """The record that this primary wants. Marks the joiner that the write may put in step, and
         a handover that it may make."""
         me = a.primary
@@ -408,7 +408,7 @@ class LedShard:
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
             yield StopPushes(self.key)
-            yield from self.refused(AckRefusalReason.DEPOSED)
+            yield from self.refuse_waiters(AckRefusalReason.DEPOSED)
 
     def keep_leading(self) -> Iterator[Effect]:
         """Resume pushes if they were stopped: the shard cannot be handed over."""

@@ -69,7 +69,7 @@ class LedShards:
     def all(self) -> Iterable[LedShard]:
         return list(self._shards.values())
 
-    def led(
+    def make_led_shard(
         self, key: Key, assignment: ShardAssignment, version: int, *, origin: int, born: int
     ) -> LedShard:
         """A shard as this server begins to lead it; see `LedShard`."""
@@ -82,7 +82,7 @@ class LedShards:
     def end(self, key: Key) -> Iterator[Effect]:
         """Stop leading a shard in its current epoch, and refuse its waiting callers."""
         led = self._shards.pop(key)
-        yield from led.refused(AckRefusalReason.DEPOSED)
+        yield from led.refuse_waiters(AckRefusalReason.DEPOSED)
         for holder in led.followers:
             yield from self._unfollow(led.key, holder)
 
@@ -119,11 +119,13 @@ class LedShards:
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
-            yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
+            yield SendRequest(
+                peer, link.number, Offer(led.key, led.epoch, led.born, led.placement_id)
+            )
 
-    def followed(self, led: LedShard) -> Iterator[Effect]:
+    def report_followers(self, led: LedShard) -> Iterator[Effect]:
         """Report the shard's followers, if they have changed."""
-        yield from led.followed(tuple(self._links_of(led)))
+        yield from led.report_followers(tuple(self._links_of(led)))
 
     def send_update(self, led: LedShard, record: Record) -> Iterator[Effect]:
         """Send an applied push to the shard's followers."""
@@ -139,7 +141,7 @@ class LedShards:
                 if link is not None:
                     yield holder, link.number
 
-    def held(self, event: ev.RecordDelivered) -> LedShard | None:
+    def note_delivery(self, event: ev.RecordDelivered) -> LedShard | None:
         """Note a `RecordDelivered`. Return the shard if the follower's `received` rises; otherwise
         None."""
         led = self._shards.get(event.key)
@@ -147,7 +149,7 @@ class LedShards:
         is_current = self.links.is_current(event.peer, event.link)
         if led is None or follower is None or led.epoch != event.epoch or not is_current:
             return None
-        return led if follower.holds(event.version) else None
+        return led if follower.note_held_version(event.version) else None
 
     # --- replies of followers ---
 
@@ -206,7 +208,7 @@ class LedShards:
         for record in led.log.records_after(reply.version):
             update = UpdateMessage(led.key, led.epoch, record.version)
             touched.effects.append(SendRequest(peer, link.number, update, record))
-        touched.effects += self.followed(led)
+        touched.effects += self.report_followers(led)
         touched.effects += self._next_image(peer)
         touched.shards.append(led)
 
@@ -219,7 +221,7 @@ class LedShards:
         if reply.version and led.continues(reply.copy_epoch, reply.born, reply.version):
             follower.phase = FollowerPhase.CONTINUING
             follower.image_version = reply.version
-            goes_on = CopyUpToDate(led.key, led.epoch, reply.version, led.run)
+            goes_on = CopyUpToDate(led.key, led.epoch, reply.version, led.placement_id)
             yield SendRequest(peer, link.number, goes_on)
             return
         follower.phase = FollowerPhase.IMAGE
@@ -243,7 +245,7 @@ class LedShards:
     ) -> None:
         peer = follower.holder
         if reply.why is BackupRefusalReason.FULL:
-            if self.full.refused(peer, reply.detail, now_s):
+            if self.full.note_refusal(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
             # Take the full server out of the records of waiting shards: others may have memory.
@@ -297,7 +299,7 @@ class LedShards:
                 event.image,
                 event.version,
                 event.num_chunks,
-                run=led.run,
+                placement_id=led.placement_id,
             )
             if self.links.opened(peer) is None:
                 # Once there is a link again, the peer is asked for its state first.
@@ -329,7 +331,7 @@ class LedShards:
         followed = self.shards_followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
-            touched.effects += self.followed(led)
+            touched.effects += self.report_followers(led)
         if failing is not None and failing in self._shards:
             note = LogLine("copy_refused", failing, peer, "each link broke during its image")
             touched.effects.append(note)

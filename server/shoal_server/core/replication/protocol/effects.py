@@ -75,8 +75,8 @@ class LeadShard:
 
     key: Key
     epoch: int
-    run: str = ""
-    """`JobAssignments.run` of the shard's record."""
+    placement_id: str = ""
+    """`JobAssignments.placement_id` of the shard's record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ class ShardAssigned:
 
     key: Key
     assignment: ShardAssignment | None
-    run: str = ""
-    """`JobAssignments.run` of the record. Ids and epochs of different placements cannot be
+    placement_id: str = ""
+    """`JobAssignments.placement_id` of the record. Ids and epochs of different placements cannot be
     compared."""
 
 

@@ -24,8 +24,8 @@ class Offer:
     epoch: int
     born: int
     """Epoch in which the shard got its first values. Shards born in different epochs differ."""
-    run: str = ""
-    """`JobAssignments.run` of the primary's record: epochs of different placements are not
+    placement_id: str = ""
+    """`JobAssignments.placement_id` of the primary's record: epochs of different placements are not
     comparable. Empty: not stated."""
 
 
@@ -36,8 +36,8 @@ class CopyUpToDate:
     key: Key
     epoch: int
     version: int
-    run: str = ""
-    """See `Offer.run`."""
+    placement_id: str = ""
+    """See `Offer.placement_id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class ImageStart:
     num_chunks: int
     next_chunk: int = 0
     """Chunk at which the transfer continues: the backup has all earlier ones."""
-    run: str = ""
-    """See `Offer.run`."""
+    placement_id: str = ""
+    """See `Offer.placement_id`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ Frame = pb.FollowRequest | Piece
 def of_offer(offer: Offer) -> pb.FollowRequest:
     job, shard_id = offer.key
     message = pb.Offer(
-        job=job, shard_id=shard_id, epoch=offer.epoch, born=offer.born, run=offer.run
+        job=job, shard_id=shard_id, epoch=offer.epoch, born=offer.born, run=offer.placement_id
     )
     return pb.FollowRequest(offer=message)
 
@@ -65,7 +65,7 @@ def of_continue(request: CopyUpToDate) -> pb.FollowRequest:
         shard_id=shard_id,
         epoch=request.epoch,
         version=request.version,
-        run=request.run,
+        run=request.placement_id,
     )
     return pb.FollowRequest(continuation=message)
 
@@ -104,7 +104,7 @@ def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
         next_chunk=start.next_chunk,
         num_chunks=start.num_chunks,
         cut=header,
-        run=start.run,
+        run=start.placement_id,
     )
     return pb.FollowRequest(image=message)
 

@@ -1,6 +1,6 @@
 """Collectives and messages between ranks that are threads of one process.
 
-A `Hub` is the state that the ranks of one job share; a `Meeting` is one group of them. The last
+A `Hub` is the state that the ranks of one job share; a `SharedGroup` is one group of them. The last
 rank to arrive computes for all, in the order of ranks, so results do not depend on the order of
 arrival. Every wait ends at its deadline, or at once if the job fails or a needed rank has ended.
 """
@@ -32,7 +32,7 @@ class Hub:
         self.failure = ""
         """Reason why the job failed; empty while it has not."""
         self.ended: set[int] = set()
-        self._forming: dict[tuple[str, tuple[int, ...]], list[Meeting]] = {}
+        self._forming: dict[tuple[str, tuple[int, ...]], list[SharedGroup]] = {}
 
     def fail(self, reason: str) -> None:
         """Make every wait of every rank raise, now and later. The first reason is kept."""
@@ -46,7 +46,7 @@ class Hub:
             self.ended.add(rank)
             self.changed.notify_all()
 
-    def meeting(self, name: str, ranks: Sequence[int], rank: int) -> "Meeting":
+    def join_group(self, name: str, ranks: Sequence[int], rank: int) -> "SharedGroup":
         """Join the group of this name as `rank`, and return the group, the same object for each of
         its ranks. Does not wait."""
         key = (name, tuple(ranks))
@@ -55,7 +55,7 @@ class Hub:
             # A rank may make another group of the same name before the other ranks made the first.
             group = next((each for each in forming if rank not in each.joined), None)
             if group is None:
-                group = Meeting(self, tuple(ranks))
+                group = SharedGroup(self, tuple(ranks))
                 forming.append(group)
             group.joined.add(rank)
             if len(group.joined) == len(group.ranks):
@@ -100,8 +100,8 @@ class _Call:
         self.error: Exception | None = None
 
 
-class Meeting:
-    """Group of a job's ranks. Arguments such as `rank` are positions in the group."""
+class SharedGroup:
+    """State that one group's ranks share. Arguments such as `rank` are positions in the group."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub
