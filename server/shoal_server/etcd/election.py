@@ -61,7 +61,7 @@ class Leadership:
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
         self._own_until_s = valid_until_s
-        self._background_renewal = store.renew_in_background_renewal(lease, valid_until_s - self._clock())
+        self._background_renewal = store.renew_in_background(lease, valid_until_s - self._clock())
         self._tasks = (
             asyncio.create_task(self._renew(), name="leader-renew"),
             asyncio.create_task(self._observe(), name="leader-observe"),
