@@ -46,11 +46,6 @@ def pieces(image: Image, run: str = "") -> Iterator[Buffer]:
     return _pieces(header, image.streams(), run)
 
 
-def to_bytes(image: Image) -> bytes:
-    """Return the whole file."""
-    return b"".join(pieces(image))
-
-
 def _pieces(header: pb.ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
     """Yield the file: eight bytes with the length of the JSON header, the header, the tensors.
     Tensors with the largest elements come first, so that every tensor is aligned."""
@@ -102,7 +97,7 @@ def digest(data: bytes) -> str:
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
-    """Decode an image that `to_bytes` encoded.
+    """Decode a file that `pieces` wrote.
 
     Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`, or
     if `data` are no image, or the image of another shard.
