@@ -128,7 +128,7 @@ def _journal(directory: Path) -> bytes:
             )
             shard.push(push, lambda session: True)
             journal.append("job", 0, 1, records[-1]).result()
-    return image_file.to_bytes(shard.image())
+    return b"".join(image_file.pieces(shard.image()))
 
 
 def _manifest(image: bytes) -> Manifest:

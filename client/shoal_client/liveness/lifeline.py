@@ -46,7 +46,7 @@ class Lifeline:
         if threading.current_thread() is not threading.main_thread():
             return False
         result = _libc.pthread_mutex_trylock(self._mutex)
-        if result == errno.EOWNERDEAD:  # this process was another program before
+        if result == errno.EOWNERDEAD:  # held by the program that ran in this process before exec
             _libc.pthread_mutex_consistent(self._mutex)
         elif result:
             return False
@@ -116,7 +116,8 @@ class ExitWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch of a process that is gone. No thread waits for its lifeline then."""
+        """End the watch; call it only once the process is gone. After this call no thread waits for
+        the lifeline."""
         self._over.set()
         self._thread.join()
 

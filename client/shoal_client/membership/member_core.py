@@ -481,8 +481,8 @@ class MemberCore:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
         `handed_over`: False if this member has yet to hand over data that the others need.
-        `steps_before_leaving`: if `leaving.no_generation_follows` is set, the member takes further steps,
-        until the members write a checkpoint.
+        `steps_before_leaving`: if `leaving.no_generation_follows` is set, the member takes further
+        steps, until the members write a checkpoint.
         """
         stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)

@@ -1392,7 +1392,7 @@ class PutSegmentRequest(_message.Message):
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Earlier publications of this rank that were refused: their segments are freed."""
+        """Publications of this rank whose segments are freed first: they were abandoned or are retried."""
 
     def __init__(
         self,

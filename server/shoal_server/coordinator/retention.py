@@ -70,8 +70,8 @@ class Retention:
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """Store the result of an ended job soon: the next leader does not know the loss that the
-        job's members reported last."""
+        """Store the result of an ended job soon: the next leader does not know the value of the
+        training loss that the job's members reported last."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()
@@ -178,11 +178,12 @@ class Retention:
             written = await self._store.transact((), _operations(name, cleared))
             self._plug_in.forget(name)
         self._registry.keep_state_only(replace(cleared, revision=written.revision))
-        log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
+        log.info("job_cleared", job=name, over_for_s=self._clock() - actor.job.phase_since_s)
 
 
 def _operations(job: str, cleared: StateRecord) -> list[Operation]:
-    """Operations that delete all keys of the job but its state record, and update that record."""
+    """Operations that delete what is stored of a job that has ended, and update its state record.
+    The record of the job's earlier runs stays, too."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

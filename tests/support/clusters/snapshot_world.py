@@ -96,7 +96,7 @@ def write_snapshot(
 def write_part(
     library: SnapshotLibrary, shard: LoadedImage, number: int, cut_id: str
 ) -> ManifestEntry:
-    data = image_file.to_bytes(shard)
+    data = b"".join(image_file.pieces(shard))
     file = part_file(number, cut_id, shard.shard_id)
     library.storage.write(f"{library.job}/{file}", data)
     return ManifestEntry(

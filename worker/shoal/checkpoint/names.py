@@ -64,8 +64,9 @@ def _key_parts(dotted: str) -> Path:
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
     """Return the name of the shard at this path; None if the entry is not part of a state. `slots`:
-    plain values of the optimizer's state whose parts are entries of their own. Raises InvalidSpec
-    for an entry that torch can save and that Shoal's state cannot hold."""
+    those plain values of the optimizer's state that the checkpoint stores in several entries, one
+    for each part. Raises InvalidSpec for an entry that torch can save and that Shoal's state cannot
+    hold."""
     match path:
         case ("model", *rest):
             return MODEL + key_of(tuple(rest))
@@ -114,8 +115,8 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads objects at this path. Raises InvalidSpec for an object of the model: a
-    state has only tensors of a model."""
+    """True if Shoal reads the entry at this path, which is not a tensor. Raises InvalidSpec for
+    such an entry of the model: a state has only tensors of a model."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}

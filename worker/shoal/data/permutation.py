@@ -1,9 +1,9 @@
 """Permutation of n numbers that is computed on demand and never stored as a whole.
 
-A Feistel network over the bits of n - 1, whose keys follow from the seed, permutes the numbers
-below the next power of two. An output of n or above is permuted again until it is below n (cycle
-walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): at most two passes on
-average.
+A Feistel network, with round keys derived from the permutation's key, permutes all numbers that
+have at most as many bits as n - 1, or two bits. An output of n or above is permuted again until it
+is below n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). For
+n > 1 that takes at most two passes on average.
 """
 
 from torch import Tensor

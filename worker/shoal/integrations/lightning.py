@@ -253,9 +253,10 @@ class SessionStrategy(SingleDeviceStrategy):
             return closure()
         if not isinstance(closure, Closure):
             raise InvalidSpec(
-                "a closure of the module's own, with accumulate_grad_batches",
+                "accumulate_grad_batches does not work with a module that overrides optimizer_step"
+                " and passes a closure of its own",
                 seen=type(closure).__name__,
-                expected="LightningModule's own optimizer_step",
+                expected="the optimizer_step inherited from LightningModule",
             )
         # The session zeroes gradients when the step begins, and not between its parts.
         closure._zero_grad_fn = None
@@ -433,7 +434,7 @@ def _other_batches() -> InvalidSpec:
         "the Trainer got batches that are not from SessionStrategy.batches",
         seen="a DataLoader of the script's own, a datamodule, or train_dataloader()",
         expected="trainer.fit(module, strategy.batches(dataset, ...))",
-        fix="A DataLoader may be the dataset: its batch size then counts all members' samples."
+        fix="You may pass a DataLoader as `dataset`; its batch_size is then the global batch size."
         " For a datamodule, call datamodule.setup('fit'), then trainer.fit(module,"
         " strategy.batches(datamodule.train_dataloader()), datamodule.val_dataloader()).",
     )

@@ -90,7 +90,8 @@ class LayerExchanges:
         self._has_ended = False
         """True if nothing more is recorded in this step."""
         self._whole: dict[int, nn.Parameter] = {}
-        """Parameters that each rank has whole, by the number that records a missing gradient."""
+        """Parameters that each rank has whole. The key is the exchange that is recorded if the
+        parameter has no gradient."""
         self._without: set[int] | None = None
         """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
         until `note_missing_gradients`."""
@@ -244,7 +245,7 @@ def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     """Find the first known position at which members in the same step differ. Return the exchange
-    at that position of each member that has reached it; None if there is no such position.
+    at that position of each member whose record still has it; None if there is no such position.
     """
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}

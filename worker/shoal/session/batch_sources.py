@@ -300,7 +300,7 @@ class Batches(Iterator[Batch]):
         return self._source.order
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the remaining batches. Raises InvalidSpec if an earlier loop has reached the last
+        """Yield the remaining batches. Raises InvalidSpec if an earlier loop went past the last
         batch."""
         if self._is_over:
             raise second_loop("the batches of session.batches are over, and a second loop begins")

@@ -173,7 +173,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Round:
-    """Round of a transfer: at most one bucket to and one from each peer."""
+    """Messages of one round of a transfer: at most one bucket is sent to each peer, and at most one
+    is received from it."""
 
     works: list[P2PMessage] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)

@@ -46,11 +46,6 @@ def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
     return _pieces(header, image.streams(), placement_id)
 
 
-def to_bytes(image: Image) -> bytes:
-    """Return the whole file."""
-    return b"".join(pieces(image))
-
-
 def _pieces(
     header: pb.ShardImage, streams: Sequence[TensorStream], placement_id: str
 ) -> Iterator[Buffer]:
@@ -104,7 +99,7 @@ def digest(data: bytes) -> str:
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
-    """Decode an image that `to_bytes` encoded.
+    """Decode a file that `pieces` wrote.
 
     Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`, or
     if `data` are no image, or the image of another shard.

@@ -176,7 +176,8 @@ class WeightsServicer(WeightStoreServicer):
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # An earlier attempt at this publication may have left a segment of another cut.
+        # List this publication as abandoned: an earlier attempt at it may have left a segment of
+        # another cut, which is freed first, here and on the servers of the chain.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
@@ -227,8 +228,8 @@ class WeightsServicer(WeightStoreServicer):
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Send a segment or a difference: as a descriptor if the connection and the reader permit
-        it, else in the requested chunks.
+        """Send a segment or a difference: as a file descriptor of its memory if the connection is
+        local and the reader takes one, else in the requested chunks.
 
         Raises AccessDenied for another series than the connection's, InvalidSpec for a bad digest
         or for chunks that the segment does not have, and Unavailable if the segment is not held or

@@ -26,7 +26,8 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorBody, "description": "The body did not arrive in time."},
     409: {
         "model": ErrorBody,
-        "description": "The job is over, lost or quarantined, or another process is the member.",
+        "description": "The job is over, lost or quarantined, or another process has taken the "
+        "member's name.",
     },
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
@@ -82,7 +83,7 @@ class SessionView:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     name: str
-    """Name of the token; empty for a caller that needs none, and for an unknown one."""
+    """Name of the caller's token; empty if the caller needs no token, or is not known."""
     role: str
     """viewer or operator; empty without a token."""
     asks_for_token: bool

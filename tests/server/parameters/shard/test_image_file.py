@@ -9,7 +9,7 @@ from support.clusters.snapshot_world import image
 from shoal_proto.errors import SnapshotDamaged
 from shoal_server.parameters.shard import image_file
 
-DATA = image_file.to_bytes(image(7))
+DATA = b"".join(image_file.pieces(image(7)))
 SHA256 = image_file.digest(DATA)
 
 

@@ -41,8 +41,8 @@ class Stage:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
-        `is_trained` and two stages would hold the same persistent buffer, of one module or of two:
-        its copies would diverge.
+        `is_trained` and two stages would hold the same persistent buffer, whether both call one
+        module or two modules share the buffer: its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -95,9 +95,10 @@ class Stage:
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind the arguments of a call of the model to names, as `run` takes them. Raises
-        InvalidSpec for a value that differs from the default to which the trace fixes an input, and
-        for any value that `*args` or `**kwargs` would get: the trace has no inputs for these."""
+        """Bind the arguments of a call of the model to names, as `run` takes them. The trace fixes
+        inputs that have a default to it. Raises InvalidSpec for any other value of such an input,
+        and for any value that `*args` or `**kwargs` would get: the trace has no inputs for these.
+        """
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
@@ -129,8 +130,8 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """Compile the called modules inside a module that the user has compiled: the trace goes into
-    that module, so it is never called as a whole."""
+    """If the user has compiled a module that the trace enters, compile the modules called inside
+    it: the outer module itself is never called."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]

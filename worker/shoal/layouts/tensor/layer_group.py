@@ -62,8 +62,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. Collective in the second step, in which ranks of one machine open shared
-        memory. If they did so in the first step, survivors would resume later after a loss."""
+        """Begin a step. In the second step this is a collective: ranks of one machine open shared
+        memory. In the first step that would delay survivors, which resume after a loss."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
