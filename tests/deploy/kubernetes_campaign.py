@@ -430,7 +430,8 @@ def servers(case: Case) -> None:
     lost, and none is applied twice."""
     case.job, case.strategy, case.num_steps = "second", "async-sgd", 6000
     case.apply()
-    case.await_ready("statefulset/ps")
+    # Pods of the last job have printed steps too.
+    case.await_ready("statefulset/ps", "deployment/worker")
     case.await_training(2)
     for name in ("ps-0", "ps-1"):
         last = max(step.number for worker in case.names() for step in case.steps(worker))

@@ -130,7 +130,7 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """If the user has compiled a module that the trace enters, compile the modules called inside
+    """Compile the modules called inside a module that the user has compiled, if the trace enters
     it: the outer module itself is never called."""
     for name in names:
         called = model.get_submodule(name)
