@@ -518,9 +518,13 @@ def helm(case: Case) -> None:
     given.append("--set-json=worker.replicas=3")
     case.cluster.helm("upgrade", "any", str(chart), *where, *given, "--wait", "--timeout=5m")
     case.cluster.helm("uninstall", "any", *where, "--wait")
-    left = case.cluster.get("all", *where)["items"]
-    names = [f"{each['kind']}/{each['metadata']['name']}" for each in left]
-    assert names in ([], ["Pod/test-status"]), names
+
+    def is_left_alone() -> bool:
+        left = case.cluster.get("all", *where)["items"]
+        names = [f"{each['kind']}/{each['metadata']['name']}" for each in left]
+        return names in ([], ["Pod/test-status"])
+
+    slowly_awaited(is_left_alone, READY_S, "an empty namespace, but for the pod of helm test")
     case.cluster.kubectl("delete", "namespace", HELM_NAMESPACE)
 
 
