@@ -30,6 +30,19 @@ exit $code
 """
 
 
+STAND_INS = {
+    "srun": "exit $LAUNCHERS",
+    "etcd": "exec sleep 60",
+    "shoal": """case "$1 $2" in
+    coordinator* | ps* | "certs renew") exec sleep 60 ;;
+    wait*) exit $TRAINING ;;
+    # The cluster is up once the script has noted the processes that it keeps.
+    status*) cd "$TMPDIR"/shoal-7.* && ls etcd.pid coordinator.pid ;;
+esac""",
+}
+"""Programs that only wait, or end with the exit codes of a test."""
+
+
 def test_shellcheck_accepts_the_script() -> None:
     program = shutil.which("shellcheck")
     if program is None:
@@ -87,6 +100,42 @@ def test_the_script_trains_over_tls_and_leaves_only_logs(tmp_path: Path) -> None
             assert str(tmp_path / "shoal") not in name.read_bytes().decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile
+
+
+@pytest.mark.parametrize(
+    ("launchers", "training", "expected"),
+    [(0, 0, 0), (143, 0, 0), (3, 0, 3), (143, 1, 143), (0, 1, 1), (1, 1, 1)],
+    ids=["finished", "finished_by_others", "failed_after_it", "stopped", "lost", "failed"],
+)
+def test_the_exit_code_is_the_outcome_of_the_training(
+    tmp_path: Path, launchers: int, training: int, expected: int
+) -> None:
+    """`launchers` and `training`: the exit codes of `srun` and of `shoal wait`. The page of
+    deployments lists the outcomes."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in STAND_INS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    given = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SHOAL_HEAD": "localhost",
+        "LAUNCHERS": str(launchers),
+        "TRAINING": str(training),
+    }
+    done = subprocess.run(
+        ["bash", SCRIPT, "train.py"],
+        env=given,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
 
 
 def line_of(variable: str) -> str:

@@ -19,6 +19,7 @@ from shoal_proto.segments import sealed
 from shoal_proto.segments.digests import (
     DIGEST_BYTES,
     check_chunk,
+    check_root,
     chunk_digests,
     root_digest,
 )
@@ -54,6 +55,15 @@ def test_a_segment_has_the_written_bytes_and_their_digest(num_bytes: int) -> Non
     assert segment.num_bytes == num_bytes
     assert segment.chunk_digests == chunk_digests(data)
     assert segment.digest == root_digest(chunk_digests(data))
+
+
+def test_digests_of_chunks_of_another_segment_are_refused() -> None:
+    """The error names the digests, and no request: a publisher may have sent them as well."""
+    of_chunks = chunk_digests(b"one")
+    check_root(of_chunks, 3, root_digest(of_chunks))
+    with pytest.raises(ChecksumMismatch, match="do not belong to the segment's digest") as raised:
+        check_root(of_chunks, 3, root_digest(chunk_digests(b"two")))
+    assert "request" not in str(raised.value)
 
 
 @pytest.mark.skipif(

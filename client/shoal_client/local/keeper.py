@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_client.local.process import Process
-from shoal_proto.back_off import doubled_s
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_proto.exit_codes import describe_exit
 
@@ -26,11 +25,11 @@ class RestartPolicy:
     settled_s: float = 20.0
     """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1
-    """Pause before the first restart; doubled before each further restart in a row."""
-    max_pause_s: float = 5.0
+    """Pause before the first restart; doubled after each further end in a row that counts towards
+    `max_failures`."""
 
     def __post_init__(self) -> None:
-        if self.max_failures < 1 or min(self.settled_s, self.first_pause_s, self.max_pause_s) < 0:
+        if self.max_failures < 1 or min(self.settled_s, self.first_pause_s) < 0:
             raise InvalidSpec(
                 "bad restart policy",
                 seen=str(self),
@@ -39,7 +38,7 @@ class RestartPolicy:
 
     def pause_s(self, failures: int) -> float:
         """Pause before a restart that follows `failures` ends in a row."""
-        return doubled_s(self.first_pause_s, self.max_pause_s, failures - 1)
+        return self.first_pause_s * 2.0 ** (failures - 1)
 
 
 class NotStarted(Unavailable):
@@ -58,7 +57,8 @@ class Keeper:
     part does not stay up. All of them run on the keeper's thread.
 
     A part that ends with EX_TEMPFAIL could not reach a service outside the cluster, such as an
-    existing etcd. It is started again without a limit, and the other parts serve on meanwhile.
+    existing etcd. It is started again without a limit, and the other parts serve on meanwhile. Such
+    ends do not lengthen the pause: the part has waited for the service itself.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
         )
     if (seen := root_digest(of_chunks)) != expected:
         raise ChecksumMismatch(
-            "a segment has another digest than the requested one",
+            "the digests of a segment's chunks do not belong to the segment's digest",
             seen=f"digest {seen.hex()}",
             expected=expected.hex(),
         )

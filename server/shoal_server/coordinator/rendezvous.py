@@ -7,6 +7,7 @@ torch.distributed uses the store only to make further process groups.
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -31,11 +32,12 @@ PACKED_BYTES = 16 * 1024
 """Replies whose values have fewer bytes in total are not compressed."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class WaitingCalls:
-    """Calls that wait for the same keys."""
+    """Calls that want the same keys, and wait for the same ones of them."""
 
-    missing: set[str] = field(default_factory=set)
+    keys: tuple[str, ...]
+    missing: set[str]
     num_waiting: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -48,10 +50,10 @@ class KeySpace:
     limits: JobLimits = field(default_factory=JobLimits)
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
-    _waiting_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
-    """Waiting calls, by the keys that they want."""
-    _wanted_with: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    """Entries of `_waiting_calls` that lack a key, by that key."""
+    _newest_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
+    """Waiting calls that a further call may join, by the keys that they want."""
+    _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
+    """Waiting calls that lack a key, by that key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
     """The last packed reply and its keys; empty after a change."""
 
@@ -73,11 +75,10 @@ class KeySpace:
         self.num_bytes = grown
         self.values[key] = value
         self._answer = ((), b"")
-        for keys in self._wanted_with.pop(key, ()):
-            calls = self._waiting_calls[keys]
+        for calls in self._calls_lacking.pop(key, ()):
             calls.missing.discard(key)
             if not calls.missing:
-                del self._waiting_calls[keys]
+                self._forget(calls)
                 calls.over.set()
 
     def delete(self, key: str) -> bool:
@@ -89,32 +90,35 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set, even if one was deleted since. But if another call for
-        the same keys begins after the deletion, that key must be set again. Raises the error given
+        """Return once each key has been set, even if one was deleted since. Raises the error given
         to `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
-        calls = self._waiting_calls.setdefault(keys, WaitingCalls())
-        for key in missing - calls.missing:
-            self._wanted_with.setdefault(key, []).append(keys)
-        calls.missing |= missing
+        calls = self._newest_calls.get(keys)
+        if calls is None or calls.missing != missing:
+            # Earlier calls do not wait for a key that was set and deleted meanwhile.
+            calls = self._newest_calls[keys] = WaitingCalls(keys=keys, missing=missing)
+            for key in missing:
+                self._calls_lacking.setdefault(key, []).append(calls)
         calls.num_waiting += 1
         try:
             await calls.over.wait()
         finally:
             calls.num_waiting -= 1
-            if not calls.num_waiting and self._waiting_calls.get(keys) is calls:
-                self._forget(keys)
+            if not calls.num_waiting and not calls.over.is_set():
+                self._forget(calls)
         if calls.error is not None:
             raise calls.error
 
-    def _forget(self, keys: tuple[str, ...]) -> None:
-        """Drop an entry of `_waiting_calls` whose calls have all ended."""
-        for key in self._waiting_calls.pop(keys).missing:
-            self._wanted_with[key].remove(keys)
-            if not self._wanted_with[key]:
-                del self._wanted_with[key]
+    def _forget(self, calls: WaitingCalls) -> None:
+        """Drop waiting calls that have ended."""
+        if self._newest_calls.get(calls.keys) is calls:
+            del self._newest_calls[calls.keys]
+        for key in calls.missing:
+            self._calls_lacking[key].remove(calls)
+            if not self._calls_lacking[key]:
+                del self._calls_lacking[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
         """Encoded reply with the values, empty for a missing key. Successive callers that ask for
@@ -129,8 +133,8 @@ class KeySpace:
 
     def give_up(self, error: Exception) -> None:
         """Fail all waiting calls with the error."""
-        waiting, self._waiting_calls, self._wanted_with = self._waiting_calls, {}, {}
-        for calls in waiting.values():
+        waiting, self._calls_lacking, self._newest_calls = self._calls_lacking, {}, {}
+        for calls in chain.from_iterable(waiting.values()):
             calls.error = error
             calls.over.set()
 

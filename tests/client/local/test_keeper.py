@@ -151,10 +151,11 @@ def test_a_released_part_is_not_started_again(supervisor: Supervisor) -> None:
     assert part.says.empty()
 
 
-def test_pauses_grow_up_to_a_bound() -> None:
-    """Pauses double with each end in a row."""
-    policy = RestartPolicy(first_pause_s=0.5, max_pause_s=3.0)
-    assert [policy.pause_s(failures) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+def test_pauses_double_until_the_part_is_given_up() -> None:
+    """A part is given up instead of the restart after the longest pause."""
+    policy = RestartPolicy()
+    pauses_s = [policy.pause_s(failures) for failures in range(1, policy.max_failures)]
+    assert pauses_s == [0.1, 0.2, 0.4, 0.8]
 
 
 def test_a_bad_policy_is_refused() -> None:

@@ -182,7 +182,7 @@ def test_parameter_servers_can_be_added_and_ended(tmp_path: Path) -> None:
 def test_a_server_that_was_ended_is_not_started_once_etcd_is_back(tmp_path: Path) -> None:
     """The server was killed together with etcd, so its next start waits for etcd."""
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-    policy = RestartPolicy(max_failures=1000, first_pause_s=0.01, max_pause_s=0.1)
+    policy = RestartPolicy(settled_s=0.0, first_pause_s=0.1)
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1, restart=policy)
 
     def await_message(start: str) -> None:

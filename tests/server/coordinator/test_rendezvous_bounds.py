@@ -56,6 +56,26 @@ async def test_a_wait_that_times_out_leaves_nothing() -> None:
         tracemalloc.stop()
 
 
+async def test_a_call_does_not_wait_again_for_a_key_that_was_set_and_deleted() -> None:
+    """A later call for the same keys waits for the deleted key, the earlier one does not. Calls
+    that give up affect no other."""
+    space, keys = KeySpace(), ("a", "b")
+    async with asyncio.timeout(10.0), asyncio.TaskGroup() as group:
+        first = group.create_task(space.wait_for(keys))
+        await asyncio.sleep(0)
+        space.set("a", b"1")
+        space.delete("a")
+        second = group.create_task(space.wait_for(keys))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await space.wait_for(keys)
+        space.set("b", b"1")
+        await first
+        assert not second.done()
+        space.set("a", b"2")
+        await second
+
+
 async def test_a_value_that_is_no_number_is_no_counter() -> None:
     async with (
         served(MemoryStore()) as world,

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 from support.clusters.coordinator_world import Served, propose, served
-from support.clusters.garbage import Garbage, all_garbage, as_json, good_state
+from support.clusters.garbage import (
+    Garbage,
+    all_garbage,
+    as_json,
+    good_record,
+    good_state,
+)
 from support.processes.served_process import awaited
 
 from shoal_client.commands.repair import report_lines
@@ -20,11 +26,18 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairReply, RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.repair.state_repair import repaired_state
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
-from shoal_server.core.generations.roster import Generation, JobSpec, Step
+from shoal_server.core.generations.roster import (
+    Generation,
+    GenerationRecord,
+    JobSpec,
+    Step,
+    Verdict,
+)
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
 from shoal_server.etcd.memory import MemoryStore
@@ -75,6 +88,38 @@ def test_a_repaired_job_keeps_the_fields_of_a_later_release() -> None:
     mended = repaired_state("j", as_json(state), generations=[1], records=[])
     assert mended.more == more
     assert json.loads(state_to_json(mended))["of_a_later_release"] == {"says": ["more"]}
+
+
+def test_a_repaired_job_had_reached_the_step_of_its_newest_generation() -> None:
+    """The step is used if the job's own record has none, so that a rollback to an earlier one is
+    reported. Aborted and asynchronous generations do not count, and none counts before the job has
+    trained."""
+    first = stored_record("j", 1, as_json(good_record("j")))
+
+    def generation(number: int, step: int, *, synchronous: bool = True) -> GenerationRecord:
+        roster = replace(
+            first.roster, generation=Generation(number), step=Step(step), synchronous=synchronous
+        )
+        return replace(first, roster=roster)
+
+    records = [
+        replace(generation(4, 900), verdict=Verdict.ABORTED),
+        generation(3, 800, synchronous=False),
+        generation(2, 300),
+        generation(1, 500),
+    ]
+    state = good_state("j") | {"trained_in": 1}
+
+    def reached(records: Sequence[GenerationRecord], **changes: object) -> Step:
+        data = as_json(state | changes)
+        mended = repaired_state("j", data, generations=range(1, 5), records=records)
+        return mended.progress.reached
+
+    assert reached(records, reached_step=-1) == 300
+    assert reached(records, reached_step=-1, trained_in="two") == 300
+    assert reached(records, reached_step=-1, trained_in=0) == 0
+    assert reached(records, reached_step=350) == 350
+    assert reached([], reached_step=-1) == 0
 
 
 @pytest.mark.parametrize("ending", [{"stopping": "an operator stopped it"}, {"failed": True}])

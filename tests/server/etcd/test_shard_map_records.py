@@ -1,11 +1,15 @@
 """Shard maps in etcd: of any size, in chunks that count once a small record names them."""
 
+import json
 import random
 
 import pytest
+from support.clusters.assignment_records import write_assignments
 
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put
 from shoal_server.etcd.memory import MemoryStore
@@ -60,6 +64,31 @@ async def test_a_shard_map_is_not_read_before_it_is_decided() -> None:
     await store.delete(keys.job_prefix("job"), prefix=True)
     await shard_map.write_chunks(store, stored)
     assert not (await store.transact([chunks_exist], [stored.head])).succeeded
+
+
+async def test_a_primary_that_is_not_registered_has_the_address_of_its_successor() -> None:
+    """A later process of the server may become primary from the server's journal. Without one, the
+    address is the written one; if that is of another server, it is empty."""
+    store = MemoryStore()
+    written = layout(2)
+    for shard in written.shards:
+        shard.address = "written:1"
+    await write(store, written)
+    shards = tuple(
+        ShardAssignment(shard_id=number, epoch=2, primary=Holder(server_id, "first"))
+        for number, server_id in enumerate(("ps-0", "ps-1"))
+    )
+    placed = JobAssignments(job="job", copies=1, shards=shards, run="run")
+    await write_assignments(store, placed)
+
+    async def addresses() -> list[str]:
+        return [shard.address for shard in (await shard_map.fill(store, written)).shards]
+
+    assert await addresses() == ["written:1", ""]
+    for server_id in ("ps-0", "ps-1"):
+        record = {"address": f"{server_id}:2", "incarnation": "second"}
+        await store.put(keys.server(server_id), json.dumps(record).encode())
+    assert await addresses() == ["ps-0:2", "ps-1:2"]
 
 
 @pytest.mark.parametrize("spoil", ["chunk", "missing", "head"])

@@ -106,7 +106,10 @@ async def test_the_end_of_a_long_job_name_is_visible(
 
 @pytest.mark.parametrize(
     ("writes", "message"),
-    [(False, "No checkpoints are configured"), (True, "No checkpoint is written yet")],
+    [
+        (False, "No checkpoints are configured: if all members were lost, the job would be lost."),
+        (True, "No checkpoint is written yet: if all members were lost, the job would continue"),
+    ],
 )
 async def test_the_page_shows_if_a_job_has_no_checkpoint(
     world: World, server: StatusServer, page: Page, writes: bool, message: str

@@ -39,7 +39,10 @@ def repaired_state(
 
     If the record does not say which synchronous generation ran last (`trained_in`), this function
     assumes the newest one that may have run: it leaves out generations whose own record shows that
-    they were aborted, or are asynchronous. So the job never starts again from initial values.
+    they were aborted, or are asynchronous. So the job never starts again from initial values. If
+    the record does not say which step the job had reached, this function assumes the step at which
+    the newest such generation with a readable record was agreed.
+
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.
     """
@@ -80,7 +83,10 @@ def _progress(
     if trained_in is None:
         idle = {r.roster.generation for r in records if not _may_have_trained(r)}
         trained_in = max((n for n in numbers if n not in idle), default=0)
-    return JobProgress(trained_in=Generation(trained_in), reached=Step(reached or 0))
+    if reached is None:
+        steps = {r.roster.generation: r.roster.step for r in records if _may_have_trained(r)}
+        reached = steps[max(steps)] if trained_in and steps else 0
+    return JobProgress(trained_in=Generation(trained_in), reached=Step(reached))
 
 
 def _may_have_trained(record: GenerationRecord) -> bool:

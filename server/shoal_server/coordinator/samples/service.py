@@ -369,7 +369,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return _OpenLedger(ledger, stored, changed=num_samples > 0)
 
     async def _present(self, job: str) -> set[tuple[str, str]]:
-        """Ids of the job's members in etcd, with the public ids of their incarnations."""
+        """Ids of the job's members in etcd, with the public ids of their incarnations. Members that
+        were lost are left out: their keys may be deleted later."""
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
         present = set()
@@ -378,8 +379,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 incarnation = Fields.parsed(item.value).text("incarnation")
             except UnreadableRecord as error:
                 raise unreadable(job, item.key, error) from error
-            present.add((item.key.removeprefix(prefix), public_id(incarnation)))
-        return {who for who in present if (job, *who) not in self._losses}
+            member_id = item.key.removeprefix(prefix)
+            if (job, member_id, incarnation) not in self._losses:
+                present.add((member_id, public_id(incarnation)))
+        return present
 
     def _note_change(self, opened: _OpenLedger) -> None:
         opened.num_changes += 1

@@ -23,7 +23,7 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
@@ -342,12 +342,15 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 
 
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
-    """Number of shards changed in each way. `rescued`: a backup became primary, or the shard was
-    marked lost; `recruiting`: a server is joining; `handing_over`: a backup is to become primary;
-    `relieved`: there are fewer backups than before."""
+    """Number of shards changed in each way. `rescued`: another server became primary; `lost`: a new
+    epoch began without the shard's values; `recruiting`: a server is joining; `handing_over`: a
+    backup is to become primary; `relieved`: there are fewer backups than before."""
     pairs = list(zip(before.shards, after.shards, strict=True))
+    in_new_epoch = [a for b, a in pairs if a.epoch != b.epoch]
+    lost = sum(a.content is ShardContent.LOST for a in in_new_epoch)
     return {
-        "rescued": sum(a.epoch != b.epoch for b, a in pairs),
+        "rescued": len(in_new_epoch) - lost,
+        "lost": lost,
         "recruiting": sum(a.joining != b.joining and a.joining is not None for b, a in pairs),
         "handing_over": sum(
             a.successor != b.successor and a.successor is not None for b, a in pairs

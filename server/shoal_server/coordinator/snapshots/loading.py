@@ -117,24 +117,27 @@ class SnapshotLoader:
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
         """Reassign the shards that the servers in `gone` have not loaded. Returns the new
-        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if each of
-        MAX_TRIES readings of the records found shards that were still to be reassigned."""
+        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if records
+        changed during each of MAX_TRIES attempts."""
         of_placement = keys.assignments_of_placement(wanted.job, wanted.placement_id)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
             listed = (await self._store.range(of_placement)).items
+            if not listed:
+                break
             stored = [assignments.parse_shard(item) for item in listed]
             unloaded = [each for each in stored if _is_unloaded(each.assignment, gone)]
-            if listed and not unloaded:
-                return moved
             held = [each.assignment for each in stored if each not in unloaded]
             shards = [each.assignment for each in unloaded]
             targets = _moved(shards, held, manifest, present)
             for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
-                is_done, _ = await assignments.change(self._store, unloaded[batch], targets[batch])
-                if is_done:
-                    moved |= {target.shard_id: target for target in targets[batch]}
+                # The records show a write that took effect although its answer was lost.
+                _, items = await assignments.change(self._store, unloaded[batch], targets[batch])
+                current = {assignments.parse_shard(item).assignment for item in items}
+                moved |= {each.shard_id: each for each in targets[batch] if each in current}
+            if all(target.shard_id in moved for target in targets):
+                return moved
         raise DeadlineExceeded(
             f"the holders of job {wanted.job} changed while it was restored", fix="Restore again."
         )

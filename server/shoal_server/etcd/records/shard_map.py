@@ -129,7 +129,9 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
     if there are any; None if there is no layout.
 
     If the shards are not placed, the layout is returned as it was written. If a primary is not
-    registered, its address is the written one, or empty if the written layout names another server.
+    registered, its address is that of a later process of its server, which may become primary from
+    the server's journal. If there is none, it is the written address, or empty if the written
+    layout names another server.
     Raises InternalError if a record is missing or does not parse, and what the store raises.
     """
     layout = await read(store, job)

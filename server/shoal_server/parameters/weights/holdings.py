@@ -21,7 +21,8 @@ from shoal_server.parameters.weights.segment_transport import SegmentTransport
 from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
-"""Longest time that a publisher may take to send a segment's descriptor or next chunk."""
+"""Longest time that a publisher may take to send a segment's descriptor or next chunk: at least
+280 kB/s."""
 
 log = structlog.get_logger(__name__)
 
@@ -266,7 +267,7 @@ async def _in_time(arriving: Awaitable[T]) -> T:
             return await arriving
     except TimeoutError:
         raise Unavailable(
-            "the publisher of a segment has stopped sending",
+            "the publisher of a segment sends too slowly, or has stopped",
             seen=f"no whole chunk and no descriptor for {STALLED_S:g} s",
-            expected="the next chunk, or the descriptor",
+            expected="the next chunk, of 8 MiB at most, or the descriptor",
         ) from None

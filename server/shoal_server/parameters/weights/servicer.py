@@ -265,7 +265,7 @@ async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> No
     except TimeoutError:
         transport.end()
         raise Unavailable(
-            "the reader of a segment has stopped reading",
+            "the reader of a segment reads too slowly, or has stopped",
             seen=f"chunk {index} not taken within {STALLED_S:g} s",
             expected="8 MiB in that time",
         ) from None

@@ -195,8 +195,8 @@ function saved({ summary, course, synchronous }, now_s) {
   ].filter(Boolean);
   const isOver = OVER.has(summary.state);
   const warning = isOver || !synchronous || kept.length ? ""
-    : course.writes_checkpoints === false ? "No checkpoints are configured: if all members were lost, the job would start from step 0. Set checkpoints= in the script."
-      : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would start from its newest earlier one, or from step 0." : "";
+    : course.writes_checkpoints === false ? "No checkpoints are configured: if all members were lost, the job would be lost. Set checkpoints= in the script."
+      : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would continue from an earlier run's checkpoint, or be lost if there is none." : "";
   return kept.length === 0 && !warning ? null : section("Saved", "where the job would continue if all members were lost",
     warning && h("p", { class: "unsaved" }, warning),
     kept.length > 0 && listed(kept));

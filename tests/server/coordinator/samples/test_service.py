@@ -338,6 +338,20 @@ async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: W
     assert counts.returned == 60
 
 
+async def test_a_member_lost_while_its_ledger_is_closed_loses_its_ranges(world: World) -> None:
+    """The ranges are returned when the ledger is opened, although the member's key is still in
+    etcd."""
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        await Worker(address, "a").must(60)
+    async with world.serving() as (service, _):
+        service.member_lost(JOB, "a", "1")
+        await service.open_existing(JOB)
+        counts = service.summary(JOB)
+    assert counts is not None
+    assert (counts.in_flight, counts.returned) == (0, 60)
+
+
 async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> None:
     """The report is refused with Fenced, and its samples count as ignored."""
     await world.join("a", "1")

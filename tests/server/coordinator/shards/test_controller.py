@@ -81,6 +81,15 @@ async def until_deleted(store: MemoryStore, job: str) -> None:
                 return
 
 
+async def until_lost(store: MemoryStore, job: str) -> ShardAssignment:
+    """Return the assignment of the job's only shard once it says that the shard is lost."""
+    async for _ in store.watch(keys.assignments(job), await _revision(store)):
+        (shard,) = (await assignments.read_shards(store, job, [0])).values()
+        if shard.content is ShardContent.LOST:
+            return shard
+    raise AssertionError("the watch has ended")
+
+
 async def _revision(store: MemoryStore) -> int:
     return (await store.range(keys.ASSIGNMENTS)).revision
 
@@ -122,7 +131,8 @@ async def test_a_job_that_can_be_joined_again_keeps_its_assignments() -> None:
 async def test_a_shard_that_an_ended_coordinator_was_loading_becomes_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The successor first tries to restore the job, which has no snapshot."""
+    """The successor first tries to restore the job, which has no snapshot. The log counts the shard
+    as lost."""
     monkeypatch.setattr(abandoned_loads, "GIVEN_UP_AFTER_S", 0.0)
     store, asked = MemoryStore(), asyncio.Event()
 
@@ -135,14 +145,19 @@ async def test_a_shard_that_an_ended_coordinator_was_loading_becomes_lost(
     server = {"address": "127.0.0.1:1", "incarnation": HOLDER.incarnation}
     await store.put(keys.server(HOLDER.server_id), json.dumps(server).encode())
     await assignments.place(store, placed)
-    async with ShardController(store, restore).working(), asyncio.timeout(30.0):
-        async for _ in store.watch(keys.assignments("job"), await _revision(store)):
-            known = await assignments.read_shards(store, "job", [0])
-            if known and known[0].content is ShardContent.LOST:
-                break
-        assert asked.is_set()
-        assert known[0].loss is not None and known[0].loss.snapshot == "No snapshot of it is left."
-        assert known[0].epoch == 5
+
+    def counts() -> tuple[int, int] | None:
+        lines = (line for line in logs if line["event"] == "shards_rebalanced")
+        return next(((line["rescued"], line["lost"]) for line in lines), None)
+
+    with capture_logs() as logs:
+        async with ShardController(store, restore).working(), asyncio.timeout(30.0):
+            known = await until_lost(store, "job")
+            await asyncio.to_thread(awaited, counts, LIMIT_S, "the change is logged")
+    assert asked.is_set()
+    assert known.loss is not None and known.loss.snapshot == "No snapshot of it is left."
+    assert known.epoch == 5
+    assert counts() == (0, 1)
 
 
 async def test_measuring_a_server_that_hangs_delays_no_other_work(
