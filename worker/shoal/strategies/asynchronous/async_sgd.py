@@ -8,7 +8,8 @@ optimizer object are sent with every push, unless the servers step a schedule th
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
 - Stale gradients, computed on values that others have changed since: see `staleness_policy.py`.
-- Buffers, such as running means, are not shared: each member keeps its own.
+- Buffers, such as running means, and the state of modules with `get_extra_state` are not shared:
+  each member keeps its own. A member that joins begins with those that the script made.
 - Training starts from the values of rank 0 of the first generation. If that member is lost or late
   before it has created all shards, another member creates the rest, from its own initial values.
 """
