@@ -15,6 +15,7 @@ from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
 
+from shoal.strategies.asynchronous import loss_watch
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -115,6 +116,28 @@ def test_a_member_that_is_to_leave_stops_waiting_for_a_server() -> None:
         ended.append(MemberDrained("w0 leaves job job", seen="SIGTERM"))
         with pytest.raises(GenerationBroken):
             starting.result(20.0)
+
+
+def test_the_log_of_losses_counts_updates_from_zero(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that trains alone makes one update a step; a new shard has version 1."""
+    monkeypatch.setattr(loss_watch, "PATIENCE_UPDATES", 0)
+    model = new_model()
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with capture_logs() as logs:
+        for step in range(70):
+            strategy.begin_step()
+            shown = 2.0 if step < 40 else 0.1
+            strategy.backward(loss_of(model, step) * 0.0 + shown, 1.0)
+            strategy.end_step(lambda: None)
+            if line := logs_named(logs, "loss_falls"):
+                assert line[0]["reason"] == f"after {strategy.step} updates"
+                break
+        else:
+            pytest.fail(f"the loss was not seen to fall: {logs}")
+    assert logs_named(logs, "loss_not_falling")
+    strategy.close()
 
 
 def logs_named(logs: Sequence[MutableMapping[str, Any]], event: str) -> list[Mapping[str, Any]]:

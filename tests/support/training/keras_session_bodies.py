@@ -16,6 +16,7 @@ from torch import Tensor
 
 import shoal
 from shoal.integrations.keras_session import SessionBatches
+from shoal.strategies.base import Strategy
 
 NUM_SAMPLES, BATCH, EPOCHS = 50, 12, 3
 STEPS = 5 * EPOCHS
@@ -128,7 +129,9 @@ def fit(report: Report, run: Fit, **options: Any) -> None:
             return keras.losses.mean_squared_error(targets, outputs)
 
         model.compile(optimizer=new_optimizer(run.optimizer), loss=loss)
-        session.distribute(model, model.optimizer, strategy=run.strategy)
+        # Eight members would be one shard group by default.
+        strategy: str | Strategy = shoal.HSDP(shard=2) if run.strategy == "hsdp" else run.strategy
+        session.distribute(model, model.optimizer, strategy=strategy)
         batches = SessionBatches(
             model, data(), global_batch_size=BATCH, epochs=EPOCHS, shuffle=False
         )

@@ -154,6 +154,42 @@ def test_a_stranger_gets_no_memory(
     assert len(handed) == 1
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_rank_that_has_the_memory_waits_for_the_decision_of_rank_0(
+    agrees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may decide when this rank's own time is over: other ranks share the memory then."""
+    monkeypatch.setattr(opening, "OPEN_S", 0.5)
+    key, region = bytes(range(32)), MemoryRegion.create(4096)
+    outcomes: list[object] = []
+
+    def receive() -> None:
+        try:
+            outcomes.append(opening.receive(key, 1, None).region.num_bytes)
+        except opening._Refused:
+            outcomes.append("refused")
+        except OSError as error:
+            outcomes.append(error)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(opening.socket_address(key))
+        listener.listen()
+        rank = threading.Thread(target=receive)
+        rank.start()
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(opening.GREETING.size)
+            message = opening._REGION.pack(region.num_bytes, region.region_id)
+            socket.send_fds(connection, [message], [region.descriptor, region.descriptor])
+            assert connection.recv(1) == opening._DONE
+            rank.join(3 * opening.OPEN_S)
+            if agrees:
+                connection.sendall(opening._AGREED)
+        rank.join()
+    region.close()
+    assert outcomes == [4096 if agrees else "refused"]
+
+
 def test_a_semaphore_admits_as_many_waits_as_posts() -> None:
     """Holds for a rank that sleeps on the semaphore, and for one that polls."""
     mapped = mmap.mmap(-1, SEMAPHORE_BYTES)

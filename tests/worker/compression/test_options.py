@@ -1,9 +1,15 @@
 """Options of compressions as users write them, and refusals."""
 
+from collections.abc import Callable
+
 import pytest
+import torch.distributed as dist
+from support.collectives.strategy_runs import enter, take_step
+from support.training import equality
 
 import shoal
 from shoal.compression import COMPRESSIONS, find_compression
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
 
@@ -44,6 +50,29 @@ def test_an_unknown_name_is_refused_with_the_known_names() -> None:
 def test_options_out_of_range_are_refused(kind: type, options: dict[str, float]) -> None:
     with pytest.raises(InvalidSpec, match=f"{next(iter(options))} is (out of range|not a number)"):
         kind(**options)
+
+
+@pytest.mark.parametrize("kind", [shoal.DDP, shoal.Zero1])
+def test_a_strategy_reports_the_bytes_of_its_gradients(
+    kind: Callable[..., SynchronousStrategy],
+) -> None:
+    """With two members fp16 sends each gradient once, in two bytes a value."""
+    num_values = sum(parameter.numel() for parameter in equality.build("sgd", 0)[0].parameters())
+
+    def body() -> dict[str, float]:
+        run = equality.run_of("sgd")
+        strategy = kind(compression="fp16", find_unused_parameters=True)
+        rank, loader = enter(run, strategy), run.loader()
+        for step in range(3):
+            take_step(strategy, loader.synchronous(step, *rank.share), run.loss)
+        dist.barrier()
+        strategy.close()
+        return dict(strategy.metrics())
+
+    for figures in shoal.run_in_memory(body, 2):
+        assert figures["compression_ratio"] == 2.0
+        assert figures["bytes_per_step"] == 2 * num_values
+        assert figures["bytes_sent"] == 3 * 2 * num_values
 
 
 def test_ddp_refuses_an_unknown_compression_at_once() -> None:

@@ -1,6 +1,7 @@
 """`fit` of a Keras model in a session: a member may be lost, and the weights are those of one
 process that fits the same model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import keras  # isort: skip
 import pytest
 import torch
 from support.members.held_members import replaced_in_step_6
+from support.processes.ranks import Ranks
 from support.training.keras_session_bodies import STEPS, Fit
 from torch import nn
 
@@ -99,6 +101,25 @@ def test_fit_of_one_member_is_keras_own(
     # Under strategies that are not in IN_PLACE, the Keras model has the weights only at the end.
     assert ended["shown"] == [strategy in IN_PLACE] * (STEPS - 1) + [True]
     check(ended, optimizer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["hsdp", "fsdp-tensor"])
+def test_fit_of_two_by_two_members_is_keras_own(cluster: LocalCluster, strategy: str) -> None:
+    """Fewer members than four train as under fsdp."""
+    run = Fit(
+        coordinator=cluster.coordinator,
+        job=f"keras-{strategy}",
+        member_id="",
+        strategy=strategy,
+        num_members=4,
+    )
+    with Ranks() as ranks:
+        crew = [ranks.start(bodies.fit, replace(run, member_id=name)) for name in "abcd"]
+        for member in crew:
+            ended = member.expect("finished")
+            assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
+            check(ended, "adamw")
 
 
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:

@@ -87,6 +87,32 @@ def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
     of_margin.step()
 
 
+@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+def test_a_loss_with_weights_that_is_used_later_is_refused(
+    cluster: LocalCluster, place: str
+) -> None:
+    """The step after the first one of the margin's optimizer notices it."""
+    margin = nn.Linear(5, 5)
+    of_margin = torch.optim.SGD(margin.parameters(), lr=0.1)
+    taken = []
+
+    def learns_later(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            outputs = model(batch.inputs)
+            is_used = batch.step >= 2
+            loss = cross_entropy(margin(outputs) if is_used else outputs, batch.targets)
+            session.backward(loss)
+            if is_used and place == "in the step":
+                of_margin.step()
+        if is_used and place == "behind the step":
+            of_margin.step()
+        taken.append(batch.step)
+
+    with pytest.raises(InvalidSpec, match=r"SGD with a parameter of shape \(5, 5\).*in a list"):
+        train_alone(cluster, "ddp", learns_later, num_steps=6)
+    assert taken == [0, 1, 2]
+
+
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 @pytest.mark.parametrize("place", ["in the step", "behind the step"])
 def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(

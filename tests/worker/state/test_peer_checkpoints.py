@@ -79,6 +79,14 @@ def test_state_that_an_interrupted_update_has_changed_is_listed_as_missing() -> 
     assert peer_checkpoints.held(ME | OTHERS) == []
 
 
+def test_nothing_is_held_after_close() -> None:
+    """Holds for the names of a destroyed state, too."""
+    peer_checkpoints = kept(state_shard(8, "model.w"), state_shard(9, "model.w"))
+    peer_checkpoints.drop_live_state(9, frozenset({"optim.w/m"}))
+    peer_checkpoints.close()
+    assert peer_checkpoints.held(ME | OTHERS) == []
+
+
 def test_state_of_a_lone_member_outlives_a_joiner_that_is_lost_at_once() -> None:
     """Regression: the joiner took its part of the state with it. Copies make that part
     superfluous."""

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.network.gates import Network, Wire
 from support.processes.torchrun_world import Nodes
 from support.torchrun import apart
 from support.torchrun.handlers import Join, await_change, parameters, together
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -19,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from shoal.torchrun import create_handler
+from shoal.torchrun.store import TERMINAL_STATE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 JOIN_S = 3.0
@@ -97,6 +100,18 @@ def test_a_first_rendezvous_times_out(join: Join, outage: Wire) -> None:
     with pytest.raises(RendezvousTimeoutError):
         node.next_rendezvous()
     assert times_out(began_s)
+
+
+def test_a_wait_for_others_that_ends_in_a_short_outage_timed_out(join: Join, wire: Wire) -> None:
+    """A coordinator that has been away for less than `close_timeout` may answer again."""
+    first = join((2, 2), **options(wire, close_timeout="60", join_timeout="60"))
+    store = together(first, join((2, 2)))[0].store
+    store.add(TERMINAL_STATE, 1)
+    wire.cut()
+    with pytest.raises(DistStoreError, match="timeout after 2 s"):
+        store.wait([TERMINAL_STATE], timedelta(seconds=2.0))
+    wire.restore()
+    assert first.shutdown()
 
 
 @pytest.mark.long

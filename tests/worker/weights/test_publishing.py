@@ -10,6 +10,7 @@ import torch
 from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
+from shoal.weights import series as series_module
 from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal.weights.series import (
     PREPARING_NICENESS,
@@ -125,6 +126,21 @@ def test_ten_thousand_small_tensors_are_published_and_installed_in_a_moment(
     publications.publish(held, ALONE).wait("committed", 60)
     series.subscription().fetch(into=target)
     assert all(torch.equal(target[name], each) for name, each in state.items())
+
+
+def test_more_publications_of_a_step_than_have_numbers_are_refused(
+    series: MemorySeries, publications: Publications, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next number is the first of the next step, whose publication would look like a repeated
+    one."""
+    monkeypatch.setattr(series_module, "STEP_PUBLICATIONS", 2)
+    for number in (1.0, 2.0):
+        publish(publications, number, step=4)
+    with pytest.raises(InvalidSpec, match="2 publications of step 4"):
+        publish(publications, 3.0, step=4)
+    publish(publications, 4.0, step=5)
+    assert [record.step for record in series.records] == [4, 4, 5]
+    assert len(series.parts) == 3
 
 
 def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeries) -> None:

@@ -262,7 +262,8 @@ def _refuse(model: Any, strategy: Strategy) -> None:
         raise InvalidSpec(
             "fit needs members that step together, with a forward pass and then a backward pass",
             seen=f"strategy {strategy.name}",
-            expected="ddp, zero1, zero2, zero3, fsdp, tensor, local-sgd or diloco",
+            expected="ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor, local-sgd or"
+            " diloco",
         )
     if type(model).train_step is not keras.Model.train_step:
         raise InvalidSpec(

@@ -34,7 +34,7 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 class OtherParameters:
     """Check that the script's own optimizers step neither the model's parameters nor the other
-    parameters that the losses of a session's first step depend on."""
+    parameters that the losses of a session depend on, as far as they were noted."""
 
     def __init__(
         self,
@@ -42,14 +42,19 @@ class OtherParameters:
         given: References,
         optimizers: Sequence[Optimizer],
         commits: Callable[[], bool],
+        begins: Callable[[], None],
     ) -> None:
         """`own` returns the distributed model's parameters in the present generation. `given`: the
         script's parameters of the model, which may be different objects. `optimizers`: distributed
-        with the model. While `commits()` is true, other optimizers may step the model too."""
+        with the model. While `commits()` is true, other optimizers may step the model too.
+        `begins` is called when another optimizer takes its first step."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
         self._commits = commits
+        self._begins = begins
+        self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The other optimizers that have stepped."""
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -68,6 +73,9 @@ class OtherParameters:
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer in self._optimizers:
             return
+        if optimizer not in self._begun and not self._commits():
+            self._begun.add(optimizer)
+            self._begins()
         model_parameters = {} if self._commits() else self._given | references(self._own())
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:

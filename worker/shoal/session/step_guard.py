@@ -91,6 +91,8 @@ class StepGuard:
         self._computes = False
         self._first_step: int | None = None
         """Number of committed steps before this member's first step."""
+        self._last_checked = 0
+        """Number of committed steps before the last step whose losses' graphs are checked."""
         self._group_parameters: list[list[Tensor]] = []
         """The parameters of each group at the time when `_modules` was set."""
         self._modules: list[nn.Module] = []
@@ -101,7 +103,11 @@ class StepGuard:
         False."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
-            trained.parameters, given, self._optimizers, lambda: self._commits
+            trained.parameters,
+            given,
+            self._optimizers,
+            commits=lambda: self._commits,
+            begins=self._check_next_step,
         )
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         for each in self._optimizers:
@@ -116,7 +122,7 @@ class StepGuard:
         """Raise InvalidSpec if the next step would train other parameters than the last step."""
         step = self._step()
         if self._first_step is None:
-            self._first_step = step
+            self._first_step = self._last_checked = step
         self._check_groups(self._trained.check(step))
 
     def _check_groups(self, modules: list[nn.Module]) -> None:
@@ -155,15 +161,19 @@ class StepGuard:
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass, only in the member's first step:
-        graphs may be large and later losses are similar. Raises InvalidSpec for functions that
-        train differently on several members; `refuse_layers` finds only layers of that kind."""
-        if self._step() == self._first_step:
+        """Check the graph of a loss before its backward pass, in the member's first step and after
+        the first step of each optimizer that was not distributed: graphs may be large, and other
+        losses are similar. Raises InvalidSpec for functions that train differently on several
+        members; `refuse_layers` finds only layers of that kind."""
+        if self._step() <= self._last_checked:
             self._others.note_loss(loss)
             strategy = self._strategy
             shares_passes = strategy.synchronous and strategy.passes_meet
             if shares_passes and any(map(divides_by_frequency, nodes_of(loss))):
                 raise scaled_by_frequency(strategy.name, "an embedding function")
+
+    def _check_next_step(self) -> None:
+        self._last_checked = self._step() + 1
 
     @property
     def is_early(self) -> bool:

@@ -198,7 +198,7 @@ class PeerCheckpoints:
     def close(self) -> None:
         """Free all state. Waits up to `CLOSE_S` for a copy in progress: a thread that frees a
         tensor while the interpreter exits aborts the process (torch 2.13, SIGABRT)."""
-        self._live = self._alone = None
+        self._live = self._alone = self._half = None
         if self._copies is not None:
             self._copies.close()
             self._copies.join(CLOSE_S)

@@ -168,12 +168,13 @@ class Node:
     def await_others(self, timeout_s: float) -> None:
         """Wait until each other node has finished or has gone on to a generation without this node.
 
-        Raises DeadlineExceeded after `timeout_s`; Unavailable if no coordinator answers at that
-        time, or if none has answered for `close_timeout`."""
+        Raises DeadlineExceeded after `timeout_s`; Unavailable if no coordinator has answered for
+        `close_timeout` before that."""
         membership, close_s = self._membership, self._config.close_timeout_s
+        give_up_s = time.monotonic() + timeout_s
         if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
             return
-        if membership.away_s > 0.0:
+        if time.monotonic() < give_up_s:
             self._unanswered = True
             raise self._no_coordinator(Unavailable(membership.waiting_for))
         # Callers of torch's stores recognise this error by the word "timeout".

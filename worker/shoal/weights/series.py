@@ -47,7 +47,7 @@ MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
-"""Publication numbers that are reserved for each step."""
+"""Publication numbers that are reserved for each step: a limit of its publications."""
 
 Level = Literal["replicated", "committed", "durable"]
 
@@ -347,18 +347,19 @@ class Publications:
         abandoned, so that the trainer can enter the next generation. In this case the returned
         publication has failed.
 
-        Raises InvalidSpec for weights or metadata that cannot be published, and Overloaded if there
-        is no memory for the copy."""
+        Raises InvalidSpec for weights or metadata that cannot be published, and for more than
+        `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy."""
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
         if not self._await_turn(is_over):
             return self._abandoned(held.step)
+        number = number or self._next_number(held.step)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
         del memory
-        ticket = PendingPublication(number or self._next_number(held.step), held.step, self._look)
+        ticket = PendingPublication(number, held.step, self._look)
         publication = _Publication(
             contributor=self._contributors[self._num_sent % len(self._contributors)],
             part=part,
@@ -398,9 +399,16 @@ class Publications:
 
     def _next_number(self, step: int) -> int:
         """Return the next number. It is above all earlier numbers of this generation. It is the
-        same on all ranks, as all ranks publish after the same steps."""
+        same on all ranks, as all ranks publish after the same steps. Raises InvalidSpec if the step
+        has no number left: the next one is the next step's first."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
+        if count == STEP_PUBLICATIONS:
+            raise InvalidSpec(
+                f"series {self.name} has had {count} publications of step {step}",
+                seen="another one of the same step",
+                expected="a further step before it",
+            )
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 

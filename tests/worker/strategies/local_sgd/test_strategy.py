@@ -19,6 +19,7 @@ from support.collectives.strategy_runs import (
 )
 from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
@@ -219,6 +220,38 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
     assert members[0].strategy.step == 5
     for name, tensor in members[0].weights().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class NoMemoryToAgree(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which a member runs out of memory when it copies the state agreed on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._foreach_copy_:
+            raise torch.OutOfMemoryError("the test said so")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_member_that_fails_to_agree_repeats_the_round_from_its_start(strategy: str) -> None:
+    """The velocity goes back too: the repeated round has one outer step."""
+    members = members_of("a", strategy, "sgd", 5)
+    together(members, 5)
+
+    def body() -> None:
+        me = members[0]
+        me.train(among(members, me, 2, keeping="a"), 9)
+        batch = loader().synchronous(9, 0, 1)
+        with NoMemoryToAgree(), pytest.raises(torch.OutOfMemoryError):
+            take_step(me.strategy, batch, nn.functional.cross_entropy)
+        me.strategy.abandon()
+
+    run_in_memory(body, 1)
+    assert members[0].strategy.step == 5
+    together(members, 15, number=3, keeping="a")
+    twin = twin_of("a", strategy, "sgd")
+    for start in (0, 5, 10):
+        twin.train("a", start, start + 5)
+    check(members, twin)
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])

@@ -35,6 +35,9 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
 """Time within which all ranks must have mapped the memory; otherwise no rank uses it."""
+DECISION_S = 10.0
+"""Limit of a rank's wait for rank 0's decision. It is longer than rank 0 takes: a rank that has the
+memory and stopped waiting first would be the only one not to use it."""
 MAX_SILENT = 256
 """Limit of connections without a complete greeting, above which the oldest is closed."""
 _HOST_BYTES, _NAME_BYTES = 32, 32
@@ -261,8 +264,8 @@ class _Greetings:
 
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
     """Map the memory that rank 0 sends from the socket of this name. If rank 0 sends the region
-    `old`, this rank's mapping of it is used. For all other ranks. Raises OSError and _Refused."""
-    deadline_s = time.monotonic() + OPEN_S
+    `old`, this rank's mapping of it is used. For all other ranks. Raises OSError and _Refused: then
+    no rank uses the memory. Raises RuntimeError if rank 0 does not decide within DECISION_S."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # The kernel's limit: with Python's timeout, `connect` would fail at once on a full backlog.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
@@ -285,8 +288,13 @@ def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
             for descriptor in descriptors:
                 os.close(descriptor)
         connection.sendall(_DONE)
-        connection.settimeout(_remaining_s(deadline_s))
-        if connection.recv(1) != _AGREED:
+        # Rank 0 sends _AGREED before its own deadline, or closes the connection.
+        connection.settimeout(DECISION_S)
+        try:
+            decision = connection.recv(1)
+        except TimeoutError as error:
+            raise RuntimeError("rank 0 did not decide if ranks share memory") from error
+        if decision != _AGREED:
             raise _Refused("rank 0 did not confirm that all ranks have the memory")
         return _Opened(head=head, region=region, connections=[connection.dup()])
 

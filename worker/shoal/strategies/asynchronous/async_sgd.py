@@ -8,7 +8,8 @@ optimizer object are sent with every push, unless the servers step a schedule th
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
 - Stale gradients, computed on values that others have changed since: see `staleness_policy.py`.
-- Buffers, such as running means, are not shared: each member keeps its own.
+- Buffers, such as running means, and the state of modules with `get_extra_state` are not shared:
+  each member keeps its own. A member that joins begins with those that the script made.
 - Training starts from the values of rank 0 of the first generation. If that member is lost or late
   before it has created all shards, another member creates the rest, from its own initial values.
 """
@@ -328,8 +329,7 @@ class AsyncSGD(LeasingStrategy):
     def _rates(self) -> list[float]:
         """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
-            # New shards have version 1.
-            self._shared.followed.step_to(self._num_updates - 1)
+            self._shared.followed.step_to(self._num_updates)
         elif self._options.schedule is not None:
             return []
         return [float(group["lr"]) for group in self._shared.optimizer.param_groups]
@@ -390,8 +390,7 @@ class AsyncSGD(LeasingStrategy):
         # Set only now: first values have the time limit of a bring-up.
         client.wait_for_lost(self._options.lost_wait_s)
         self._tables.wait_for_lost(self._options.lost_wait_s)
-        # New shards have version 1.
-        if (self._num_updates - 1) * self.steps_per_round < BEGINNING_UPDATES:
+        if self._num_updates * self.steps_per_round < BEGINNING_UPDATES:
             self._losses = LossMonitor(policy_in_words(self._options.policy), self.watch_counts)
 
     def abandon(self) -> None:
@@ -451,8 +450,9 @@ class AsyncSGD(LeasingStrategy):
 
     @property
     def _num_updates(self) -> int:
-        """Largest version of a shard that this member knows: the number of its updates, plus 1."""
-        return max(self._connected().versions.values(), default=0)
+        """Number of updates of the shard with the most, as far as this member knows."""
+        # New shards have version 1.
+        return max(self._connected().versions.values(), default=1) - 1
 
     @property
     def warning(self) -> str:

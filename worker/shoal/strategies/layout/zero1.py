@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from shoal.compression import find_compression
 from shoal.compression.base import Compression, refuse_loss_weights, refuse_several_models
+from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.zero1 import Zero1Layout
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
@@ -51,6 +52,7 @@ class Zero1(ShardedStrategy):
         self._find_unused_parameters = find_unused_parameters
         self._compression = None if compression is None else find_compression(compression)
         self._compressor = self._compression.compressor() if self._compression else None
+        self._traffic = Traffic()
         self._per_parameter_optimizer = per_parameter_optimizer
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -73,10 +75,16 @@ class Zero1(ShardedStrategy):
             bucket_mb=self._bucket_mb,
             find_unused_parameters=self._find_unused_parameters,
             compressor=self._compressor,
+            traffic=self._traffic,
         )
 
     def _refuse_weights(self) -> None:
         refuse_loss_weights(self._compression)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the bytes that this member sent for its gradients, and the compression ratio. The
+        parameters that owners broadcast after a step are not included."""
+        return self._traffic.metrics()
 
     def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.PlannableStrategy`; gradients count as uncompressed."""

@@ -130,15 +130,16 @@ class OuterLoop:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
         Raises ShapeMismatch or DtypeMismatch if it does not fit."""
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
-        self.state.restore(replace(state_shard, shards=own))
-        self.agree(state_shard.step)
-        self._velocity = {
+        velocity = {
             path: state_shard.shards[_velocity_path(path)]
             .tensor.reshape(-1)
             .to(parameter.device, copy=True)
             for path, parameter in self._parameters().items()
             if _velocity_path(path) in state_shard.shards
         }
+        self.state.restore(replace(state_shard, shards=own))
+        self.agree(state_shard.step)
+        self._velocity = velocity
 
     # --- the end of a round ---
 
@@ -173,10 +174,12 @@ class OuterLoop:
         # as members that have agreed on the same step exchange no state.
         check()
         _check_finite(means, step, "the mean of all members' changes")
-        self._apply(parameters, others, means)
+        velocity = self._apply(parameters, others, means)
         self.traffic.end_step()
         self.traffic.begin_step()
         self.agree(step)
+        # Advanced last: if this member fails before, it rolls back, and the round is repeated.
+        self._velocity |= velocity
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the optimizer may have changed, by name in a state."""
@@ -253,15 +256,20 @@ class OuterLoop:
         self,
         parameters: Mapping[str, Tensor],
         others: Mapping[str, Tensor],
-        means: Mapping[str, Tensor],
-    ) -> None:
+        means: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Move the model by the mean changes, which are removed from `means`; return the new
+        velocity."""
+        velocity = {}
         for name, parameter in parameters.items():
-            change, velocity = self._outer.change(means[name], self._velocity.get(name))
-            if velocity is not None:
-                self._velocity[name] = velocity
+            # Removed: the new velocity needs as much memory, and the old one is kept meanwhile.
+            change, advanced = self._outer.change(means.pop(name), self._velocity.get(name))
+            if advanced is not None:
+                velocity[name] = advanced
             _move(parameter, self._before(name), change)
         for name, other in others.items():
             _move(other, self._before(name), means[name])
+        return velocity
 
     def _before(self, name: str) -> Tensor:
         """Return a tensor's value at the end of the last round."""
