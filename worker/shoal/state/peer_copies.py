@@ -4,6 +4,7 @@ After some steps each rank copies its part of the state, keeps the copy, and sen
 training continues.
 """
 
+import json
 import math
 import queue
 import threading
@@ -25,7 +26,6 @@ from shoal.backends.abortable.gather import gather
 from shoal.state.host_buffers import StepCopies
 from shoal.state.inventory import (
     Inventory,
-    Meta,
     from_json,
     inventory_of,
     malformed,
@@ -33,7 +33,7 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard
+from shoal.state.shards import StateShard
 from shoal.state.transfer import message_chunks
 from shoal_proto.errors import GenerationBroken, InternalError
 
@@ -218,7 +218,7 @@ class PeerCopies:
     (four, if several generations in a row ended before their first copy).
 
     The group must have no other use: a thread uses it while the trainer uses other groups. Names,
-    shapes and chunks are sent only if they have changed.
+    shapes, chunks and values are sent only if they have changed.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class PeerCopies:
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
-        slot.take(state_shard, self._travels)
+        slot.take(state_shard, self._catalogue.inventory_of(state_shard), self._travels)
         self._busy = True
         self._queue.put((slot, leaving, timing))
 
@@ -413,13 +413,11 @@ class PeerCopies:
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(ranks)
-        values = self._catalogue.announce(own, group)
+        values = self._catalogue.announce(own, slot.inventory, group)
         slot.record_names(self._catalogue.names)
         receives = {}
         for peer in sources:
-            chunks, metas = self._catalogue.of(peer)
-            received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
-            shards, memory = slot.buffers_for(peer, received_chunks, metas)
+            shards, memory = slot.buffers_for(peer, self._catalogue.of(peer), self._travels)
             works = [
                 dist.irecv(chunk, group=group, group_src=peer) for chunk in message_chunks(memory)
             ]
@@ -463,43 +461,74 @@ _Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing | None] |
 
 
 class Catalogue:
-    """The inventory that each rank announced last."""
+    """The inventory and the values that each rank announced last."""
 
     def __init__(self, world_size: int) -> None:
         self.names: frozenset[str] = frozenset()
         """Names of all tensors on any rank."""
-        self._announced: Inventory | None = None
-        self._known: list[Inventory | None] = [None] * world_size
+        self._outline: Mapping[str, object] | None = None
+        self._own = self._announced = inventory_of([])
+        self._values = ""
+        self._inventories: list[Inventory | None] = [None] * world_size
+        self._all_values: list[Mapping[str, Any]] = [{} for _ in range(world_size)]
 
-    def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
-        """Exchange the inventories of a step, by a collective, and return each rank's values.
-        Raises InternalError if the ranks are at different steps, and MalformedMessage."""
-        inventory = inventory_of([StateShard(step=0, shards=own.shards)])
-        announcement = None if inventory == self._announced else to_json(inventory)
-        self._announced = inventory
-        messages = gather(pack([own.step, dict(own.values), announcement]), group)
-        all_values: list[Mapping[str, Any]] = []
-        for rank, message in enumerate(messages):
-            try:
-                step, values, content = unpack(message, rank)
-                all_values.append(dict(values))
-            except (TypeError, ValueError) as error:
-                raise malformed(rank, f"{type(error).__name__}: {error}") from error
+    def inventory_of(self, own: StateShard) -> Inventory:
+        """Return the inventory of this rank's state shard, without step and values: the same object
+        as last time if the tensors are the same. What depends on names, shapes and chunks only is
+        computed once for each such object."""
+        outline = {
+            name: (shard.shape, shard.chunk, shard.tensor.dtype)
+            for name, shard in own.shards.items()
+        }
+        if outline != self._outline:
+            self._own = inventory_of([StateShard(step=0, shards=own.shards)])
+            self._outline = outline
+        return self._own
+
+    def announce(
+        self, own: StateShard, inventory: Inventory, group: dist.ProcessGroup
+    ) -> Sequence[Mapping[str, Any]]:
+        """Exchange what has changed in inventories and values, by a collective, and return each
+        rank's values. `inventory`: of `own`; only another object counts as changed. Raises
+        InternalError if the ranks are at different steps, and MalformedMessage."""
+        # As text: the settings 1, 1.0 and True are equal, but not the same.
+        values = json.dumps(dict(own.values))
+        message = [
+            own.step,
+            values if values != self._values else None,
+            to_json(inventory) if inventory is not self._announced else None,
+        ]
+        self._announced, self._values = inventory, values
+        is_new = False
+        for rank, received in enumerate(gather(pack(message), group)):
+            step, has_inventory = self._note(rank, unpack(received, rank))
             if step != own.step:
                 raise InternalError(
                     "ranks copy their state at different steps",
                     seen=f"step {step} on rank {rank}",
                     expected=f"step {own.step} as on rank {group.rank()}",
                 )
-            if content is not None:
-                self._known[rank] = from_json(content, rank)
-        known = [each.metas for each in self._known if each is not None]
-        self.names = frozenset().union(*known)
-        return all_values
+            is_new = is_new or has_inventory
+        if is_new:
+            known = [each.metas for each in self._inventories if each is not None]
+            self.names = frozenset().union(*known)
+        return self._all_values
 
-    def of(self, rank: int) -> tuple[Mapping[str, Chunk], Mapping[str, Meta]]:
-        """Return the chunks of a rank, and the metas of its tensors. Raises MalformedMessage."""
-        inventory = self._known[rank]
+    def _note(self, rank: int, message: Any) -> tuple[Any, bool]:
+        """Note what a rank has announced. Return its step, and True if its inventory is new."""
+        try:
+            step, values, inventory = message
+            if values is not None:
+                self._all_values[rank] = dict(json.loads(values))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise malformed(rank, f"{type(error).__name__}: {error}") from error
+        if inventory is not None:
+            self._inventories[rank] = from_json(inventory, rank)
+        return step, inventory is not None
+
+    def of(self, rank: int) -> Inventory:
+        """Return the inventory of a rank. Raises MalformedMessage."""
+        inventory = self._inventories[rank]
         if inventory is None or len(inventory.listings) != 1:
             raise malformed(rank, "a copy without an inventory")
-        return inventory.listings[0].chunks, inventory.metas
+        return inventory
