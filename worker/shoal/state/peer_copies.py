@@ -206,7 +206,9 @@ class PeerCopies:
     all ranks. Before that the copies of the previous generation are kept.
 
     **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
-    steps it took, and `interval_of` the largest number is the interval from the next copy on.
+    steps it took, and `interval_of` the largest number is the interval from the next copy on. A
+    copy takes the trainer's time for the snapshot, and the time of the messages: from when all
+    ranks have begun, as a rank that waits for others to begin is not slowed down by that.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It
@@ -302,22 +304,24 @@ class PeerCopies:
             self._start(later.make())
         # The last copy is complete: all ranks have agreed on the same interval.
         self._next_step = state_shard.step + self._interval
-        timing = self._time(state_shard.step)
+        step_s = self._step_s(state_shard.step)
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
+        began_s = self._clock()
         slot.take(state_shard, self._catalogue.inventory_of(state_shard), self._travels)
+        timing = _Timing(taken_s=self._clock() - began_s, step_s=step_s)
         self._busy = True
         self._queue.put((slot, leaving, timing))
 
-    def _time(self, step: int) -> "_Timing | None":
-        """Return the timing of the copy that begins; None for the first copy of a generation, which
-        also opens the group's connections."""
+    def _step_s(self, step: int) -> float:
+        """Return the mean time of the steps since the last offer; infinity at the first one, whose
+        copy also opens the group's connections."""
         now_s, before = self._clock(), self._offered
         self._offered = step, now_s
         if before is None or step <= before[0]:
-            return None
-        return _Timing(began_s=now_s, step_s=(now_s - before[1]) / (step - before[0]))
+            return math.inf
+        return (now_s - before[1]) / (step - before[0])
 
     def flush(self) -> None:
         """Block until the copy in progress is complete on all ranks. Raises what `offer` raises."""
@@ -391,8 +395,8 @@ class PeerCopies:
         try:
             while (order := self._queue.get()) is not None:
                 slot, ranks, timing = order
-                self._copy(slot, ranks, group)
-                interval = self._agreed_interval(timing, group)
+                moved_s = self._copy(slot, ranks, group)
+                interval = self._agreed_interval(timing, moved_s, group)
                 with self._changed:
                     self._interval = interval
                     slot.everywhere = True
@@ -406,14 +410,18 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
+    def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> float:
         """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. `ranks`
-        are the ranks that leave."""
+        are the ranks that leave. Returns the seconds that this took, without the wait for other
+        ranks to begin."""
+        began_s = self._clock()
         own = slot.own
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(ranks)
+        ready_s = self._clock()
         values = self._catalogue.announce(own, slot.inventory, group)
+        waited_s = self._clock() - ready_s
         slot.record_names(self._catalogue.names)
         receives = {}
         for peer in sources:
@@ -432,13 +440,14 @@ class PeerCopies:
             slot.show(peer, shards, values[peer])
         slot.full = True
         self._wait(leaving)
+        return self._clock() - began_s - waited_s
 
-    def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:
+    def _agreed_interval(self, timing: "_Timing", moved_s: float, group: dist.ProcessGroup) -> int:
         """Return the interval for the slowest rank. After this call all ranks have received all
         their copies of this step."""
         steps = torch.zeros(1, dtype=torch.float64)
-        if timing is not None and timing.step_s > 0:
-            steps[0] = (self._clock() - timing.began_s) / timing.step_s
+        if timing.step_s > 0:
+            steps[0] = (timing.taken_s + moved_s) / timing.step_s
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=group)
         slowest = float(steps)
         return interval_of(slowest) if slowest > 0 else FIRST_INTERVAL
@@ -451,13 +460,13 @@ class PeerCopies:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Start of a copy, and the mean time of the steps before it, in seconds."""
+    """Time in which the trainer has made a snapshot, and the mean time of the steps before it."""
 
-    began_s: float
+    taken_s: float
     step_s: float
 
 
-_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing | None] | None]
+_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing] | None]
 
 
 class Catalogue:
