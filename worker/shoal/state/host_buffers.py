@@ -109,7 +109,7 @@ class StepCopies:
             [shard.tensor for shard in shards.values()], [held[name].tensor for name in shards]
         )
         self._names = state_shard.elsewhere
-        self.own = replace(state_shard, shards=shards)
+        self.own_copy = replace(state_shard, shards=shards)
         self.step = state_shard.step
 
     def wait(self) -> None:
