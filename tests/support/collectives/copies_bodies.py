@@ -1,5 +1,6 @@
 """Bodies of ranks in the tests of copies: a module that their processes can import."""
 
+import itertools
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ from shoal.state.resharding import reshard
 from shoal.state.shards import StateShard
 from shoal_proto.errors import GenerationBroken
 
+WAIT_S = 3.0
+"""Time for which a rank waits for others to begin a copy."""
 EVERYWHERE = "model.deep"
 """Name of a tensor that every rank holds, so that it is not copied."""
 
@@ -95,12 +98,13 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
 
 def due_steps(copy_s: tuple[float, ...], last: int) -> list[int]:
     """Return the steps up to `last` at which copies are made if each step takes a second, and a
-    copy of rank r `copy_s[r]` seconds, by a clock of this test."""
+    copy of rank r `copy_s[r]` seconds after a wait for the others, by a clock of this test."""
     rank, size = dist.get_rank(), dist.get_world_size()
     now_s, trainer = 0.0, threading.current_thread()
+    moments = itertools.cycle((0.0, 0.0, WAIT_S, WAIT_S + copy_s[rank]))
 
     def clock() -> float:
-        return now_s + (0.0 if threading.current_thread() is trainer else copy_s[rank])
+        return now_s + (0.0 if threading.current_thread() is trainer else next(moments))
 
     copies = PeerCopies(dist.new_group(), copies=1, clock=clock)
     made = []

@@ -290,9 +290,9 @@ def copy_when_waited_for() -> None:
     waited = threading.Event()
     copy, flush = PeerCopies._copy, PeerCopies.flush
 
-    def late(copies: PeerCopies, *arguments: Any) -> None:
+    def late(copies: PeerCopies, *arguments: Any) -> float:
         waited.wait()
-        copy(copies, *arguments)
+        return copy(copies, *arguments)
 
     def waiting(copies: PeerCopies) -> None:
         if copies._busy:

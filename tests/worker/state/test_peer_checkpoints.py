@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.state.host_buffers import StepCopies
+from shoal.state.inventory import inventory_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.shards import StateShard, TensorShard
 from shoal_proto.errors import InvalidSpec
@@ -174,17 +175,10 @@ def test_closing_waits_for_the_copy_in_progress() -> None:
     assert run_in_memory(body, 2) == [False, False]
 
 
-def test_a_snapshot_is_shown_once_all_names_are_known() -> None:
-    slot = StepCopies()
-    slot.begin_own_copy(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
-    assert slot.complete_copies() == []
-    slot.record_names(frozenset({"model.w", "optim.w/m", "optim.v/m"}))
-    assert [own.step for own in slot.complete_copies()] == [1]
-
-
 def test_a_snapshot_of_the_model_before_the_first_step_is_shown_at_once() -> None:
     slot = StepCopies()
-    slot.begin_own_copy(state_shard(0, "model.w"), lambda _: True)
+    start = state_shard(0, "model.w")
+    slot.begin_own_copy(start, inventory_of([start]), lambda _: True)
     assert [own.step for own in slot.complete_copies()] == [0]
 
 

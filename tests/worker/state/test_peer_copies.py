@@ -3,21 +3,28 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from operator import gt, sub
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.collectives import copies_bodies
+from support.collectives.state_bodies import difference
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.state.peer_copies import interval_of, targets_of
+from shoal.state import peer_copies
+from shoal.state.inventory import Inventory
+from shoal.state.peer_copies import Catalogue, PeerCopies, interval_of, targets_of
+from shoal.state.shards import Chunk, StateShard, TensorShard
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
@@ -235,3 +242,137 @@ def gate(path: Path) -> str:
     """Make a named pipe: its reader waits until the test has opened it too."""
     os.mkfifo(path)
     return str(path)
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def state_of(step: int, rank: int, shapes: Shapes, **values: Any) -> StateShard:
+    """Return the half of each of these tensors that a rank of two holds: columns after step 9, else
+    rows. Each element depends on name, step and rank."""
+    shards = {}
+    for number, (name, (shape, dtype)) in enumerate(shapes.items()):
+        dimension = 1 if step > 9 else 0
+        sizes, offsets = list(shape), [0] * len(shape)
+        sizes[dimension] //= 2
+        offsets[dimension] = rank * sizes[dimension]
+        chunk = Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
+        tensor = torch.arange(math.prod(sizes)).view(sizes) + 7 * step + 3 * rank + number
+        shards[name] = TensorShard(shape=shape, chunk=chunk, tensor=tensor.to(dtype))
+    return StateShard(step=step, shards=shards, values=values)
+
+
+def is_held(copies: PeerCopies, expected: Sequence[StateShard]) -> bool:
+    """True if exactly these state shards are held of their step."""
+    held = [each for each in copies.held() if each.step == expected[0].step]
+    return len(held) == len(expected) and all(
+        not difference(ours, wanted) and repr(ours.values) == repr(wanted.values)
+        for ours, wanted in zip(held, expected, strict=True)
+    )
+
+
+W, M, V = "model.w", "optim.w/m", "optim.w/v"
+SMALL: Shapes = {W: ((4, 6), torch.float32), M: ((4, 6), torch.float32)}
+
+
+def copied_steps(states: Sequence[tuple[int, Shapes, dict[str, Any]]]) -> list[bool]:
+    """Copy one state after another. Returns, for each, True if this rank then holds its own and its
+    peer's half, and still those of the state before."""
+    rank = dist.get_rank()
+    copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
+    right, before = [], None
+    for step, shapes, values in states:
+        copies.offer(state_of(step, rank, shapes, **values))
+        copies.flush()
+        now = [state_of(step, each, shapes, **values) for each in (rank, 1 - rank)]
+        right.append(is_held(copies, now) and (before is None or is_held(copies, before)))
+        before = now
+    copies.close()
+    return right
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {**SMALL, V: ((4, 6), torch.float32)},
+        {W: SMALL[W]},
+        {W: SMALL[W], V: SMALL[M]},
+        {**SMALL, M: ((4, 6), torch.float64)},
+        {**SMALL, M: ((4, 6), torch.int32)},
+        {**SMALL, M: ((2, 12), torch.float32)},
+        {M: SMALL[M], W: SMALL[W]},
+    ],
+    ids=["gained", "lost", "renamed", "wider", "as wide", "other shape", "other order"],
+)
+def test_a_copy_has_the_tensors_of_its_own_step(shapes: Shapes) -> None:
+    """Buffers are arranged once for all steps with the same tensors, and anew for others, also if
+    these take as many bytes. A copy of other tensors leaves the copy before it intact."""
+    states = [(1, SMALL, {}), (2, SMALL, {}), (3, shapes, {}), (4, shapes, {}), (5, SMALL, {})]
+    assert run_in_memory(copied_steps, 2, states) == [[True] * 5] * 2
+
+
+def test_a_copy_has_the_chunks_of_its_own_step() -> None:
+    states = [(8, SMALL, {}), (9, SMALL, {}), (10, SMALL, {}), (11, SMALL, {})]
+    assert run_in_memory(copied_steps, 2, states) == [[True] * 4] * 2
+
+
+def test_a_copy_has_the_values_of_its_own_step() -> None:
+    """Only values that have changed are sent: 1, 1.0 and True are equal, but not the same."""
+    values = [{"lr": 1}, {"lr": 1}, {"lr": 1.0}, {"lr": True}, {"lr": -0.0}, {"lr": 0.0}, {}]
+    states = [(step, SMALL, each) for step, each in enumerate(values, start=1)]
+    assert run_in_memory(copied_steps, 2, states) == [[True] * len(values)] * 2
+
+
+def test_the_next_generation_copies_its_own_chunks() -> None:
+    """Names are the same, but each member holds another half; the last copies of the generation
+    before stay as they were."""
+
+    def body() -> list[bool]:
+        rank = dist.get_rank()
+        first = PeerCopies(dist.new_group(), copies=1, every_steps=1)
+        for step in (1, 2):
+            first.offer(state_of(step, rank, SMALL))
+            first.flush()
+        first.close()
+        second = PeerCopies(dist.new_group(), copies=1, every_steps=1, before=first)
+        inherited = [state_of(2, each, SMALL) for each in (rank, 1 - rank)]
+        right = [is_held(second, inherited)]
+        for step in (3, 4):
+            second.offer(state_of(step, 1 - rank, SMALL))
+            second.flush()
+            right.append(
+                is_held(second, [state_of(step, each, SMALL) for each in (1 - rank, rank)])
+            )
+        second.close()
+        return right
+
+    assert run_in_memory(body, 2) == [[True] * 3] * 2
+
+
+def test_what_has_not_changed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank announces names, shapes, chunks and values once, then only the step."""
+    messages: list[Any] = []
+    real = peer_copies.pack
+
+    def noting(content: Any) -> bytes:
+        messages.append(content)
+        return real(content)
+
+    monkeypatch.setattr(peer_copies, "pack", noting)
+    states = [(step, SMALL, {"lr": 0.1}) for step in (1, 2, 3)]
+    run_in_memory(copied_steps, 2, states)
+    assert sorted(each[0] for each in messages) == [1, 1, 2, 2, 3, 3]
+    assert [each[1:] for each in messages if each[0] > 1] == [[None, None]] * 4
+
+
+def test_an_inventory_stays_the_same_object_only_for_the_same_tensors() -> None:
+    """A chunk of the same size may be of a larger tensor."""
+    catalogue, chunk = Catalogue(2), Chunk(offsets=(0, 0), sizes=(2, 6))
+
+    def inventory(num_rows: int, step: int) -> Inventory:
+        shard = TensorShard(shape=(num_rows, 6), chunk=chunk, tensor=torch.ones(2, 6))
+        return catalogue.inventory_of(StateShard(step=step, shards={W: shard}))
+
+    first = inventory(4, step=1)
+    assert inventory(4, step=2) is first
+    assert inventory(8, step=3).metas[W].shape == (8, 6)

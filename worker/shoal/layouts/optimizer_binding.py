@@ -4,12 +4,13 @@ The user's optimizer object stays the same over all generations; its parameters 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout
@@ -26,8 +27,10 @@ from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tie
 from shoal.state.optimizer_state import (
     INNER,
     SLOTS,
+    InspectedObjects,
     Slots,
     cannot_carry,
+    contents_of,
     is_mark,
     mark_of,
     merged,
@@ -40,6 +43,7 @@ from shoal.state.optimizer_state import (
 from shoal.state.replicated import check_no_more, missing, names_in, place_state, refuse_tensors
 from shoal.state.resharding import whole_model
 from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
+from shoal.torch_private.dtensor import local_of
 from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -196,6 +200,14 @@ class OptimizerBinding:
         self._placed: dict[str, Tensor] = {}
         self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each tensor of the optimizer's state when `collect` first read it."""
+        self._objects = InspectedObjects()
+        """Objects of the optimizer's state from which `_shards` and `_slots` were made."""
+        self._shards: Mapping[str, TensorShard] = {}
+        """The shards that `collect` returned last; never changed, only replaced."""
+        self._sources: Sequence[Tensor] = ()
+        """The tensors whose parts these shards show, in the same order."""
+        self._slots: Mapping[str, Json] = {}
+        """Plain values of the optimizer's state, by parameter."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
@@ -214,21 +226,34 @@ class OptimizerBinding:
 
         Raises UnsupportedOptimizer for state that cannot be handed to another member.
         """
-        shards = {
-            MODEL + name: self.layout.shard(name, tensor) for name, tensor in self.held.items()
-        }
+        contents = contents_of([self.optimizer])
+        if not self._objects.has(contents) or not all(
+            map(_shows, self._shards.values(), self._sources)
+        ):
+            self._find()
+            self._objects.keep(contents)
+        values = {**self._values(), **({SLOTS: dict(self._slots)} if self._slots else {})}
+        return StateShard(step=step, shards=self._shards, values=values)
+
+    def _find(self) -> None:
+        """Find the shards and the plain values of the state. They stay valid as long as the
+        optimizer's state has the same objects, and each tensor the same memory."""
         refuse_other_owners(self.optimizer, self._parameters.values())
+        tensors = {MODEL + name: tensor for name, tensor in self.held.items()}
+        shards = {MODEL + name: self.layout.shard(name, t) for name, t in self.held.items()}
         slots: dict[str, Json] = {}
         for name, parameter in self._parameters.items():
             own = take_slots(self.optimizer.state.get(parameter, {}), name, self.optimizer)
             for key, value in own.tensors.items():
-                shards[f"{OPTIM}{name}/{key}"] = self._shard_of_state(name, key, value)
+                path = f"{OPTIM}{name}/{key}"
+                tensors[path], shards[path] = value, self._shard_of_state(name, key, value)
             if own.values:
                 slots[name] = dict(own.values)
-        shards |= dict(map(mark_of, slots))
-        kept = {path: shard for path, shard in shards.items() if shard.chunk.num_elements}
-        values = {**self._values(), **({SLOTS: slots} if slots else {})}
-        return StateShard(step=step, shards=kept, values=values)
+        for path, mark in map(mark_of, slots):
+            tensors[path], shards[path] = mark.tensor, mark
+        self._slots = slots
+        self._shards = {path: each for path, each in shards.items() if each.chunk.num_elements}
+        self._sources = [tensors[path] for path in self._shards]
 
     def _shard_of_state(self, name: str, key: str, value: Tensor) -> TensorShard:
         own = (value.shape, value.dtype)
@@ -392,6 +417,12 @@ class OptimizerBinding:
             return placed_like(parameter, local)
         assert given is not None, "state of another shape is whole on every rank"
         return place_state(parameter, given.tensor, self.optimizer)
+
+
+def _shows(shard: TensorShard, tensor: Tensor) -> bool:
+    """True if the shard is a view of the present memory of this rank's part of the tensor."""
+    part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return shard.tensor.is_set_to(part) and shard.tensor.dtype == part.dtype
 
 
 def _is_meta(value: Any) -> bool:

@@ -1,13 +1,14 @@
 """Reusable host memory for copies of state: the shards of one rank, packed into one buffer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.state.host_copies import CopyUnderWay, aligned, copy_to_host, host_memory
-from shoal.state.inventory import Meta
-from shoal.state.shards import Chunk, Json, StateShard, TensorShard
+from shoal.state.inventory import Inventory
+from shoal.state.shards import Json, StateShard, TensorShard
 
 
 class HostBuffer:
@@ -15,35 +16,49 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._inventory: Inventory | None = None
+        self._shards: Mapping[str, TensorShard] = {}
 
     def arrange(
         self,
-        chunks: Mapping[str, Chunk],
-        metas: Mapping[str, Meta],
+        inventory: Inventory,
+        includes: Callable[[str], bool],
         sources: Sequence[Tensor] = (),
-    ) -> tuple[dict[str, TensorShard], Tensor]:
-        """Return uninitialized shards, in the order of `chunks`, and the memory they lie in.
-        Overwrites the shards of the previous call. Allocates new memory only if the size differs;
-        that memory is page-locked if some of the `sources` lie on a GPU."""
+    ) -> tuple[Mapping[str, TensorShard], Tensor]:
+        """Return a shard for each included name of the inventory's one listing, in the order of
+        names, and the memory they lie in. The caller overwrites their contents.
+
+        The same inventory object gets the same shards again; the caller includes the same names
+        then. Allocates new memory only if the size differs; that memory is page-locked if some of
+        the `sources` lie on a GPU.
+        """
+        if inventory is not self._inventory:
+            # Free the old memory before new memory is allocated.
+            self._shards, self._inventory = {}, None
+            self._shards = self._lay_out(inventory, includes, sources)
+            self._inventory = inventory
+        return self._shards, self._memory
+
+    def _lay_out(
+        self, inventory: Inventory, includes: Callable[[str], bool], sources: Sequence[Tensor]
+    ) -> dict[str, TensorShard]:
+        (listing,) = inventory.listings
+        chunks = {name: chunk for name, chunk in sorted(listing.chunks.items()) if includes(name)}
         spans = {}
         end = 0
         for name, chunk in chunks.items():
-            num_bytes = chunk.num_elements * metas[name].dtype.itemsize
+            num_bytes = chunk.num_elements * inventory.metas[name].dtype.itemsize
             spans[name] = slice(end, end + num_bytes)
             end += aligned(num_bytes)
         if self._memory.numel() != end:
-            # Free the old memory before new memory is allocated.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = host_memory(end, sources)
-        shards = {
-            name: TensorShard(
-                shape=metas[name].shape,
-                chunk=chunk,
-                tensor=self._memory[spans[name]].view(metas[name].dtype).view(chunk.sizes),
-            )
-            for name, chunk in chunks.items()
-        }
-        return shards, self._memory
+        shards = {}
+        for name, chunk in chunks.items():
+            meta = inventory.metas[name]
+            tensor = self._memory[spans[name]].view(meta.dtype).view(chunk.sizes)
+            shards[name] = TensorShard(shape=meta.shape, chunk=chunk, tensor=tensor)
+        return shards
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +76,8 @@ class StepCopies:
         self.is_complete_everywhere = False
         """True once this rank knows that the copy of this step is complete on all ranks."""
         self.own_copy: StateShard | None = None
+        self.inventory = Inventory(metas={}, listings=())
+        """Inventory of `own_copy`, without step and values."""
         self.sent_memory = torch.empty(0, dtype=torch.uint8)
         """Memory of the part of this rank's own copy that is sent to peers."""
         self._copy_in_progress = CopyUnderWay()
@@ -75,25 +92,24 @@ class StepCopies:
         self.step, self.has_all_peer_copies, self.is_complete_everywhere = None, False, False
         self.own_copy, self._peers = None, {}
 
-    def begin_own_copy(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Begin to copy the state shard, whose tensors may change once this returns. A GPU
-        may still be writing the copy then: call `wait` before reading it. `travels`: True for
-        the name of a tensor that is sent to peers."""
-        metas = {
-            name: Meta(shard.shape, shard.tensor.dtype)
-            for name, shard in state_shard.shards.items()
-        }
-        sent = {n: p.chunk for n, p in sorted(state_shard.shards.items()) if travels(n)}
-        kept = {n: p.chunk for n, p in state_shard.shards.items() if n not in sent}
-        sources = {name: shard.tensor for name, shard in state_shard.shards.items()}
-        tensors = [sources[name] for name in (*sent, *kept)]
-        shards, self.sent_memory = self._sent_buffer.arrange(sent, metas, tensors)
-        shards |= self._kept_buffer.arrange(kept, metas, tensors)[0]
-        self._copy_in_progress = copy_to_host([shard.tensor for shard in shards.values()], tensors)
-        self._names = state_shard.elsewhere
-        self.own_copy = StateShard(
-            step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
+    def begin_own_copy(
+        self, state_shard: StateShard, inventory: Inventory, travels: Callable[[str], bool]
+    ) -> None:
+        """Begin a snapshot of the state shard, whose tensors may change once this returns. A GPU
+        may still be writing the snapshot then: call `wait` before reading it. `inventory`: of the
+        state shard; memory is arranged anew only for another object. `travels`: True for the name
+        of a tensor that is sent to peers."""
+        self.inventory = inventory
+        held = state_shard.shards
+        tensors = [shard.tensor for shard in held.values()]
+        sent, self.sent_memory = self._sent_buffer.arrange(inventory, travels, tensors)
+        kept, _ = self._kept_buffer.arrange(inventory, lambda name: not travels(name), tensors)
+        shards = {**sent, **kept}
+        self._copy_in_progress = copy_to_host(
+            [shard.tensor for shard in shards.values()], [held[name].tensor for name in shards]
         )
+        self._names = state_shard.elsewhere
+        self.own_copy = replace(state_shard, shards=shards)
         self.step = state_shard.step
 
     def wait(self) -> None:
@@ -104,19 +120,14 @@ class StepCopies:
         """Record the names of all tensors that exist at this step."""
         assert self.own_copy is not None
         self._names |= names
-        self.own_copy = StateShard(
-            step=self.own_copy.step,
-            shards=self.own_copy.shards,
-            values=self.own_copy.values,
-            elsewhere=self._names,
-        )
+        self.own_copy = replace(self.own_copy, elsewhere=self._names)
 
     def buffers_for(
-        self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
-    ) -> tuple[dict[str, TensorShard], Tensor]:
-        """Return uninitialized shards for the copy that the peer sends, and their memory."""
+        self, peer: int, inventory: Inventory, travels: Callable[[str], bool]
+    ) -> tuple[Mapping[str, TensorShard], Tensor]:
+        """Return shards for the copy that the peer sends, and their memory."""
         buffer = self._peer_buffers.setdefault(peer, HostBuffer())
-        return buffer.arrange(dict(sorted(chunks.items())), metas)
+        return buffer.arrange(inventory, travels)
 
     def add_peer_copy(
         self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]

@@ -14,6 +14,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from shoal.torch_private.tensors import foreach_copy_
+
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
@@ -46,8 +48,7 @@ class CopyUnderWay:
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
     """Begin to copy each source into the target of the same index, which is in host memory. The
     sources may change once this returns: later work on the caller's stream runs after the copy."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source.detach(), non_blocking=source.is_cuda)
+    foreach_copy_(list(targets), list(sources), non_blocking=True)
     return queued_work(sources)
 
 

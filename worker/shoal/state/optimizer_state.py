@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.model.trained_parameters import are_same
 from shoal.state.plain_values import (
     CARRIED_EXACTLY,
     Refusal,
@@ -152,6 +153,42 @@ def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the settings in a state's values, by group."""
     groups: Sequence[Mapping[str, Json]] = values.get("groups") or ()
     return [{key: join_state(value, {}) for key, value in settings.items()} for settings in groups]
+
+
+def contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
+    """List optimizers, and the keys and values of their state."""
+    contents: list[object] = []
+    for each in optimizers:
+        contents.append(each)
+        for parameter, state in each.state.items():
+            contents.append(parameter)
+            contents += state
+            contents += state.values()
+    return contents
+
+
+class InspectedObjects:
+    """Objects that were inspected: the same objects need no other inspection."""
+
+    def __init__(self) -> None:
+        self._contents: list[object] = []
+        self._can_change = True
+        """True if an object may have changed, other than a tensor's contents."""
+
+    def has(self, contents: list[object]) -> bool:
+        """True if these are the same objects, and cannot have changed."""
+        return not self._can_change and are_same(contents, self._contents)
+
+    def keep(self, contents: list[object]) -> None:
+        """Note these objects as inspected."""
+        self._contents = contents
+        self._can_change = not all(map(_is_fixed, contents))
+
+
+def _is_fixed(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, Tensor | Optimizer | int | float | complex | str | None)
 
 
 def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

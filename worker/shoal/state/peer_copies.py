@@ -4,6 +4,7 @@ Every few steps each rank copies its part of the state, keeps the copy, and send
 training continues.
 """
 
+import json
 import math
 import queue
 import threading
@@ -25,7 +26,6 @@ from shoal.backends.abortable.gather import gather
 from shoal.state.host_buffers import StepCopies
 from shoal.state.inventory import (
     Inventory,
-    Meta,
     from_json,
     inventory_of,
     malformed,
@@ -33,7 +33,7 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.shards import Chunk, StateShard
+from shoal.state.shards import StateShard
 from shoal.state.transfer import split_into_messages
 from shoal_proto.errors import GenerationBroken, InternalError
 
@@ -205,9 +205,10 @@ class PeerCopies:
     newer one is complete on every rank. So once the first copy is complete, there is always a step
     that is complete on all ranks. Until then the copies of the previous generation are kept.
 
-    **Interval.** Without `every_steps` the ranks agree on the interval: with each copy they
-    exchange how many steps it took. `interval_of` the largest number is the interval from the next
-    copy on.
+    **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
+    steps it took, and `interval_of` the largest number is the interval from the next copy on. A
+    copy takes the trainer's time for the snapshot, and the time of the messages: from when all
+    ranks have begun, as a rank that waits for others to begin is not slowed down by that.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed, as a copy must end before the next offer. It
@@ -219,7 +220,7 @@ class PeerCopies:
     (four, if several generations in a row ended before their first copy).
 
     The group must have no other use: a thread uses it while the trainer uses other groups. Names,
-    shapes and chunks are sent only if they have changed.
+    shapes, chunks and values are sent only if they have changed.
     """
 
     def __init__(
@@ -303,22 +304,24 @@ class PeerCopies:
             self._start(later.make())
         # The last copy is complete: all ranks have agreed on the same interval.
         self._next_step = state_shard.step + self._interval
-        timing = self._time(state_shard.step)
+        step_s = self._step_s(state_shard.step)
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
-        slot.begin_own_copy(state_shard, self._travels)
+        began_s = self._clock()
+        slot.begin_own_copy(state_shard, self._catalogue.inventory_of(state_shard), self._travels)
+        timing = _Timing(taken_s=self._clock() - began_s, step_s=step_s)
         self._busy = True
         self._queue.put((slot, leaving, timing))
 
-    def _time(self, step: int) -> "_Timing | None":
-        """Return the timing of the copy that begins; None for the first copy of a generation, which
-        also opens the group's connections."""
+    def _step_s(self, step: int) -> float:
+        """Return the mean time of the steps since the last offer; infinity at the first one, whose
+        copy also opens the group's connections."""
         now_s, before = self._clock(), self._offered
         self._offered = step, now_s
         if before is None or step <= before[0]:
-            return None
-        return _Timing(began_s=now_s, step_s=(now_s - before[1]) / (step - before[0]))
+            return math.inf
+        return (now_s - before[1]) / (step - before[0])
 
     def flush(self) -> None:
         """Block until the copy in progress is complete on all ranks. Raises what `offer` raises."""
@@ -398,8 +401,8 @@ class PeerCopies:
         try:
             while (order := self._queue.get()) is not None:
                 slot, leaving_ranks, timing = order
-                self._copy(slot, leaving_ranks, group)
-                interval = self._agreed_interval(timing, group)
+                moved_s = self._copy(slot, leaving_ranks, group)
+                interval = self._agreed_interval(timing, moved_s, group)
                 with self._changed:
                     self._interval = interval
                     slot.is_complete_everywhere = True
@@ -415,19 +418,21 @@ class PeerCopies:
 
     def _copy(
         self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
-    ) -> None:
-        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots."""
+    ) -> float:
+        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. Returns
+        the seconds that this took, without the wait for other ranks to begin."""
+        began_s = self._clock()
         own = slot.own_copy
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(leaving_ranks)
-        values = self._catalogue.announce(own, group)
+        ready_s = self._clock()
+        values = self._catalogue.announce(own, slot.inventory, group)
+        waited_s = self._clock() - ready_s
         slot.record_names(self._catalogue.names)
         receives = {}
         for peer in sources:
-            chunks, metas = self._catalogue.of(peer)
-            received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
-            shards, memory = slot.buffers_for(peer, received_chunks, metas)
+            shards, memory = slot.buffers_for(peer, self._catalogue.of(peer), self._travels)
             works = [
                 dist.irecv(part, group=group, group_src=peer)
                 for part in split_into_messages(memory)
@@ -443,13 +448,14 @@ class PeerCopies:
             slot.add_peer_copy(peer, shards, values[peer])
         slot.has_all_peer_copies = True
         self._wait(sends)
+        return self._clock() - began_s - waited_s
 
-    def _agreed_interval(self, timing: "_Timing | None", group: dist.ProcessGroup) -> int:
+    def _agreed_interval(self, timing: "_Timing", moved_s: float, group: dist.ProcessGroup) -> int:
         """Return the interval for the slowest rank. After this call all ranks have received all
         their copies of this step."""
         steps = torch.zeros(1, dtype=torch.float64)
-        if timing is not None and timing.step_s > 0:
-            steps[0] = (self._clock() - timing.began_s) / timing.step_s
+        if timing.step_s > 0:
+            steps[0] = (timing.taken_s + moved_s) / timing.step_s
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=group)
         slowest = float(steps)
         return interval_of(slowest) if slowest > 0 else FIRST_INTERVAL
@@ -462,53 +468,84 @@ class PeerCopies:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Start of a copy, and the mean time of the steps before it, in seconds."""
+    """Time in which the trainer has made a snapshot, and the mean time of the steps before it."""
 
-    began_s: float
+    taken_s: float
     step_s: float
 
 
-_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing | None] | None]
+_Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing] | None]
 
 
 class Catalogue:
-    """The inventory that each rank announced last."""
+    """The inventory and the values that each rank announced last."""
 
     def __init__(self, world_size: int) -> None:
         self.names: frozenset[str] = frozenset()
         """Names of all tensors on any rank."""
-        self._announced: Inventory | None = None
-        self._known: list[Inventory | None] = [None] * world_size
+        self._outline: Mapping[str, object] | None = None
+        self._own = self._announced = inventory_of([])
+        self._values = ""
+        self._inventories: list[Inventory | None] = [None] * world_size
+        self._all_values: list[Mapping[str, Any]] = [{} for _ in range(world_size)]
 
-    def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
-        """Exchange the inventories of a step, by a collective, and return each rank's values.
-        Raises InternalError if the ranks are at different steps, and MalformedMessage."""
-        inventory = inventory_of([StateShard(step=0, shards=own.shards)])
-        announcement = None if inventory == self._announced else to_json(inventory)
-        self._announced = inventory
-        messages = gather(pack([own.step, dict(own.values), announcement]), group)
-        all_values: list[Mapping[str, Any]] = []
-        for rank, message in enumerate(messages):
-            try:
-                step, values, content = unpack(message, rank)
-                all_values.append(dict(values))
-            except (TypeError, ValueError) as error:
-                raise malformed(rank, f"{type(error).__name__}: {error}") from error
+    def inventory_of(self, own: StateShard) -> Inventory:
+        """Return the inventory of this rank's state shard, without step and values: the same object
+        as last time if the tensors are the same. What depends on names, shapes and chunks only is
+        computed once for each such object."""
+        outline = {
+            name: (shard.shape, shard.chunk, shard.tensor.dtype)
+            for name, shard in own.shards.items()
+        }
+        if outline != self._outline:
+            self._own = inventory_of([StateShard(step=0, shards=own.shards)])
+            self._outline = outline
+        return self._own
+
+    def announce(
+        self, own: StateShard, inventory: Inventory, group: dist.ProcessGroup
+    ) -> Sequence[Mapping[str, Any]]:
+        """Exchange what has changed in inventories and values, by a collective, and return each
+        rank's values. `inventory`: of `own`; only another object counts as changed. Raises
+        InternalError if the ranks are at different steps, and MalformedMessage."""
+        # As text: the settings 1, 1.0 and True are equal, but not the same.
+        values = json.dumps(dict(own.values))
+        message = [
+            own.step,
+            values if values != self._values else None,
+            to_json(inventory) if inventory is not self._announced else None,
+        ]
+        self._announced, self._values = inventory, values
+        is_new = False
+        for rank, received in enumerate(gather(pack(message), group)):
+            step, has_inventory = self._note(rank, unpack(received, rank))
             if step != own.step:
                 raise InternalError(
                     "ranks copy their state at different steps",
                     seen=f"step {step} on rank {rank}",
                     expected=f"step {own.step} as on rank {group.rank()}",
                 )
-            if content is not None:
-                self._known[rank] = from_json(content, rank)
-        known = [each.metas for each in self._known if each is not None]
-        self.names = frozenset().union(*known)
-        return all_values
+            is_new = is_new or has_inventory
+        if is_new:
+            known = [each.metas for each in self._inventories if each is not None]
+            self.names = frozenset().union(*known)
+        return self._all_values
 
-    def of(self, rank: int) -> tuple[Mapping[str, Chunk], Mapping[str, Meta]]:
-        """Return the chunks of a rank, and the metas of its tensors. Raises MalformedMessage."""
-        inventory = self._known[rank]
+    def _note(self, rank: int, message: Any) -> tuple[Any, bool]:
+        """Note what a rank has announced. Return its step, and True if its inventory is new."""
+        try:
+            step, values, inventory = message
+            if values is not None:
+                self._all_values[rank] = dict(json.loads(values))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise malformed(rank, f"{type(error).__name__}: {error}") from error
+        if inventory is not None:
+            self._inventories[rank] = from_json(inventory, rank)
+        return step, inventory is not None
+
+    def of(self, rank: int) -> Inventory:
+        """Return the inventory of a rank. Raises MalformedMessage."""
+        inventory = self._inventories[rank]
         if inventory is None or len(inventory.listings) != 1:
             raise malformed(rank, "a copy without an inventory")
-        return inventory.listings[0].chunks, inventory.metas
+        return inventory

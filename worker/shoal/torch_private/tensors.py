@@ -17,10 +17,12 @@ from shoal.torch_private.watching import before_calls
 __all__ = ["pytree"]
 
 
-def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
+def foreach_copy_(
+    tensors: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False
+) -> None:
     """Copy each source into the tensor of the same index. The lists may be empty."""
     if tensors:
-        torch._foreach_copy_(tensors, sources)
+        torch._foreach_copy_(tensors, sources, non_blocking)
 
 
 def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:

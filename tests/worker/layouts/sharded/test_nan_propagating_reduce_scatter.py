@@ -1,16 +1,18 @@
 """Gradients that are not finite on one rank: all ranks that reduce them learn of it."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes.worlds import LaidOutTraining, Training, this_world
+from support.processes.worlds import LaidOutTraining, Losses, Training, this_world
 from support.training.elastic_bodies import Explodes
 from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
+from shoal.backends.process_group.reductions import add_up
 from shoal.layouts.sharded import nan_propagating_reduce_scatter
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan, spread_nan
@@ -78,15 +80,20 @@ class Scaled(nn.Module):
         return outputs
 
 
-def after_backward(faulty: int, shard: int | None = None) -> ShardedLayout:
+def after_backward(
+    faulty: int,
+    shard: int | None = None,
+    model: Callable[[int], nn.Module] = Scaled,
+    loss: Losses = lambda outputs, targets: (outputs - targets).sum(),
+) -> ShardedLayout:
     """Return the layout of this rank, which has computed the gradients of step 4."""
     group = dist.group.WORLD
     assert group is not None
     training = Training(
-        model=partial(Scaled, faulty),
+        model=partial(model, faulty),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         data=lambda: (torch.ones(12, 5), torch.zeros(12, 3)),
-        loss=lambda outputs, targets: (outputs - targets).sum(),
+        loss=loss,
     )
     world = this_world()
     options = ShardedOptions(min_group_bytes=1, shard=shard)
@@ -141,3 +148,56 @@ def test_a_sum_that_overflows_is_raised_on_its_rank_only() -> None:
         return raised_by(layout)
 
     assert run_in_memory(body, 2) == ["NonFiniteGradient", "nothing"]
+
+
+def test_a_sum_whose_overflows_make_one_parameter_nan_is_raised_on_its_rank_only() -> None:
+    """Regression: a rank that held two elements of a parameter took them for a fault of another
+    rank, and waited for a message of all."""
+
+    def body() -> str:
+        layout = after_backward(faulty=-1)
+        gradient: Any = layout.parameters["layer.bias"].grad
+        if layout.world.rank == 0:
+            gradient.to_local().fill_(torch.nan)
+        return raised_by(layout)
+
+    assert run_in_memory(body, 4, timeout_s=20.0) == ["NonFiniteGradient", *["nothing"] * 3]
+
+
+class Opposed(nn.Module):
+    """A model with one parameter of two elements. The gradient of the first one overflows, to an
+    infinity of another sign in the second half of the ranks."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        sign = 1.0 if 2 * dist.get_rank() < dist.get_world_size() else -1.0
+        return self.weight * torch.tensor([sign * torch.finfo(torch.float32).max, 0.0])
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_overflows_of_both_signs_are_raised_on_their_ranks_only(world_size: int) -> None:
+    """Regression: copies averaged infinities of both signs to NaN, in all that a rank held of a
+    parameter."""
+
+    def body() -> str:
+        return raised_by(after_backward(-1, 2, Opposed, lambda outputs, _: outputs.sum()))
+
+    found = run_in_memory(body, world_size, timeout_s=20.0)
+    assert found == ["NonFiniteGradient", "nothing"] * (world_size // 2)
+
+
+@pytest.mark.parametrize("num_elements", [1, 2, 3, 16, 1023])
+@pytest.mark.parametrize("num_ranks", [2, 8, 16, 32])
+def test_finite_parts_do_not_add_up_to_nan(num_ranks: int, num_elements: int) -> None:
+    """Regression: torch adds up in several sums, which overflowed to infinities of both signs."""
+    generator = torch.Generator().manual_seed(num_ranks * num_elements)
+    signs = torch.randint(0, 2, (num_ranks, num_elements), generator=generator) * 2 - 1
+    total = torch.empty(num_elements)
+    add_up(signs * torch.finfo(torch.float32).max, total)
+    assert not total.isnan().any()
+    numbers = torch.randn(num_ranks, num_elements, generator=generator)
+    add_up(numbers, total)
+    torch.testing.assert_close(total, numbers.sum(0))

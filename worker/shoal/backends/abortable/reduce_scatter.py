@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.backends.process_group.reductions import add_up
 from shoal.backends.process_group.transports import is_gloo
 
 
@@ -17,7 +18,7 @@ def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bo
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """Fill `own` with this rank's part of the sum or mean over the ranks, added in their order.
+    """Fill `own` with this rank's part of the sum or mean over the ranks, see `add_up`.
     Collective. `op`: ReduceOp.SUM or AVG, see `sends_each_part_once`.
 
     torch 2.13 makes Gloo sum the whole on every rank, and keeps only the rank's part: that sends
@@ -26,6 +27,6 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any
     """
     parts = torch.empty_like(whole)
     wait_abortable(dist.all_to_all_single(parts, whole, group=group, async_op=True), group)
-    torch.sum(parts.view(group.size(), *own.shape), dim=0, out=own)
+    add_up(parts.view(group.size(), *own.shape), own)
     if op == dist.ReduceOp.AVG:
         own.div_(group.size())

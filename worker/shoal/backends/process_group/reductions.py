@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec
 
+MANY_ELEMENTS = 1024
+"""Number of elements from which `add_up` leaves the order of additions to torch: that is faster."""
 _Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
 _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
     _Op.SUM: torch.add,
@@ -58,3 +60,21 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
     for part in parts[1:]:
         fold(total, part, out=total)
     return total.div_(len(parts)) if op == _Op.AVG else total
+
+
+def add_up(parts: Tensor, total: Tensor) -> None:
+    """Fill `total` with the sum of the parts, over their first dimension. Finite parts never make
+    all of `total` NaN: added one after the other, they overflow to an infinity and stay there.
+
+    torch adds eight or more parts in several sums of their own, two of which may overflow to
+    infinities of different signs. Among many elements, some are spared this.
+    """
+    if total.numel() >= MANY_ELEMENTS:
+        torch.sum(parts, dim=0, out=total)
+        return
+    is_half = parts.dtype in (torch.float16, torch.bfloat16)
+    # Rounded once, as by torch.
+    wide = parts[0].to(torch.float32 if is_half else parts.dtype, copy=True)
+    for part in parts[1:]:
+        wide.add_(part)
+    total.copy_(wide)

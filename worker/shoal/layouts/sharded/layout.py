@@ -122,6 +122,8 @@ class ShardedLayout(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
         """Reductions, by the first module of each group of modules."""
+        self._reduced_with: dict[str, Sequence[str]] = {}
+        """Names of all parameters that are reduced together, by the name of each."""
         self._losses = PendingLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
@@ -241,6 +243,7 @@ class ShardedLayout(Layout):
             self.world.exchanges.report_refusal(refusal)
 
     def _set_reduction(self, module: Any, names: Sequence[str]) -> None:
+        self._reduced_with.update(dict.fromkeys(names, names))
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
             reduction.number = len(self._reductions)
@@ -335,10 +338,11 @@ class ShardedLayout(Layout):
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
-        """True if the fault was spread to all ranks as NaN, so that all of them find it."""
-        gradient: Any = self._parameters[name].grad
-        # An overflow of the sum leaves infinities instead, and seldom in all elements.
-        return gradient is None or bool(gradient.to_local().isnan().all())
+        """True if the fault was spread to all ranks as NaN, so that all of them find it: this
+        rank's part of all gradients that were reduced together is NaN. An overflow of the sum has
+        another result: see `add_up` and `average`; NCCL's rings add one rank after the other."""
+        gradients: Any = (self._parameters[each].grad for each in self._reduced_with[name])
+        return all(bool(g.to_local().isnan().all()) for g in gradients if g is not None)
 
     def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)

@@ -125,9 +125,16 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
-    """Average the rows over the copies, in place. Collective among `copies`."""
+    """Average the rows over the copies, in place. Collective among `copies`.
+
+    The result is NaN only where rows are. So infinities get one sign; and the sum of finite rows,
+    divided by a power of two at first, cannot overflow to an infinity of the other sign.
+    """
+    divisor = 1 << (copies.size() - 1).bit_length()
+    rows.div_(divisor)
+    torch.nan_to_num(rows, nan=math.nan, posinf=math.inf, neginf=math.inf, out=rows)
     all_reduce(rows, copies)
-    rows.div_(copies.size())
+    rows.div_(copies.size() / divisor)
 
 
 def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:

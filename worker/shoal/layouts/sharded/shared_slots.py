@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.gather import final_barrier
+from shoal.backends.process_group.reductions import add_up
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
 from shoal.backends.shared_memory.regions import KeptRegions
@@ -132,8 +133,8 @@ class SharedSlots:
         return self._summed[start : start + num_bytes]
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
-        """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. Returns False, on all ranks, if `whole` is too large; otherwise makes a
+        """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, see `add_up`.
+        Returns False, on all ranks, if `whole` is too large; otherwise makes a
         barrier, and raises what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG.
         `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -153,7 +154,7 @@ class SharedSlots:
             (NUM_SUMMED * self._summed_bytes // width, 1),
             self._start_of(0) // width + self._memory.rank * own.numel(),
         )
-        torch.sum(parts, dim=0, out=own)
+        add_up(parts, own)
         if op == dist.ReduceOp.AVG:
             own.div_(world_size)
         self._num_sums += 1

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.model.local_parts import placed_like
 from shoal.model.trained_parameters import are_same
+from shoal.state.optimizer_state import contents_of
 from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, own_parts
 from shoal.torch_private.tensors import all_writes, num_writes
 
@@ -145,7 +146,7 @@ class StateWrites:
 
     def begin(self, optimizers: Collection[Optimizer]) -> list[Tensor]:
         """Begin a step: note the state's objects. Returns the tensors to be saved."""
-        contents = _contents_of(optimizers)
+        contents = contents_of(optimizers)
         if not are_same(contents, self._contents):
             self._note_objects(optimizers)
             self._contents = contents
@@ -227,15 +228,3 @@ def tensors_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """List the tensors in the state of optimizers."""
     states = (state for each in optimizers for state in each.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-
-def _contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
-    """List optimizers, and the keys and values of their state."""
-    contents: list[object] = []
-    for each in optimizers:
-        contents.append(each)
-        for parameter, state in each.state.items():
-            contents.append(parameter)
-            contents += state
-            contents += state.values()
-    return contents

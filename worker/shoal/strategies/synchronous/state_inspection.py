@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 
 from shoal.backends.abortable.gather import barrier_after_collective, gather
 from shoal.model.several import optimizers_of
-from shoal.model.trained_parameters import are_same
-from shoal.state.optimizer_state import take_settings
+from shoal.state.optimizer_state import InspectedObjects, contents_of, take_settings
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 
@@ -22,8 +21,8 @@ class StateInspection:
     """
 
     def __init__(self) -> None:
-        self._state = _InspectedObjects()
-        self._settings = _InspectedObjects()
+        self._state = InspectedObjects()
+        self._settings = InspectedObjects()
         self.refusal: ShoalError | None = None
         """The error that refuses the state after the latest step; None if it is accepted."""
 
@@ -39,11 +38,7 @@ class StateInspection:
         if not self._settings.has(settings):
             take_settings(optimizer)
             self._settings.keep(settings)
-        state: list[object] = []
-        for each in optimizers:
-            for owner, kept in each.state.items():
-                state.append(owner)
-                state += kept.values()
+        state = contents_of(optimizers)
         if not self._state.has(state):
             try:
                 look()
@@ -67,21 +62,3 @@ class StateInspection:
         if refusal is not None:
             barrier_after_collective(group)
             raise ShoalError.from_dict(refusal)
-
-
-class _InspectedObjects:
-    """Objects that were inspected."""
-
-    def __init__(self) -> None:
-        self._contents: list[object] = []
-        self._can_change = False
-        """True if one of them is a list or dict."""
-
-    def has(self, contents: list[object]) -> bool:
-        """True if these are the same objects, and cannot have changed."""
-        return not self._can_change and are_same(contents, self._contents)
-
-    def keep(self, contents: list[object]) -> None:
-        """Note these objects as inspected."""
-        self._contents = contents
-        self._can_change = any(isinstance(each, list | dict) for each in contents)
