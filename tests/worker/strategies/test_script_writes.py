@@ -230,7 +230,7 @@ def seen_by_peers(name: str, given: Callable[[Any], None], to_optimizer: bool = 
     }
     strategy.withdraw_step()
     member.compute(writes, first=True)
-    held = strategy._peer_checkpoints._copies._slots[-1].own
+    held = strategy._peer_checkpoints._copies._slots[-1].own_copy
     assert held is not None and held.step == 3
     same = all(held.shards[name].tensor.equal(tensor) for name, tensor in committed.items())
     strategy.withdraw_step()

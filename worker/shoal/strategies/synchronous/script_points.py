@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 LOOK_AFTER_S = 2.0
 """Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""If `limit_s` is short, a wait is examined after `limit_s` / this number, so that members are
+"""Divisor of a short limit: a wait is examined after `limit_s` / this number, so that members are
 notified before the limit ends the generation."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between two looks at the same wait grow."""
