@@ -177,7 +177,7 @@ class Case:
         pod = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
         [container] = pod["containers"]
         script = ["/script/train.py", self.strategy, str(self.num_steps)]
-        container["command"] = [*container["command"][:-2], *script]
+        container["args"] = script
         [name] = [
             r["metadata"]["name"]
             for r in resources

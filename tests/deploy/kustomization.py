@@ -14,16 +14,37 @@ Resource = dict[str, Any]
 
 KNOWN = {
     *("apiVersion", "kind", "namespace", "resources", "configMapGenerator", "replicas", "images"),
-    "patches",
+    *("patches", "components"),
 }
 
 
 def render(folder: Path) -> list[Resource]:
     """The resources of a kustomization. Raises ValueError on a field that it does not render."""
-    spec = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    spec = _read(folder)
+    resources = [item for entry in spec["resources"] for item in _load(folder / entry)]
+    for entry in spec.get("components", ()):
+        resources = _transformed(resources, _read(folder / entry))
+    resources = _transformed(resources, spec)
+    for resource in resources:
+        if resource["kind"] == "RoleBinding":
+            for subject in resource["subjects"]:
+                subject["namespace"] = spec["namespace"]
+        if resource["kind"] == "Namespace":
+            resource["metadata"]["name"] = spec["namespace"]
+        else:
+            resource["metadata"]["namespace"] = spec["namespace"]
+    return resources
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    spec: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
     if unknown := set(spec) - KNOWN:
         raise ValueError(f"{folder}: cannot render {sorted(unknown)}; known are {sorted(KNOWN)}")
-    resources = [item for entry in spec["resources"] for item in _load(folder / entry)]
+    return spec
+
+
+def _transformed(resources: list[Resource], spec: dict[str, Any]) -> list[Resource]:
+    """Apply what a kustomization or a component changes in the resources."""
     for generator in spec.get("configMapGenerator", ()):
         _generate(resources, generator)
     for replicas in spec.get("replicas", ()):
@@ -35,14 +56,6 @@ def render(folder: Path) -> list[Resource]:
             _rename_image(container, image)
     for patch in spec.get("patches", ()):
         resources = _patched(resources, patch["target"], yaml.safe_load(patch["patch"]))
-    for resource in resources:
-        if resource["kind"] == "RoleBinding":
-            for subject in resource["subjects"]:
-                subject["namespace"] = spec["namespace"]
-        if resource["kind"] == "Namespace":
-            resource["metadata"]["name"] = spec["namespace"]
-        else:
-            resource["metadata"]["namespace"] = spec["namespace"]
     return resources
 
 
@@ -104,7 +117,7 @@ def _apply(resource: Resource, operation: dict[str, Any]) -> None:
     if operation["op"] not in ("add", "replace", "test"):
         raise ValueError(f"cannot render {operation['op']}")
     if isinstance(place, list) and operation["op"] == "add":
-        place.insert(int(last), operation["value"])
+        place.insert(len(place) if last == "-" else int(last), operation["value"])
         return
     key = int(last) if isinstance(place, list) else last
     if operation["op"] == "test":

@@ -107,6 +107,22 @@ def test_the_spot_overlay_can_be_expressed_in_values() -> None:
     assert ours["Deployment", "worker"] == theirs["Deployment", "worker"]
 
 
+def test_a_script_and_volumes_are_named_in_values() -> None:
+    volume = {"name": "training", "persistentVolumeClaim": {"claimName": "training"}}
+    mount = {"name": "training", "mountPath": "/training"}
+    values = {
+        "worker.script": ["train.py", "--lr=0.1"],
+        "worker.volumes": [volume],
+        "worker.volumeMounts": [mount],
+    }
+    worker = find(template(values), kinds={"Deployment"}, name="worker")
+    pod = worker["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["args"] == ["train.py", "--lr=0.1"]
+    assert pod["volumes"][-1] == volume
+    assert container["volumeMounts"][-1] == mount
+
+
 def spec(resources: list[Resource]) -> JobSpec:
     """The bounds that new workers get."""
     job = find(resources, kinds={"ConfigMap"}, name="job")["data"]

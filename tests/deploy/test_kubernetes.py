@@ -1,6 +1,7 @@
 """The Kubernetes manifests render, are valid, and agree with each other and with the program."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ import yaml
 from deploy.kustomization import Resource, containers, find, render, workloads
 from deploy.pods import config, expand, variables
 from deploy.scripts import credentials
+from support.docs.pages import DOCS, blocks
 
 from shoal.launcher.run_config import member_ids
 from shoal_client.cli import installed_commands, read_config
@@ -93,6 +95,40 @@ def test_kubectl_renders_the_same(variant: Path) -> None:
     assert not output.stderr, "a warning counts as a failure"
     theirs = without_hashes(list(yaml.safe_load_all(output.stdout)))
     assert theirs == without_hashes(render(variant))
+
+
+@pytest.mark.parametrize("components", [(), ("gpu",), ("spot",), ("gpu", "spot"), ("spot", "gpu")])
+def test_the_pages_overlay_trains_a_script_of_ones_own(
+    tmp_path: Path, components: tuple[str, ...]
+) -> None:
+    """The overlay of docs/deploy.md sets image, script, job and volume, with any components."""
+    [page] = [b for b in blocks(DOCS / "deploy.md", "yaml") if b.startswith("apiVersion: kust")]
+    folder = os.path.relpath(KUBERNETES, tmp_path)
+    named = [f"{folder}/components/{name}" for name in components]
+    text = re.sub(r"(?m)^# components:.*", f"components: {json.dumps(named)}", page)
+    assert text != page
+    text = text.replace("path/to/deploy/kubernetes", folder)
+    if "gpu" in components:
+        assert "with components/gpu: name: shoal/worker-cuda" in page
+        text = text.replace("{name: shoal/worker,", "{name: shoal/worker-cuda,")
+    (tmp_path / "kustomization.yaml").write_text(text)
+    ours = render(tmp_path)
+    pod = find(ours, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
+    [worker] = pod["containers"]
+    assert worker["image"] == "registry.example/my-training:1"
+    assert worker["args"] == ["train.py", "--lr=0.1"]
+    assert "--finished-file=/tmp/finished" in worker["command"]
+    assert ("--grace-s=12" in worker["command"]) == ("spot" in components)
+    assert ("nvidia.com/gpu" in worker["resources"]["limits"]) == ("gpu" in components)
+    expected = {"gpu": 1, "spot": 3}
+    assert len(pod["tolerations"]) == sum(expected[name] for name in components)
+    mounted = {mount["name"] for mount in worker["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} >= {"training"}
+    assert config(ours, "job")["SHOAL_JOB"] == "my-run"
+    output = subprocess.run(
+        [kubectl(), "kustomize", str(tmp_path)], capture_output=True, check=True, text=True
+    )
+    assert without_hashes(list(yaml.safe_load_all(output.stdout))) == without_hashes(ours)
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ def test_every_role_becomes_ready_and_a_worker_drains(images: str, secrets: Path
     resources = render(KUBERNETES / "overlays/dev")
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
     [container] = worker["containers"]
-    container["args"] = ["--epochs=1000"]  # still trains during the checks
+    container["args"].append("--epochs=1000")  # still trains during the checks
     with started(resources, {"etcd", "coordinator", "ps", "worker"}, images, secrets) as pods:
         wait_until_ready(pods, 180)
         url = "/api/v1/jobs/digits"

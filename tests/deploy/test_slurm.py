@@ -180,3 +180,38 @@ def test_the_batch_script_reports_a_missing_script_or_slurm(tmp_path: Path) -> N
         )
         assert done.returncode != 0 and message in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("WORKERS_PER_NODE", each) for each in ("0", "2(x0)", "4,,2", "2(x99999999)", "-1", "a")),
+        *(("MIN_NODES", each) for each in ("abc", "0", "3", "1.5", "08")),
+        *(("MAX_REQUEUES", each) for each in ("-1", "many")),
+        *(("PARAMETER_SERVERS", each) for each in ("-1", "9", "x")),
+        *(("SHOAL_PORT", each) for each in ("80", "70000")),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_before_anything_starts(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    """The job has two nodes. Nine parameter servers would use the next job's ports."""
+    done = subprocess.run(
+        ["bash", SCRIPT, "train.py"],
+        env={
+            "PATH": os.environ["PATH"],
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "TMPDIR": str(tmp_path),
+            name: value,
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"bad {name}; saw '{value}'; expected "), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -87,7 +87,10 @@ TABLE = {
     ("docs/data.md", "ProposalConflict: members"): "tests/worker/data/test_content.py",
     ("docs/data.md", "urls = "): "tests/worker/data/test_shards.py",
     ("docs/deploy.md", "docker compose up"): COMPOSE,
-    ("docs/deploy.md", "docker compose build"): CLUSTER,
+    ("docs/deploy.md", "docker compose -f docker-compose.yml build"): NOT_RUN
+    + "builds an image of one's own; compose-test builds and runs the others",
+    ("docs/deploy.md", "export SHOAL_IMAGES"): CLUSTER,
+    ("docs/deploy.md", "kubectl apply -k"): CLUSTER,
     ("docs/deploy.md", "sbatch"): "tests/deploy/test_slurm.py",
     ("docs/deploy.md", "kubectl create namespace"): "tests/deploy/test_cert_manager.py",
     ("docs/deploy.md", "kubectl -n shoal delete deployment,role"): NOT_RUN

@@ -365,8 +365,8 @@ class Launcher:
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:
-        """Return the exit code of the run. If the job was completed, it is 0, even after a signal,
-        unless a script itself has failed."""
+        """Return the exit code of the run. If the job was completed by a script that ended with 0,
+        or without this run, it is 0, even after a signal, unless a script itself has failed."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are no failures of the job.
