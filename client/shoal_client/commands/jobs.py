@@ -141,7 +141,8 @@ def stop(config: StopConfig) -> int:
         standing = coordinators.call(_stop, request, timeout_s=ANSWER_WITHIN_S)
         if standing.phase not in OVER:
             num = len(standing.member_ids)
-            print(f"job {config.job}: {num} members end at their next step boundary", flush=True)
+            members_end = "1 member ends at its" if num == 1 else f"{num} members end at their"
+            print(f"job {config.job}: {members_end} next step boundary", flush=True)
         deadline_s = time.monotonic() + config.wait_s
         while standing.phase not in OVER and time.monotonic() < deadline_s:
             # Commands are not notified of a job's end, so ask for it a few times a second.
