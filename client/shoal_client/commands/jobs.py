@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
+from shoal_proto.phases import SHOWN_PHASES
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -183,7 +184,8 @@ def wait(config: WaitConfig) -> int:
     if phase in OVER:
         print(f"job {config.job} is {phase} ({printable(reason)})")
         return 0 if phase == "finished" else 1
-    print(f"job {config.job} is not over: {phase}{f' ({printable(reason)})' if reason else ''}")
+    state = SHOWN_PHASES.get(phase, phase)
+    print(f"job {config.job} is not over: {state}{f' ({printable(reason)})' if reason else ''}")
     return os.EX_TEMPFAIL
 
 

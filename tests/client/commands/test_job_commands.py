@@ -84,6 +84,8 @@ async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFix
         assert code == 1
         assert "job j is stopped" in capsys.readouterr().out
         assert await at.shoal("retry", "j", "--from-scratch") == 0
+        assert await at.shoal("wait", "j", "--wait-s", "0") == os.EX_TEMPFAIL
+        assert "job j is not over: waiting" in capsys.readouterr().out
         leaves = [
             asyncio.to_thread(member.leave, completed=True, reason="")
             for member in await at.members.training("c", "d")
