@@ -725,6 +725,21 @@ def test_a_launcher_ends_with_a_job_that_others_ended(
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_a_worker_that_starts_is_ended_with_its_stopped_job(
+    shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would join the job once an operator retries it; the launcher does not wait for
+    the grace time."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    book.phase = "stopped"
+    script = "import os, sys\nif os.environ['SHOAL_MEMBER_ID'] == 'w-0':\n    sys.exit(143)\n"
+    code, output = finish(shoal_run(script + WAIT, "-n", "2", "--job", "j", "--grace-s", "600"))
+    assert code == 143, output
+    assert "job j is stopped: ending w-1, which starts" in output
+    assert "w-1 was killed by SIGTERM; job j is stopped" in output
+
+
 def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

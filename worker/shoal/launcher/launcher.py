@@ -257,8 +257,9 @@ class Launcher:
         slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
-        if code == 0:
-            # The answer shows if the worker has finished the job or left before the last batch.
+        if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):
+            # The answer shows if the worker has finished the job or left before the last batch, and
+            # if the job was stopped.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
