@@ -184,7 +184,7 @@ class StatusClient:
             shown = ", ".join(known[:MAX_SHOWN_MEMBERS])
             raise UnknownMember(
                 f"no job has a member {member_id}",
-                expected=f"one of {shown}" if shown else "a job with members",
+                expected=f"one of {shown}" if shown else "an existing member",
                 fix="`shoal status` lists the members.",
             )
         return str(found[0])
@@ -315,7 +315,7 @@ def why(config: WhyConfig) -> int:
             try:
                 return _why_job(client.job(config.name), as_json=config.as_json)
             except UnknownJob as error:
-                job = _job_of_member(client, config.name, error)
+                job = job_of_member(client, config.name, error)
         answer = client.why(job, config.name)
     if config.as_json:
         print(json.dumps(answer, indent=2))
@@ -334,12 +334,19 @@ def why(config: WhyConfig) -> int:
     return 0
 
 
-def _job_of_member(client: StatusClient, name: str, error: UnknownJob) -> str:
-    """The job of the member of this name. Raises `error` if there is no such member."""
+def job_of_member(client: StatusClient, name: str, no_job: UnknownJob) -> str:
+    """The job of the member of this name. Raises UnknownJob if there is no such member. `no_job`:
+    the coordinator's error for a job of this name."""
     try:
         return client.job_of(name)
-    except UnknownMember:
-        raise error from None
+    except UnknownMember as no_member:
+        raise UnknownJob(
+            f"no job and no member is named {name}",
+            seen=name,
+            expected=f"{no_job.expected}, or {no_member.expected}",
+            fix="Both exist once a worker has joined; workers may still start."
+            " `shoal status` lists jobs and members.",
+        ) from None
 
 
 def _why_job(job: Json, *, as_json: bool) -> int:
