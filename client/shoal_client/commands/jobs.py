@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import check_name
+from shoal_proto.phases import SHOWN_PHASES
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -141,7 +142,8 @@ def stop(config: StopConfig) -> int:
         standing = coordinators.call(_stop, request, timeout_s=ANSWER_WITHIN_S)
         if standing.phase not in OVER:
             num = len(standing.member_ids)
-            print(f"job {config.job}: {num} members end at their next step boundary", flush=True)
+            members_end = "1 member ends at its" if num == 1 else f"{num} members end at their"
+            print(f"job {config.job}: {members_end} next step boundary", flush=True)
         deadline_s = time.monotonic() + config.wait_s
         while standing.phase not in OVER and time.monotonic() < deadline_s:
             # Commands are not notified of a job's end, so ask for it a few times a second.
@@ -182,7 +184,8 @@ def wait(config: WaitConfig) -> int:
     if phase in OVER:
         print(f"job {config.job} is {phase} ({printable(reason)})")
         return 0 if phase == "finished" else 1
-    print(f"job {config.job} is not over: {phase}{f' ({printable(reason)})' if reason else ''}")
+    state = SHOWN_PHASES.get(phase, phase)
+    print(f"job {config.job} is not over: {state}{f' ({printable(reason)})' if reason else ''}")
     return os.EX_TEMPFAIL
 
 

@@ -5,7 +5,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import StatusClient
+from shoal_client.commands.status import StatusClient, job_of_member
 from shoal_client.local.worker_logs import log_path, log_root, older
 from shoal_proto.errors import (
     AccessDenied,
@@ -103,9 +102,8 @@ def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
         return config
     try:
         client.job(config.name)
-    except UnknownJob:
-        with suppress(UnknownMember):
-            return replace(config, of_job=client.job_of(config.name))
+    except UnknownJob as error:
+        return replace(config, of_job=job_of_member(client, config.name, error))
     return config
 
 

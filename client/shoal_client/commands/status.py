@@ -55,7 +55,8 @@ class StatusConfig:
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Show only this job."""
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
-    """Also show jobs that have ended. By default they are only counted."""
+    """Also show jobs that have ended. By default they are only counted, and the newest of them is
+    shown if all jobs have ended."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
 
     def __post_init__(self) -> None:
@@ -183,7 +184,7 @@ class StatusClient:
             shown = ", ".join(known[:MAX_SHOWN_MEMBERS])
             raise UnknownMember(
                 f"no job has a member {member_id}",
-                expected=f"one of {shown}" if shown else "a job with members",
+                expected=f"one of {shown}" if shown else "an existing member",
                 fix="`shoal status` lists the members.",
             )
         return str(found[0])
@@ -252,12 +253,13 @@ class StatusClient:
 
 
 def status(config: StatusConfig) -> int:
-    """Print the jobs that have not ended; with `every` all jobs, with `job` only that job."""
+    """Print the jobs that have not ended, or else the job that ended last; with `every` all jobs,
+    with `job` only that job."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()
-        known = [each for each in every if config.every or config.as_json or not _is_over(each)]
-        names = [config.job] if config.job else [job["job"] for job in known]
+        shown = every if config.every or config.as_json else _shown_by_default(every)
+        names = [config.job] if config.job else [job["job"] for job in shown]
         jobs = [{**client.job(name), **_shards(client, name)} for name in names]
         scripts = [] if config.job else _series_without_job(client, [job["job"] for job in every])
     if config.as_json:
@@ -270,8 +272,10 @@ def status(config: StatusConfig) -> int:
         _print_job(console, job)
     for series in scripts:
         _print_weights(console, series)
-    if num_over := len(every) - len(known):
-        console.print(f"\n{num_over} more have ended: --all shows them, `shoal jobs` lists them")
+    if num_over := len(every) - len(shown):
+        jobs_have, them = ("job has", "it") if num_over == 1 else ("jobs have", "them")
+        text = f"{num_over} more {jobs_have} ended: --all shows {them}, `shoal jobs` lists {them}"
+        console.print(f"\n{text}")
     return 0
 
 
@@ -285,8 +289,10 @@ def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]
     return [each for each in found if each["series"].partition("/")[0] not in jobs]
 
 
-def _is_over(job: Json) -> bool:
-    return bool(job["ended_unix_s"])
+def _shown_by_default(jobs: Json) -> Json:
+    """The jobs that have not ended; the job that ended last if all have."""
+    left = [each for each in jobs if not each["ended_unix_s"]]
+    return left or sorted(jobs, key=lambda job: job["ended_unix_s"])[-1:]
 
 
 def _shards(client: StatusClient, job: str) -> Json:
@@ -309,7 +315,7 @@ def why(config: WhyConfig) -> int:
             try:
                 return _why_job(client.job(config.name), as_json=config.as_json)
             except UnknownJob as error:
-                job = _job_of_member(client, config.name, error)
+                job = job_of_member(client, config.name, error)
         answer = client.why(job, config.name)
     if config.as_json:
         print(json.dumps(answer, indent=2))
@@ -328,12 +334,19 @@ def why(config: WhyConfig) -> int:
     return 0
 
 
-def _job_of_member(client: StatusClient, name: str, error: UnknownJob) -> str:
-    """The job of the member of this name. Raises `error` if there is no such member."""
+def job_of_member(client: StatusClient, name: str, no_job: UnknownJob) -> str:
+    """The job of the member of this name. Raises UnknownJob if there is no such member. `no_job`:
+    the coordinator's error for a job of this name."""
     try:
         return client.job_of(name)
-    except UnknownMember:
-        raise error from None
+    except UnknownMember as no_member:
+        raise UnknownJob(
+            f"no job and no member is named {name}",
+            seen=name,
+            expected=f"{no_job.expected}, or {no_member.expected}",
+            fix="Both exist once a worker has joined; workers may still start."
+            " `shoal status` lists jobs and members.",
+        ) from None
 
 
 def _why_job(job: Json, *, as_json: bool) -> int:

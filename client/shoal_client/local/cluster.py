@@ -35,7 +35,7 @@ from shoal_client.local.etcd import (
     start_members,
 )
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
-from shoal_client.local.options import ClusterOptions
+from shoal_client.local.options import DEFAULT_NUM_SERVERS
 from shoal_client.local.process import ChildCommand, Process, Supervisor, stop_all
 from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import InvalidSpec, Unavailable
@@ -51,7 +51,7 @@ class LocalClusterConfig:
 
     directory: Path
     """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
-    num_parameter_servers: int = ClusterOptions.num_parameter_servers
+    num_parameter_servers: int = DEFAULT_NUM_SERVERS
     first_parameter_server: int = 0
     """Number in the id of the first server; machines of one cluster have different ones."""
     parameters: bool = True

@@ -15,13 +15,14 @@ _LIMIT = Parameter(
         help="By default the limits of `shoal coordinator`, which `shoal config` shows.",
     ),
 )
+DEFAULT_NUM_SERVERS = 2
 LIMITS = ("heartbeat_s", "join_s", "collective_s", "wait_for_members_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    num_parameter_servers: Annotated[int, Parameter(name="--ps", metavar="N")] = 2
-    """Number of parameter servers in the cluster that is started."""
+    num_servers_given: Annotated[int | None, Parameter(name="--ps", metavar="N")] = None
+    """Number of parameter servers in the cluster that is started. By default 2."""
     insecure: bool = False
     """Start the cluster without TLS: every user of this machine can then read its parameters and
     end its jobs. By default certificates are made for it, and your other commands find them."""
@@ -40,6 +41,10 @@ class ClusterOptions:
             raise InvalidSpec(
                 "bad --ps", seen=str(self.num_parameter_servers), expected="0 or more"
             )
+
+    @property
+    def num_parameter_servers(self) -> int:
+        return DEFAULT_NUM_SERVERS if self.num_servers_given is None else self.num_servers_given
 
     @property
     def limits(self) -> Mapping[str, float]:

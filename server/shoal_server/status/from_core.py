@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shoal_proto.incarnation import public_id
+from shoal_proto.phases import SHOWN_PHASES
 from shoal_server.core.driver.liveness import HeartbeatHistory
 from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
 from shoal_server.core.job.job import Job
@@ -41,13 +42,6 @@ OWN_CODE_SHOWN_AFTER_S = 5.0
 MAX_AWAY = 3
 MAX_READERS = 200
 """Maximum number of readers shown of one series; readers whose bytes differ come first."""
-SHOWN_PHASES: Mapping[str, str] = {
-    "collect": "waiting",
-    "prepare": "starting",
-    "committed": "starting",
-    "aborted": "starting",
-}
-"""States that people see in the phases before training."""
 
 
 @dataclass(frozen=True, kw_only=True)

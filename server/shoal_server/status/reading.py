@@ -113,7 +113,8 @@ class StatusQueries:
                 f"there is no job {name}",
                 seen=name,
                 expected=_one_of(sorted(job.summary.job for job in self.source.jobs()), "job"),
-                fix="`shoal jobs --all` lists the jobs.",
+                fix="A job is made by the first worker that joins it; workers may still start."
+                " `shoal jobs --all` lists the jobs.",
             )
         return job
 
@@ -317,6 +318,6 @@ def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> 
 
 def _one_of(names: list[str], noun: str) -> str:
     if not names:
-        return f"no {noun} exists yet"
+        return f"an existing {noun}"
     shown = ", ".join(names[:10])
     return f"one of {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")

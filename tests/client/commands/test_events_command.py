@@ -157,6 +157,21 @@ def test_status_counts_ended_jobs_and_shows_them_with_all(
     assert parse(["status", "--http", url])() == 0
     shown = capsys.readouterr().out
     assert "digits" in shown and "old" not in shown
-    assert "1 more have ended: --all shows them" in shown
+    assert "1 more job has ended: --all shows it, `shoal jobs` lists it" in shown
     assert parse(["status", "--all", "--http", url])() == 0
     assert "old" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_status_shows_the_job_that_ended_last_if_all_have_ended(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user who looks after the end of a run sees its outcome."""
+    world.by_name.clear()
+    for name, ended_unix_s in (("b", 2.0), ("c", 9.0), ("a", 3.0)):
+        times = {"begun_unix_s": 1.0, "ended_unix_s": ended_unix_s}
+        world.put(status_world.job(name, phase="finished", state="finished", members=(), **times))
+    assert parse(["status", "--http", url])() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if "finished" in line] == [["c", "finished"]]
+    assert lines[-1] == "2 more jobs have ended: --all shows them, `shoal jobs` lists them"

@@ -38,7 +38,9 @@ async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFix
         stopping = at.shoal("stop", "j", "--reason", "seen enough")
         code, *_ = await asyncio.gather(stopping, *trainers)
         assert code == 0
-        assert "job j is stopped (seen enough)" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "job j: 2 members end at their next step boundary" in shown
+        assert "job j is stopped (seen enough)" in shown
         assert await at.shoal("jobs", "--json") == 0
         (job,) = json.loads(capsys.readouterr().out)
         assert (job["job"], job["state"], job["num_restarts"]) == ("j", "stopped", 0)
@@ -59,6 +61,17 @@ async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFix
 
 
 @pytest.mark.long
+async def test_the_stop_of_a_job_with_one_member_is_announced_in_the_singular(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with served_over_http() as at:
+        (member,) = await at.members.training("a")
+        trainer = asyncio.to_thread(train_on, member)
+        await asyncio.gather(at.shoal("stop", "j"), trainer)
+        assert "job j: 1 member ends at its next step boundary\n" in capsys.readouterr().out
+
+
+@pytest.mark.long
 async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 75 if the job is not over in time, 1 once it is stopped, and 0 once it is
     finished."""
@@ -71,6 +84,8 @@ async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFix
         assert code == 1
         assert "job j is stopped" in capsys.readouterr().out
         assert await at.shoal("retry", "j", "--from-scratch") == 0
+        assert await at.shoal("wait", "j", "--wait-s", "0") == os.EX_TEMPFAIL
+        assert "job j is not over: waiting" in capsys.readouterr().out
         leaves = [
             asyncio.to_thread(member.leave, completed=True, reason="")
             for member in await at.members.training("c", "d")

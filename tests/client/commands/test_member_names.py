@@ -14,7 +14,7 @@ from support.clusters.status_world import World
 from shoal_client.cli import installed_commands, main, parse, read_config
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.weights import weights
-from shoal_proto.errors import InvalidSpec, Unavailable, UnknownMember
+from shoal_proto.errors import InvalidSpec, Unavailable, UnknownJob, UnknownMember
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
 
@@ -74,6 +74,27 @@ def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -
         parse(["drain", "w9", "--http", url])()
     with pytest.raises(UnknownMember, match="`shoal status --job digits` lists the members"):
         parse(["why", "w9", "--job", "digits", "--http", url])()
+
+
+@pytest.mark.parametrize("command", ["why", "logs"])
+def test_a_job_whose_workers_still_start_is_explained(world: World, url: str, command: str) -> None:
+    """No job exists before the first worker has joined."""
+    world.by_name.clear()
+    with pytest.raises(UnknownJob) as raised:
+        parse([command, "not-yet-joined", "--http", url])()
+    assert "expected an existing job, or an existing member." in str(raised.value)
+    assert "workers may still start" in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["why", "logs"])
+def test_a_name_of_no_job_and_no_member_is_refused_as_either(url: str, command: str) -> None:
+    """The member may have been killed, and its new process may not have joined yet."""
+    with pytest.raises(UnknownJob) as raised:
+        parse([command, "w9", "--http", url])()
+    text = str(raised.value)
+    assert text.startswith("no job and no member is named w9; saw w9;"), text
+    assert "expected one of digits, or one of w0, w1, w2." in text
+    assert "`shoal status` lists jobs and members" in text
 
 
 @pytest.mark.long

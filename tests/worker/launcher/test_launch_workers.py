@@ -364,10 +364,11 @@ def test_a_script_for_torchrun_gets_a_hint(shoal_run: Run) -> None:
 def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
     """Workers are asked to end as by SIGTERM, wherever their scripts are."""
     process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")
-    read_until(process, "here", count=2)
+    first = "".join(read_until(process, "here", count=2))
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
+    assert "2 workers have started; they join the job after importing torch" in first + output
     assert "Traceback" not in output and "KeyboardInterrupt" not in output
 
 
@@ -725,6 +726,21 @@ def test_a_launcher_ends_with_a_job_that_others_ended(
 
 
 @pytest.mark.long
+def test_a_worker_that_starts_is_ended_with_its_stopped_job(
+    shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would join the job once an operator retries it; the launcher does not wait for
+    the grace time."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    book.phase = "stopped"
+    script = "import os, sys\nif os.environ['SHOAL_MEMBER_ID'] == 'w-0':\n    sys.exit(143)\n"
+    code, output = finish(shoal_run(script + WAIT, "-n", "2", "--job", "j", "--grace-s", "600"))
+    assert code == 143, output
+    assert "job j is stopped: ending w-1, which starts" in output
+    assert "w-1 was killed by SIGTERM; job j is stopped" in output
+
+
+@pytest.mark.long
 def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -763,6 +779,23 @@ signal.signal(signal.SIGTERM, drain)
     assert output.count("was drained") == 2
 
 
+@pytest.mark.long
+def test_workers_that_have_not_joined_are_no_workers_that_finish_a_step(
+    shoal_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line after a signal counts both kinds of workers."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+    claim = "\n".join(f"    {line}" for line in CLAIM.strip().splitlines())
+    script = f"import os\nif os.environ['SHOAL_MEMBER_ID'] != 'w-2':\n{claim}\n"
+    process = shoal_run(script + WAIT, "-n", "3", "--job", "j")
+    read_until(process, " pid ", count=3)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    expected = "2 workers finish their step and end, 1 worker ends before it has joined"
+    assert f"SIGTERM: {expected}; a second signal kills them" in output
+
+
 def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
     """A worker that does not end after SIGTERM is killed once --grace-s is over."""
     deaf = "import signal; signal.signal(15, lambda *_: print('deaf', flush=True)); "
@@ -788,7 +821,7 @@ signal.signal(signal.SIGTERM, drain)
     process = shoal_run(script + WAIT, "-n", "1")
     read_until(process, " pid ")
     process.send_signal(signal.SIGTERM)
-    read_until(process, "finishes its step")
+    read_until(process, "SIGTERM: 1 worker ends before it has joined")
     process.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
     code, output = finish(process)

@@ -125,6 +125,7 @@ class Launcher:
         ):
             for slot in self.slots:
                 self._start(slot, supervisor, board)
+            self._say(_started_text(len(self.slots)))
             while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
                 if isinstance(event, Process):
@@ -132,7 +133,7 @@ class Launcher:
                 elif isinstance(event, _Halted):
                     self._on_halted(event)
                 elif isinstance(event, _Signalled):
-                    self._interrupt(event)
+                    self._interrupt(event, board)
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
                 elif isinstance(event, WorkerStatus):
@@ -257,8 +258,9 @@ class Launcher:
         slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
-        if code == 0:
-            # The answer shows if the worker has finished the job or left before the last batch.
+        if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):
+            # The answer shows if the worker has finished the job or left before the last batch, and
+            # if the job was stopped.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
@@ -348,20 +350,18 @@ class Launcher:
             slot.exits.append(Exit(code=-signal.SIGKILL, ending=MembershipEnding.UNKNOWN))
             self._ended.append(slot.exits[-1])
 
-    def _interrupt(self, event: _Signalled) -> None:
+    def _interrupt(self, event: _Signalled, board: BeatBoard) -> None:
         # After the first signal, workers finish their step. A second signal, or the end of the
         # grace time, kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return
         self._interrupted = event.number
-        name, num = signal.Signals(event.number).name, len(self._worker_ends.running)
-        consequence = (
-            "1 worker finishes its step and ends"
-            if num == 1
-            else f"{num} workers finish their step and end"
-        )
-        self._say(f"{name}: {consequence}; a second signal kills {'it' if num == 1 else 'them'}")
+        running = self._worker_ends.running
+        num_joined = sum(board.slots[slot.index].has_joined(slot.pid) for slot in running)
+        consequence = _drain_text(num_joined, len(running) - num_joined)
+        name, them = signal.Signals(event.number).name, "it" if len(running) == 1 else "them"
+        self._say(f"{name}: {consequence}; a second signal kills {them}")
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:
@@ -468,3 +468,21 @@ class Launcher:
         finally:
             for each in self._logs:
                 each.close()
+
+
+def _started_text(num: int) -> str:
+    who = "1 worker has started; it joins" if num == 1 else f"{num} workers have started; they join"
+    return f"{who} the job after importing torch"
+
+
+def _drain_text(num_joined: int, num_starting: int) -> str:
+    """Text of what workers do after a first signal. `num_starting`: those that have not joined."""
+    parts = []
+    if num_joined:
+        one = "1 worker finishes its step and ends"
+        parts.append(one if num_joined == 1 else f"{num_joined} workers finish their step and end")
+    if num_starting:
+        one = "1 worker ends before it has joined"
+        several = f"{num_starting} workers end before they have joined"
+        parts.append(one if num_starting == 1 else several)
+    return ", ".join(parts) or "no worker runs"

@@ -150,6 +150,14 @@ class RunConfig:
                 expected="time limits only if the run starts a cluster of its own",
                 fix="Give them to `shoal up` or `shoal coordinator`.",
             )
+        if self.coordinators and self.cluster.num_servers_given is not None:
+            raise InvalidSpec(
+                "--ps is for a cluster of the run's own, and this run uses an existing one",
+                seen=f"--ps {self.cluster.num_servers_given} with the coordinator"
+                f" {','.join(self.coordinators)}",
+                expected="--ps only if the run starts a cluster of its own",
+                fix="Give it to `shoal up`, or start parameter servers with `shoal ps`.",
+            )
         if self.coordinators and self.cluster.insecure:
             raise InvalidSpec(
                 "--insecure is for a cluster of the run's own, and this run uses an existing one",

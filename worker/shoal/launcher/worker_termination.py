@@ -72,6 +72,8 @@ class WorkerTermination:
             self._over_s = math.inf
         elif self._over_s == math.inf:
             self._over_s = now_s + self._grace_s
+            if over == "stopped":
+                self._end_starting(board)
         elif now_s >= self._over_s:
             self._over_s = now_s + self._grace_s
             if stuck := [slot for slot in self.running if self._is_stuck(slot, over, board)]:
@@ -81,6 +83,15 @@ class WorkerTermination:
         if now_s >= self._kill_s:
             self._kill_s = math.inf
             self.kill(self.running)
+
+    def _end_starting(self, board: BeatBoard) -> None:
+        """Ask workers that have not joined to end: they would join the stopped job if an operator
+        retried it before they come to that."""
+        for slot in self.running:
+            assert slot.process is not None
+            if not board.slots[slot.index].has_joined(slot.pid):
+                self._say(f"job {self._job} is stopped: ending {slot.member_id}, which starts")
+                slot.process.terminate()
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
         """True if a worker is to be killed because its job has ended. After a finished job, a
