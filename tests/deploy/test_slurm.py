@@ -34,7 +34,9 @@ STAND_INS = {
     "srun": "exit $LAUNCHERS",
     "etcd": "exec sleep 60",
     "shoal": """case "$1 $2" in
-    coordinator* | ps* | "certs renew") exec sleep 60 ;;
+    coordinator* | "certs renew") exec sleep 60 ;;
+    # A parameter server has SIGTERM blocked, and ends at SIGINT.
+    ps*) exec python3 -c 'import signal; signal.signal(2, exit); signal.pause()' ;;
     wait*) exit $TRAINING ;;
     # The cluster is up once the script has noted the processes that it keeps.
     status*) cd "$TMPDIR"/shoal-7.* && ls etcd.pid coordinator.pid ;;

@@ -183,7 +183,7 @@ def _job_state(job: Job) -> str:
         return job.phase.value
     if job.members:
         return "running"
-    return "interrupted" if job.progress.reached or job.previous or job.running else "waiting"
+    return "interrupted" if job.progress.has_trained or job.previous or job.running else "waiting"
 
 
 def _idle_s(job: Job, now_s: float | None) -> float:

@@ -225,7 +225,7 @@ def test_a_push_to_another_epoch_is_refused_before_its_rows_arrive(small: Small)
         (bulk.header(FrameKind.PLACED, num_bytes=len(ROWS)), "shared memory"),
         (bulk.header(FrameKind.BEAT), "does not belong"),
         (bulk.header(FrameKind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
-        (_piece(77, ROWS), "not expected"),
+        (_piece(77, ROWS), "unexpected piece"),
     ],
 )
 def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, words: str) -> None:

@@ -300,7 +300,7 @@ def test_shards_of_an_earlier_run_are_not_those_of_the_next(
             ShardAssignment(shard_id=h.shard_id, epoch=1, primary=h.primary)
             for h in before.assignments.shards
         ),
-        run="the next one",
+        placement_id="the next one",
     )
     if missed:
         servers.run(write_assignments(servers.store, anew))

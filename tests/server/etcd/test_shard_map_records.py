@@ -78,7 +78,7 @@ async def test_a_primary_that_is_not_registered_has_the_address_of_its_successor
         ShardAssignment(shard_id=number, epoch=2, primary=Holder(server_id, "first"))
         for number, server_id in enumerate(("ps-0", "ps-1"))
     )
-    placed = JobAssignments(job="job", copies=1, shards=shards, run="run")
+    placed = JobAssignments(job="job", copies=1, shards=shards, placement_id="run")
     await write_assignments(store, placed)
 
     async def addresses() -> list[str]:

@@ -391,7 +391,7 @@ async def test_bad_creations_are_refused(world: World) -> None:
     unknown = Shard(shard_id=77, server_id="ps-0", epoch=1, dtype="float32")
     with pytest.raises(UnknownShard):
         await create(world, shards=[unknown], hold=True)
-    with pytest.raises(MalformedMessage, match="not expected"):
+    with pytest.raises(MalformedMessage, match="unexpected piece"):
         await create(world, SMALL, shards=[a_shard(LARGE)], hold=True)
     with pytest.raises(ShapeMismatch, match="ended within shard 1"):
         await create(world, SMALL, shards=[a_shard(SMALL), a_shard(LARGE)])

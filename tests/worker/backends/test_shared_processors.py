@@ -129,7 +129,7 @@ def crowded() -> Processors:
 def test_a_moved_rank_may_use_processors_that_its_cpuset_gets_later(kernel: Kernel) -> None:
     """A cpuset grows with `docker update --cpuset-cpus`, or when a pod with processors of its own
     has ended."""
-    crowded().part()
+    crowded().avoid_shared_processor()
     kernel.cpuset |= {1000, 1001}
     assert kernel.allowed() == {*ALLOWED, 1000, 1001}
 
@@ -138,7 +138,7 @@ def test_a_rank_that_the_user_binds_to_some_processors_of_a_cpuset_stays_on_them
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = installed(Kernel([*ALLOWED, 1000], asked=set(ALLOWED)), monkeypatch)
-    crowded().part()
+    crowded().avoid_shared_processor()
     kernel.cpuset |= {1001}
     assert kernel.allowed() == set(ALLOWED)
 
@@ -147,5 +147,5 @@ def test_an_error_during_a_move_does_not_bind_a_rank_to_a_processor(kernel: Kern
     """Signal handlers run between any two calls of the main thread."""
     kernel.interrupts = True
     with pytest.raises(Interrupt):
-        crowded().part()
+        crowded().avoid_shared_processor()
     assert kernel.allowed() == set(ALLOWED)

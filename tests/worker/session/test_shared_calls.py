@@ -212,7 +212,7 @@ def test_booleans_are_counted() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({1: 2}, "by name; saw 1"),
+        ({1: 2}, "not a string; saw 1"),
         (torch.eye(2).to_sparse(), "sparse_coo"),
         ({"n": torch.zeros(1, dtype=torch.uint16)}, "n cannot be reduced.*uint16"),
         (1j, "cannot be reduced.*complex"),

@@ -38,7 +38,7 @@ class Store(HookedStore):
     async def before(self, transaction: Transaction) -> None:
         if self.num_changed and transaction.puts:
             self.num_changed -= 1
-            items = (await self.range(keys.assignments_of_run("job", "run"))).items
+            items = (await self.range(keys.assignments_of_placement("job", "run"))).items
             await MemoryStore.transact(self, (), [Put(item.key, item.value) for item in items])
 
     def after(self, transaction: Transaction, result: TransactionResult) -> None:
@@ -72,7 +72,7 @@ class World:
             ShardAssignment(shard_id=i, epoch=1, primary=GONE, content=ShardContent.LOADING)
             for i in range(2)
         )
-        self.wanted = JobAssignments(job="job", copies=1, shards=shards, run="run")
+        self.wanted = JobAssignments(job="job", copies=1, shards=shards, placement_id="run")
 
     async def load_all(self) -> JobAssignments:
         async def choose(listed: Mapping[Holder, str]) -> Mapping[Holder, str]:
