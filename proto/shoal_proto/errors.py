@@ -315,8 +315,8 @@ class ProtocolMismatch(RefusedError):
 
 
 class CorruptError(ShoalError):
-    """Data differs from what was written, which is a fault of Shoal or of its storage. Stop, and do
-    not continue from this data."""
+    """Data differs from what was written, cannot be read or is lost; or Shoal has a bug
+    (InternalError). Stop, and do not continue from this data."""
 
 
 class ChecksumMismatch(CorruptError):

@@ -93,8 +93,8 @@ class LocalAccess:
         return EtcdOptions(tls=_etcd_tls(self._with_etcd))
 
     def etcd_arguments(self, existing: str) -> Sequence[str]:
-        """Arguments for access to etcd: the cluster's own, or an existing one at host:port,...
-        that was started for another local cluster of this user."""
+        """Arguments for access to etcd. `existing`: comma-separated addresses of an etcd that
+        another local cluster of this user started; empty: the cluster's own etcd."""
         folder = self._with_etcd
         if existing:
             found = local_clusters.find(existing.split(","))

@@ -13,14 +13,16 @@ from shoal_proto.v1 import weights_pb2 as pb
 
 TABLES = "shoal.tables/"
 MAX_PART_LAYOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Maximum size of a rank's layout: the message that has it also has metadata and the segment."""
+"""Maximum size of a rank's layout. The message with the layout also has metadata, and the digest,
+size and holders of the segment."""
 IDS, BIRTHS, VALUES = "ids", "births", "values"
 
 Numbers = tuple[int, ...]
 
 
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
-    """The parts of a cut, in the order of its shards. They follow the publisher's own part.
+    """The parts of a cut, in the order of its shards. The publisher's own part is that of rank 0;
+    the parts of the cut are those of ranks 1, 2, ...
 
     `tied`: maps each further name of a parameter to the parameter's first name. Raises
     MalformedMessage if the cut has a block of a parameter that it does not describe.

@@ -38,8 +38,8 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is to be written after `step` committed steps."""
 
     def select_writers(self, world_size: int) -> None:
-        """Select the ranks that write later checkpoints: all ranks of the default group together,
-        which is collective, or this rank alone if `world_size` is 1. Writes nothing."""
+        """Select the ranks that write later checkpoints: this rank alone if `world_size` is 1, else
+        all ranks of the default group together (this call is then collective). Writes nothing."""
 
     def begin_write(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
         """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""

@@ -24,7 +24,7 @@ from shoal_proto.errors import InvalidSpec
 PASSES_END = -1
 """Entry that records no layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
+"""An entry `_SIZES - n` records that a value had n elements; `_SIZES_END`: that many, or more."""
 MAX_KEPT = 4096
 """Maximum number of exchanges that are kept individually. Above it, the older half of them is
 replaced by a digest."""
@@ -82,7 +82,8 @@ class LayerExchanges:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._subjects: list[str] = []
-        """Subject of the exchange in forward passes, by the number of the layer."""
+        """Names of the values that ranks exchange for each layer in forward passes, such as
+        "outputs"; by the layer's number."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
         """The number of exchanges that are no longer kept, and a digest of them."""
@@ -111,7 +112,7 @@ class LayerExchanges:
 
     def add_site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
         """Add the layer of this name; all ranks add the same layers in the same order.
-        `what`: the subject of its exchanges in forward passes."""
+        `what`: the values that ranks exchange for it in forward passes, as messages name them."""
         self._names.append(name)
         self._subjects.append(what)
         return ExchangeSite(self, len(self._names) - 1)
@@ -166,8 +167,8 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | checksum
 
     def check_outside_step(self, group: dist.ProcessGroup) -> None:
-        """End passes outside of a step, and compare the layers of all ranks. Collective over all
-        ranks; raises what `check_exchanges` raises."""
+        """Record the end of passes that were made outside of a step, and compare the layers of all
+        ranks. Collective over all ranks; raises what `check_exchanges` raises."""
         if self._names:
             self.note(PASSES_END)
             record = self.record()
@@ -205,7 +206,7 @@ class LayerExchanges:
         if exchange == PASSES_END:
             return "done with its passes"
         if exchange <= _SIZES:
-            return f"with {_SIZES - exchange} numbers"
+            return f"a value of {_SIZES - exchange} elements"
         number, is_gradient = divmod(exchange, 2)
         name = self._names[number] if number < len(self._names) else str(number)
         if exchange in self._whole:

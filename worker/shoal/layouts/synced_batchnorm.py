@@ -3,7 +3,7 @@
 torch's SyncBatchNorm runs on GPUs only, and counts the stand-in sample of a member without a share.
 Here each member sends the number of its values, their mean and their sum of squares around that
 mean, which are combined as in Chan et al. 1979. In backward members exchange the sums that
-gradients depend on, weighted by each member's share, as its loss is.
+gradients depend on. These are already weighted by the members' shares, because the losses are.
 """
 
 from typing import Any
@@ -136,7 +136,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # Local statistics: outside a step no other rank takes part.
+        # As in torch. Outside a step no other rank takes part; evaluation needs no other rank.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(

@@ -46,8 +46,10 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost. A job that is not over
-        and has no members stays as it is, unless `from_scratch` makes it start at step 0."""
+        """Allow members to join a job that failed, was stopped or is lost. If the job is not over
+        but has no members, nothing changes; with `from_scratch` it then starts at step 0. The job
+        refuses if it is finished or has members, or if its records were removed and `from_scratch`
+        is False."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
@@ -58,12 +60,19 @@ class JobOperations:
         member that does not exist, or whose process has another public id than `process`."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
-        if member is None or process not in ("", public_id(member.incarnation)):
+        if member is None:
             known = sorted(actor.job.members)
             raise UnknownMember(
                 f"job {job} has no member {member_id!r} that could be drained",
-                seen=f"process {process}" if member else member_id,
+                seen=member_id,
                 expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
+            )
+        current = public_id(member.incarnation)
+        if process not in ("", current):
+            raise UnknownMember(
+                f"member {member_id} of job {job} is another process now",
+                seen=f"process {current}",
+                expected=f"process {process}",
             )
         event = events.DrainRequested(
             member_id=member_id,

@@ -86,7 +86,7 @@ class PartContributed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributorLeft:
-    """The call that contributed a part waits no longer. The part stays."""
+    """The caller of a request waits no longer. A part that the request contributed stays."""
 
     call: Call
 

@@ -3,8 +3,8 @@
 Parameters are cut into blocks; blocks of one dtype and one parameter group are packed by size into
 shards; shards are placed by size on the servers. The number of shards follows the size of the
 model: about one for each 1.75 MiB, up to some hundreds. So a big model can be moved and balanced in
-small parts, and a tiny model costs one message instead of hundreds. With only some hundreds of
-shards, those of a very large model would take long to move: it has some thousands. Its blocks are
+small parts, and a tiny model costs one message instead of hundreds. A very large model is cut into
+some thousands of shards: if it had only hundreds, each would take long to move. Its blocks are
 larger too, as the shard map has an entry for each block.
 """
 
@@ -26,8 +26,8 @@ TARGET_SHARD_BYTES = 1792 * 1024
 """Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
 to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum number of shards of a model, if shards then do not exceed LARGE_SHARD_BYTES; but the
-number for each dtype and group is rounded up (`cut_into_shards`).
+"""Maximum number of shards of a model of up to 128 GiB (shards of LARGE_SHARD_BYTES). The number
+for each dtype and group is then rounded up (`cut_into_shards`), so the sum may be a little higher.
 """
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
@@ -36,8 +36,9 @@ MAX_LARGE_SHARDS = 4096
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes of a dtype and group for each server. A dtype and group with less becomes one
-shard: for a worker, one more request costs more than this many bytes added to another request."""
+"""Minimum bytes for each server, if the parameters of one dtype and group are split over the
+servers. Fewer bytes become one shard: for a worker, one more request costs more than this many
+bytes added to another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64

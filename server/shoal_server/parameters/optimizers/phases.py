@@ -1,4 +1,5 @@
-"""Phases of a schedule, which are torch's schedulers, and the valid ranges of their settings."""
+"""Phases of a learning-rate schedule, each one of torch's schedulers: makes the schedulers, and
+checks the phases' settings."""
 
 import math
 
@@ -19,7 +20,7 @@ MAX_MILESTONES = 4096
 
 
 def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
-    """Make the scheduler of a phase that `valid_range` accepts."""
+    """Make the scheduler of a phase for which `range_error` is empty."""
     match phase.WhichOneof("kind"):
         case "constant":
             return ConstantLR(optimizer, phase.constant.factor, phase.constant.total_iters)
@@ -37,7 +38,7 @@ def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
             return CosineAnnealingLR(optimizer, phase.cosine.t_max, phase.cosine.eta_min)
 
 
-def valid_range(phase: Phase) -> str:
+def range_error(phase: Phase) -> str:
     """Return the valid range of the phase's settings if they are out of range; else an empty
     text."""
     match phase.WhichOneof("kind"):

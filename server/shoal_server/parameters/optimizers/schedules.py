@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import SequentialLR
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import Schedule
-from shoal_server.parameters.optimizers.phases import new_scheduler, valid_range
+from shoal_server.parameters.optimizers.phases import new_scheduler, range_error
 from shoal_server.parameters.optimizers.tensors import copy_state
 
 MAX_PHASES = 64
@@ -107,7 +107,7 @@ def check_schedule(schedule: Schedule) -> None:
             expected=f"at most {MAX_PHASES}",
         )
     for index, phase in enumerate(schedule.phases):
-        expected = valid_range(phase)
+        expected = range_error(phase)
         if not expected and phase.num_updates == 0 and index < len(schedule.phases) - 1:
             expected = "a number of updates for each phase but the last"
         if expected:

@@ -9,7 +9,7 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 
 class OutgoingRecord:
-    """An update record whose data may lie in lent memory, which is reused for another push later.
+    """An update record whose data may lie in memory that a later push overwrites (*lent* memory).
     The replication core owns the record, and discards it once no backup needs it; links have weak
     references. Lives on the event loop."""
 

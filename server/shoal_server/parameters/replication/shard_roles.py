@@ -95,7 +95,7 @@ class ShardRoles:
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
-        """Shards read from the journal that may still be loaded."""
+        """Shards read from the journal, until the core loads them or may no longer claim them."""
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -114,8 +114,9 @@ class ShardRoles:
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
         """Return the memory in which a push's data are kept; see `Keep`. On the event loop, a push
-        is passed on right after it is applied, so no backup can join in between. In a thread, a
-        backup can join in between: the data are copied."""
+        is reported to the core right after it is applied, before a backup can join: the data are
+        not copied unless there is a backup or a journal. In another thread, or if earlier pushes
+        are not reported yet, a backup may join before the report: the data are always copied."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if self.shard_journal is not None:
@@ -141,7 +142,8 @@ class ShardRoles:
             outgoing = OutgoingRecord(record)
             give_back = outgoing.before_reuse() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
-            # The core alone may refer to the record now: if it does not, no data are copied.
+            # From here only the core can have a reference to the record. If it has none,
+            # `give_back` copies nothing.
             del outgoing
             if give_back is not None:
                 give_back()

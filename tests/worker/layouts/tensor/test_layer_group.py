@@ -42,7 +42,7 @@ def test_values_of_different_sizes_are_refused_on_all_ranks() -> None:
     whatever it finds."""
     for refusal in run_on_gloo(2, bodies.different_sizes):
         assert "computed with different layers at the same time" in refusal
-        assert "rank 0: with 6 numbers; rank 1: with 5 numbers" in refusal
+        assert "rank 0: a value of 6 elements; rank 1: a value of 5 elements" in refusal
 
 
 def test_a_cut_ends_a_wait_and_later_collectives_are_refused() -> None:

@@ -83,9 +83,10 @@ class Hub:
                         f"{what} cannot be completed: {rank_text(ended_ranks)} ended without it"
                     )
                 elif (left_s := deadline_s - time.monotonic()) <= 0:
+                    missing = rank_text(needed())
                     self.fail(
-                        f"{what} was not completed within {timeout_s:g} s: "
-                        f"{rank_text(needed()) or 'the job'} did not take part"
+                        f"{what} was not completed within {timeout_s:g} s"
+                        f"{missing and f': {missing} did not take part'}"
                     )
                 else:
                     self.changed.wait(left_s)

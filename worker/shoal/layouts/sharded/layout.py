@@ -93,9 +93,9 @@ class ShardedOptions:
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
-    """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
-    at least `shard`, so that no rank holds more than 1/shard of the model. All ranks if `shard` is
-    None or larger than `world_size`."""
+    """Number of ranks that share a copy of the model: all ranks if `shard` is None or larger than
+    `world_size`, else the smallest divisor of `world_size` that is at least `shard`, so that no
+    rank holds more than 1/shard of the model."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)

@@ -144,8 +144,8 @@ class HSDP(FSDP):
     `shard` is the number of members on a host. Each member sends only its part of the gradients to
     other groups. If `shard` does not divide the number of members, groups are larger, so that no
     member holds more than 1/shard of the model: with shard=4, 8 members form two groups of 4, 10
-    members two of 5, and 7 members one of 7. Fewer than `shard` members form one group. Options as
-    for `FSDP`.
+    members two of 5, and 7 members one of 7. Fewer members than `shard` form one group, and each
+    holds more. Options as for `FSDP`.
     """
 
     name = "hsdp"

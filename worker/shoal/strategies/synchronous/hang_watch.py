@@ -1,9 +1,11 @@
-"""Watch of the trainer: checks at least twice a second if the trainer waits for other members.
+"""Watch of the thread that trains (the *trainer*): checks at least twice a second if the thread
+waits for other members.
 
 Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
 session have practically no limits, and this watch finds a hang: a collective that does not end in
-time, not counting pauses. Heartbeats carry the watch's findings too, so that the coordinator knows
-which member blocks the others, and that a bring-up makes progress.
+time, not counting pauses. It also ends a bring-up during which no coordinator answers for too long.
+Heartbeats report the trainer's status, so that the coordinator knows which member blocks the
+others, and that a bring-up makes progress.
 """
 
 import sys
@@ -66,7 +68,7 @@ class HangWatchConfig:
     report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
-    """Cuts the group of the generation."""
+    """Takes the number of a generation, and cuts its group."""
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Takes the present time; returns the time since which the device has been stuck in the
     trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
@@ -148,7 +150,7 @@ class HangWatch:
         self.note_progress()
 
     def hang_report(self, generation: int) -> str:
-        """Description of the hang found in this generation; else empty. Thread-safe."""
+        """Reason why the watch cut this generation; empty if it did not. Thread-safe."""
         number, reason = self._hang
         return reason if number == generation else ""
 
@@ -192,6 +194,7 @@ class HangWatch:
             )
 
     def _hung(self, generation: int, reason: str) -> None:
+        """Cut the generation. `reason`: a collective that hangs, or no coordinator."""
         log.warning("collective_hung", generation=generation, reason=reason)
         self._hang = (generation, reason)
         self._config.hung(generation)
