@@ -93,8 +93,8 @@ class Strategy(ABC):
 
     def carry(self, registered: RegisteredState) -> None:
         """Commit this state with each step, restore it if a step fails, and send it along with the
-        model's state. Called before `distribute`, and with the same object for each registration
-        after it. Raises InvalidSpec for a strategy whose `carries` is False.
+        model's state. Called before `distribute`; called again, with the same object, for each
+        registration after `distribute`. Raises InvalidSpec for a strategy whose `carries` is False.
         """
         if not self.carries:
             raise InvalidSpec(
@@ -218,8 +218,8 @@ class Strategy(ABC):
         """Copy state that only leaving members hold to members that stay. The generation stops here
         by agreement.
 
-        Called by all its members, at the same step, before any of them abandons it. `leaving`:
-        names of the members that leave, the same on all members.
+        Called by all members of the generation, at the same step, before any of them abandons it.
+        `leaving`: names of the members that leave, the same on all members.
         """
 
     @abstractmethod

@@ -13,7 +13,8 @@ class OuterStep:
     """SGD step along the change of a round, which takes the role of a negative gradient."""
 
     lr: float = 1.0
-    """Outer learning rate; 1 without momentum gives the mean of all members' parameters."""
+    """Outer learning rate. With 1, and without momentum, the outer step gives the mean of all
+    members' parameters."""
     momentum: float = 0.0
     nesterov: bool = False
 

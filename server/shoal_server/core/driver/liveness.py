@@ -86,8 +86,8 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Restart all silences: this process or the store stood still, so that no member counts as
-        silent."""
+        """Restart all silences, so that no member counts as silent. Called if this process or the
+        store stood still."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 

@@ -36,7 +36,7 @@ def require_member(job: JobState, event: MemberEvent) -> MemberState:
 
 
 def _fenced(job: JobState, holder: MemberState | None, event: MemberEvent) -> Refusal:
-    """The refusal of a process that is no member. `holder`: the member with its name now."""
+    """The refusal of a process that is no member. `holder`: the present member of that name."""
     if holder is None:
         return refusals.not_a_member(job.spec.job, event, job.last_generation)
     return refusals.replaced(event, holder.incarnation, job.last_generation)

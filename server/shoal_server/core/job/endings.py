@@ -110,8 +110,8 @@ def remove(
     cause: str = "",
     lost: bool = True,
 ) -> None:
-    """Remove a member, and end the attempt or generation that it was part of, unless it has
-    done its work. If the job is completing, no generation follows: the other members are
+    """Remove a member. Unless the member has done its work, end the attempt or generation that it
+    was part of. If the job is completing, no generation follows: the other members are
     notified of the break, and the job is over once the last member is removed.
 
     `completed`: True if the member left with its work done. `refusal`: the answer to later

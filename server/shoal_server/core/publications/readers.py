@@ -16,7 +16,7 @@ class ReaderReport:
     """A reader's heartbeat."""
 
     reader: str
-    """Id, unique to one process: a second process with it would end the first one's leases."""
+    """Id of one process: a second process with the same id would end the first process' leases."""
     leased: Sequence[int] = ()
     """Versions to hold a lease on; the reader's other leases end."""
     installed: int = 0

@@ -244,7 +244,7 @@ def broadcast_gradients(parameters: Sequence[nn.Parameter], ranks: TensorGroup) 
     """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
 
     The ranks' gradients differ only because kernels add in no fixed order, or because hardware
-    differs. Over many steps that is enough for the ranks' parameters to drift apart.
+    differs. Over many steps, these differences suffice to let the ranks' parameters drift apart.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):

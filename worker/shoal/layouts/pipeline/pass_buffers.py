@@ -80,8 +80,8 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
-        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if it
-        leaves buffers with other values than the first micro-batch did."""
+        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if the
+        micro-batch leaves buffers with other values than the first one of the pass did."""
         if not self._keys:
             yield
             return

@@ -96,8 +96,9 @@ class Stage:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them. The trace fixes
-        inputs that have a default to it. Raises InvalidSpec for any other value of such an input,
-        and for any value that `*args` or `**kwargs` would get: the trace has no inputs for these.
+        each input after the first to its default, if the input has one. Raises InvalidSpec for any
+        other value of such an input, and for any value that `*args` or `**kwargs` would get: the
+        trace has no inputs for these.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}

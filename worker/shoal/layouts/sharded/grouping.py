@@ -68,8 +68,8 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
     enough is divided further, unless it is one of several blocks of the same class in a list. If
     `min_group_bytes` is None, it is 1/24 of the model, but at least 1 MiB and at most 32 MiB. If it
     is 0, every module that has parameters itself is a group, except in torch's attention and
-    transformer layers. Raises InvalidSpec if it is negative, or if trained parameters of a group
-    have several dtypes.
+    transformer layers. Raises InvalidSpec if `min_group_bytes` is negative, or if trained
+    parameters of a group have several dtypes.
     """
     if min_group_bytes is not None and min_group_bytes < 0:
         raise InvalidSpec(

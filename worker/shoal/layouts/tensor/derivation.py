@@ -50,8 +50,8 @@ def derive(
     part of whole inputs; the outputs of a "column" module without its "row" are gathered.
     `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
     leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
-    Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module or
-    leaves a rank without elements or whole heads, or tied weights that would be cut in two ways.
+    Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
+    rank without elements or whole heads, and if tied weights would be cut in two ways.
 
     The model's parameters may be on the meta device. The model is not changed.
     """

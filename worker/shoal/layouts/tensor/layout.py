@@ -228,7 +228,8 @@ class TensorLayout(Layout):
         """Broadcast the gradients of whole parameters from the first rank.
 
         The ranks' gradients differ only because kernels add in no fixed order, or because hardware
-        differs. Over many steps that is enough for the ranks' parameters to drift apart.
+        differs. Over many steps, these differences suffice to let the ranks' parameters drift
+        apart.
         """
         self._gradients.finish(self._complete)
         if self.world.world_size == 1:

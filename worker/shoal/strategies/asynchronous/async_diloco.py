@@ -53,8 +53,9 @@ class AsyncDiLoCo(AsyncSGD):
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
         outer step down by their number. It lowers the momentum first, so that the settings of
-        "diloco" suit several members. "scale" divides the rate by their number. "none" ignores
-        them, so `outer_lr` and `outer_momentum` have to be chosen for the number of members.
+        "diloco" suit several members. "scale" divides the rate by their number, if it is above
+        1. "none" ignores them, so `outer_lr` and `outer_momentum` have to be chosen for the number
+        of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
 

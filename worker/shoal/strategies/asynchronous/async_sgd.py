@@ -7,7 +7,8 @@ optimizer object are sent with every push, unless the servers step a schedule th
 
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
-- Stale gradients, computed on values that others have changed since: see `staleness_policy.py`.
+- A gradient is stale if other members have changed the values since it was computed: see
+  `staleness_policy.py`.
 - Buffers, such as running means, and the state of modules with `get_extra_state` are not shared:
   each member keeps its own. A member that joins begins with those that the script made.
 - Training starts from the values of rank 0 of the first generation. If that member is lost or late
@@ -76,8 +77,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Number of steps. A member whose first values include the updates of this many steps or more does
-not watch the loss: it joined too late to know the initial loss."""
+"""Number of steps of all members together. If a member's first values include the updates of this
+many steps or more, it does not watch the loss: it joined too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

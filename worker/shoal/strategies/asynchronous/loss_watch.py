@@ -27,8 +27,8 @@ BLOW_UP = 4.0
 """Ratio of the first window's mean to its first loss. Above it the loss rose within the window, and
 later losses are compared with the first loss."""
 PATIENCE_UPDATES = 200
-"""Number of updates of all members before which a finite loss is not reported. Under async-diloco
-"updates" are this member's own steps, here and below."""
+"""Number of updates of all members since the first window before which a finite loss is not
+reported. Under async-diloco "updates" are this member's own steps, here and below."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",

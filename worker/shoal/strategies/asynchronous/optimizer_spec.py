@@ -43,7 +43,8 @@ _KINDS: Mapping[type[Optimizer], str] = {
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
     """Describe the optimizer for the servers. Raises UnsupportedOptimizer if the servers lack it,
     if it has stepped, or if its groups decay weights in different ways. Raises InvalidSpec for a
-    schedule that has begun already or that belongs to another optimizer."""
+    schedule that has begun already, belongs to another optimizer, follows a metric, or has settings
+    that the servers lack."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(

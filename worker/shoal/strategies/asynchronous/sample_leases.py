@@ -31,8 +31,9 @@ class Leases:
     """Iterator over ranges to train on, until the members have trained on all samples of all
     epochs.
 
-    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While this
-    member has no range left to begin, the iterator yields None every `LOOK_UP_EACH_S` or sooner.
+    A thread leases ranges ahead and reports completed ones; iterating raises the thread's
+    errors. While this member has no range left to begin, the iterator yields None every
+    `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:

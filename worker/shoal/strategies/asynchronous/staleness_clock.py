@@ -58,7 +58,7 @@ class StalenessClock:
         return {"consistency": f"{self._consistency}{bound}"}
 
     def attach(self, context: Context) -> None:
-        """Set the context, and connect if there is a bound."""
+        """Connect to the coordinators if there is a bound."""
         if self._consistency == "async":
             return
         self._coordinators = Coordinators(context.coordinators)

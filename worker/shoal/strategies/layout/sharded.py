@@ -33,9 +33,10 @@ class ShardedStrategy(LayoutStrategy):
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
     `copies` other members. The first copy is made after the first step of a generation. The number
-    of steps between later copies is chosen so that copying takes at most a twentieth of the time,
-    but is at most 10; training continues meanwhile. `copy_every_steps` fixes this number. After a
-    loss all members roll back by at most two such intervals, and train on the same samples again.
+    of steps between later copies is chosen so that copying takes at most a twentieth of the time;
+    it is at most 10. `copy_every_steps` fixes this number. Training continues while a copy is made.
+    After a loss all members roll back by at most two such intervals, and train on the same samples
+    again.
     With `copies=0`, only a checkpoint makes sure that training survives a loss.
     """
 
@@ -135,7 +136,7 @@ class ShardedStrategy(LayoutStrategy):
     ) -> StateShard:
         """Return the newest state that the members hold together. If they hold no whole state, or
         only that of step 0, return the newest checkpoint's, if there is one. Raises StateLost if
-        there is neither."""
+        there is no checkpoint and the members hold no whole state."""
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):

@@ -62,8 +62,8 @@ class OuterLoop:
 
     @property
     def agreed(self) -> StateShard:
-        """The last state agreed on; InternalError if there is none. Its model is the same on all
-        members, its optimizer state each member's own."""
+        """The last state agreed on. Its model is the same on all members, its optimizer state each
+        member's own. Raises InternalError if no state was agreed on."""
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed

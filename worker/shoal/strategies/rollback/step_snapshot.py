@@ -37,8 +37,8 @@ and activations are allocated later."""
 class StepSnapshot:
     """Everything that a step writes to a model and its optimizers, as of the step's beginning.
 
-    `begin` opens the step. It ends with `restore`, which undoes it, or with `settle` and `commit`,
-    between which the optimizer steps. One object for all steps.
+    `begin` opens the step. The step ends with `restore`, which undoes it; or with `settle`, the
+    optimizer's own step, and `commit`. One object for all steps.
     """
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class StepSnapshot:
 
     @contextmanager
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which these optimizers step within the step. `held`: this member's
-        tensors that the optimizers may change."""
+        """Return a context in which these optimizers step before the end of the session's step.
+        `held`: this member's tensors that the optimizers may change."""
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
         self._parameters.pause()

@@ -3,8 +3,8 @@
 A call that members make together between steps (an evaluation, a sum) is repeated in the next
 generation if a member is lost. The call ends with a collective: a member that completes the
 collective has confirmed the call, and knows that all others have the result. A member that has the
-result but loses a peer in that collective returns too, although it does not know this: its call is
-unconfirmed. The beginning of the next generation shows if the others have the result.
+result but loses a peer in that collective returns too, and does not know if the others have the
+result: its call is unconfirmed. The beginning of the next generation shows it.
 
 A member reports its script's wish to stop in its vote on the next step, or at the beginning of a
 generation.

@@ -255,8 +255,8 @@ class StepAgreement:
         """Vote, unless this member has voted, and wait for all votes. Returns the factor by which
         to multiply gradients before they are used; None if the step was settled before.
 
-        Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ,
-        a member's refusal, or StepStopped if a script has stopped before the step.
+        Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ;
+        a member's refusal; StepStopped if a script has stopped before the step.
         """
         if self._settled:
             return None

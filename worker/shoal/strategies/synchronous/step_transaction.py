@@ -1,11 +1,12 @@
 """Transaction of a synchronous step: all members take the step, or it did not happen.
 
-It begins with a snapshot of what the step may write. Members vote before each further pass, and on
-the step as a whole. Once all votes are known, the optimizer steps within `committing`. Until then
-`roll_back` undoes the step: the writes that the snapshot covers, changes of registered objects, and
-a call of `session.stop`. Random numbers need no undo with the session's batches, because each step
-seeds torch by its first sample. If objects are registered, hyperparameters are restored with them.
-Otherwise the hyperparameters of a repeated step are compared with the first attempt's.
+The transaction begins with a snapshot of what the step may write. Members vote before each further
+pass, and on the step as a whole. Once all votes are known, the optimizer steps within `committing`.
+Until then `roll_back` undoes the step: the writes that the snapshot covers, changes of registered
+objects, and a call of `session.stop`. Random numbers need no undo with the session's batches,
+because each step seeds torch by its first sample. If objects are registered, hyperparameters are
+restored with them. Otherwise the hyperparameters of a repeated step are compared with the first
+attempt's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -171,7 +171,7 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """Return the members over whose samples BatchNorm normalises; None: only this one."""
+        """Return the members over whose samples BatchNorm normalises; None: only this member's."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
@@ -325,8 +325,8 @@ class SynchronousStrategy(Strategy):
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
-        """Step the chosen optimizers now, within the step; undone if the step fails. Raises
-        InvalidSpec if there is only one optimizer."""
+        """Let the chosen optimizers step now, before the session's step ends; undone if that step
+        fails. Raises InvalidSpec if there is only one optimizer."""
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
