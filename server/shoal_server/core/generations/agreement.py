@@ -89,7 +89,7 @@ class Agreement:
         return not self.unanswered
 
     def offer(self, member_id: str, step: Step) -> bool:
-        """Note an offer; True if it was the last that was missing: the boundary is agreed now."""
+        """Note an offer; True if no other offer is missing: the boundary is agreed now."""
         self._highest_offer = max(self._highest_offer or step, step)
         self.unoffered.discard(member_id)
         if self.unoffered or self.stop_at is not None:

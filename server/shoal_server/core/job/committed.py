@@ -159,8 +159,9 @@ def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s
 
 def break_reported(job: JobState, member: MemberState, event: BreakReported, now_s: float) -> bool:
     """Abort if the member could not bring the generation up, or if the old generation broke before
-    the member has left it. If the member reports that the job's state is lost, end the job as lost
-    instead, unless the old generation still trains. False if the report is of something else."""
+    the member has left it. If the member reports that the state of a synchronous job is lost, end
+    the job as lost instead, unless an old generation trains on without a boundary. False if the
+    report is of something else."""
     agreement = job.agreement
     assert agreement is not None
     if job.agreement_of(member, event.generation) is not None:

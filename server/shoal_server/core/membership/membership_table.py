@@ -27,14 +27,14 @@ class MembershipTable:
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """The last MAX_EXPELLED incarnations that may not return, the oldest first. Each has the
-    refusal that answers its later calls; None: they are refused like calls of any process that is
-    no member."""
+    refusal that answers its later calls; None: its calls are refused like calls of any process that
+    is no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Members that have stopped in a shared call, each with the number that suffices to repeat
-    it."""
+    """Members that have stopped in a shared call, each with the number of members that suffices to
+    repeat the call."""
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""

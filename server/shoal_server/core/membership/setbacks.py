@@ -93,7 +93,7 @@ class Setbacks:
         return setback is not None and setback.own == 1 and not setback.shared
 
     def left_out(self, member_id: str, now_s: float) -> str:
-        """The member's newest error if it is left out; otherwise an empty text."""
+        """The error of the member's newest own failure if the member is left out; else empty."""
         setback = self._setbacks.get(member_id)
         if setback is None or setback.own < MAX_TRIES or now_s >= setback.at_s + REMEMBERED_S:
             return ""

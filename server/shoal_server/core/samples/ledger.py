@@ -374,8 +374,8 @@ class SampleLedger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SampleLedger":
-        """Read a ledger that `to_json` wrote. Raises ValueError if it contradicts itself, and
-        KeyError, TypeError or AttributeError if the data has another shape."""
+        """Read a ledger that `to_json` wrote. Raises ValueError if the data contradict themselves,
+        and KeyError, TypeError or AttributeError if they have another shape."""
         _check_numbers(data)
         if data.get("format") != FORMAT:
             raise ValueError(f"sample ledger of format {data.get('format')!r}; expected {FORMAT}")

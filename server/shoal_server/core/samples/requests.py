@@ -31,8 +31,8 @@ class SampleRequest:
     """Number of samples that the member wants to hold, to train on while no coordinator answers. 0:
     the member leases one range at a time."""
     step_samples: int = 1
-    """Number of samples of one step. The share of a member with a reserve is a multiple of it. A
-    leased range may still end within a step, if the free positions end there."""
+    """Number of samples of one step. If the member has a reserve, its share is a multiple of this
+    number. A leased range may still end within a step, if the free positions end there."""
     given_back: Sequence[LedgerRange] = ()
     """Ranges that the member held and never began. They are freed, and do not count as returned."""
     completed_before: Sequence[LedgerRange] = ()

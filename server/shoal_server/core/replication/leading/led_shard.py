@@ -68,7 +68,7 @@ class _Disk:
     keeps: bool
     """True if the journal must keep the shard."""
     version: int | None = None
-    """Version up to which the journal has the whole shard; None: it does not have it."""
+    """Version up to which the journal has the whole shard; None: the journal does not have it."""
     reported: int = 0
     """Version on disk that the record must state."""
 
