@@ -267,9 +267,9 @@ class Layout(ABC):
 
     def check(self) -> None:
         """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
-        ranks at fault, GenerationBroken on the others. If only a sum of finite gradients is not
-        finite, each rank that sees the sum raises NonFiniteGradient. Called after `reduce`; may
-        communicate. See `NonFiniteCheck.check`, used by default, and `ShardedLayout.check`."""
+        ranks at fault (if only a sum is not finite: on the ranks that see it), GenerationBroken on
+        the others. Called after `reduce`; may communicate. See `NonFiniteCheck.check`, used by
+        default, and `ShardedLayout.check`."""
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 

@@ -82,8 +82,7 @@ class LayerExchanges:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._subjects: list[str] = []
-        """Names of the values that ranks exchange for each layer in forward passes, such as
-        "outputs"; by the layer's number."""
+        """Names of the values exchanged in forward passes, such as "outputs"; by layer number."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
         """The number of exchanges that are no longer kept, and a digest of them."""

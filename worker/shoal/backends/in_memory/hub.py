@@ -84,10 +84,8 @@ class Hub:
                     )
                 elif (left_s := deadline_s - time.monotonic()) <= 0:
                     missing = rank_text(needed())
-                    self.fail(
-                        f"{what} was not completed within {timeout_s:g} s"
-                        f"{missing and f': {missing} did not take part'}"
-                    )
+                    why = f": {missing} did not take part" if missing else ""
+                    self.fail(f"{what} was not completed within {timeout_s:g} s{why}")
                 else:
                     self.changed.wait(left_s)
 

@@ -1,11 +1,9 @@
-"""Watch of the thread that trains (the *trainer*): checks at least twice a second if the thread
-waits for other members.
+"""Watch of the *trainer*, the thread that trains: checks twice a second if it waits for others.
 
 Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
 session have practically no limits, and this watch finds a hang: a collective that does not end in
-time, not counting pauses. It also ends a bring-up during which no coordinator answers for too long.
-Heartbeats report the trainer's status, so that the coordinator knows which member blocks the
-others, and that a bring-up makes progress.
+time, not counting pauses. It also ends a bring-up without a coordinator. Heartbeats report its
+findings: the coordinator knows which member blocks the others, and that a bring-up makes progress.
 """
 
 import sys
@@ -194,7 +192,6 @@ class HangWatch:
             )
 
     def _hung(self, generation: int, reason: str) -> None:
-        """Cut the generation. `reason`: a collective that hangs, or no coordinator."""
         log.warning("collective_hung", generation=generation, reason=reason)
         self._hang = (generation, reason)
         self._config.hung(generation)

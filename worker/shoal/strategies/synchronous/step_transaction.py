@@ -5,8 +5,7 @@ pass, and on the step as a whole. Once all votes are known, the optimizer steps 
 Until then `roll_back` undoes the step: the writes that the snapshot covers, changes of registered
 objects, and a call of `session.stop`. Random numbers need no undo with the session's batches,
 because each step seeds torch by its first sample. If objects are registered, hyperparameters are
-restored with them. Otherwise the hyperparameters of a repeated step are compared with the first
-attempt's.
+restored with them; otherwise a repeated step's are compared with the first attempt's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
