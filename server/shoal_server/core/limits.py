@@ -20,8 +20,8 @@ class Limits:
     heartbeat_s: float = 0.5
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
     join_s: float = 120.0
-    """Seconds for which a newcomer waits for a generation before it gets an error with the reason.
-    The limits on forming a generation, bringing it up and leaving follow from it."""
+    """Seconds after which a newcomer without a generation gets an error with the reason. The limits
+    on forming a generation, on bringing a generation up and on leaving follow from this setting."""
     collective_s: float = 0.0
     """Seconds after which a collective counts as hung, and within which a trainer has to stop after
     its generation broke. 0: a quarter of --join-s."""

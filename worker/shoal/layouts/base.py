@@ -278,8 +278,8 @@ class Layout(ABC):
         return bool(name_of_fault(self.parameters))
 
     def share_buffers(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Give all ranks that hold a persistent buffer, such as a running mean of a rank's own
-        samples, the first rank's value. Collective. Called before the optimizer steps."""
+        """Set persistent buffers, such as running means, to the first rank's values on all ranks
+        that hold them. Collective. Called before the optimizer steps."""
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right after `optimizer.step()`. Communicates only if `exchanges_updates`."""

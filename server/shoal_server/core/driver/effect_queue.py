@@ -42,7 +42,7 @@ class QueuedEffects(Generic[CallT]):
 
 
 class EffectQueue(Generic[CallT]):
-    """The effects of one job. `fail` drops those that are not carried out yet."""
+    """The effects of one job. `fail` drops the effects that are not carried out yet."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

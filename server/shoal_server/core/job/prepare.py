@@ -50,8 +50,8 @@ def overdue(job: JobState, now_s: float) -> None:
 
 
 def _exclude_unreachable(job: JobState, agreement: Agreement, now_s: float) -> None:
-    """Abort, and refuse members so that all others reach each other: see `members_to_exclude`.
-    Commit if every pair of members that do not reach each other trains already."""
+    """Commit if every pair of members that do not reach each other trains already. Else abort, and
+    refuse members so that all others reach each other: see `members_to_exclude`."""
     members = job.members_of(agreement.roster)
     newest_last = sorted(members, key=lambda m: (not m.is_in(job.previous), m.joined_s))
     names, running = [m.member_id for m in newest_last], job.running

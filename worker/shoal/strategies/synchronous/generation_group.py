@@ -103,7 +103,7 @@ class GenerationGroup:
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
-        """Make waits in the group raise, unless it is a later generation's. Thread-safe."""
+        """Make waits in the group raise, unless the group is a later generation's. Thread-safe."""
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
