@@ -79,6 +79,7 @@ class Case:
     strategy: str = "ddp"
     job_id: str = ""
     facts: dict[str, object] = field(default_factory=dict)
+    folders_before: dict[str, set[str]] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -92,7 +93,14 @@ class Case:
     def clean_up(self) -> None:
         self.nodes.end_jobs()
 
+    def _own_folders(self, node: str) -> set[str]:
+        """Names of Shoal's folders in the node's /tmp, but those that may stay."""
+        found = (path.name for path in (self.nodes.root / node / "tmp").glob("shoal-*"))
+        return {each for each in found if not each.startswith(("shoal-logs-", "shoal-clusters-"))}
+
     def submit(self, num_nodes: int, *options: str, **variables: str) -> None:
+        # The folder of a launcher that an earlier case killed is removed after a minute.
+        self.folders_before = {name: self._own_folders(name) for name in self.nodes.names}
         self.folder.mkdir()
         (self.folder / "train.py").write_text(TRAINING)
         self.job_id = self.nodes.submit(
@@ -179,11 +187,7 @@ class Case:
         assert [path.name for path in left.iterdir()] == ["logs"], list(left.iterdir())
         self.await_no_process()
         for name in (each for each in self.nodes.names if each not in lost):
-            of_node = self.nodes.root / name / "tmp"
-            found = [path.name for path in of_node.glob("*") if path.name.startswith("shoal-")]
-            own = [
-                each for each in found if not each.startswith(("shoal-logs-", "shoal-clusters-"))
-            ]
+            own = sorted(self._own_folders(name) - self.folders_before[name])
             assert not own, f"{name} has {own} in its /tmp"
 
     def await_no_process(self) -> None:
