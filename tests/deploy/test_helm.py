@@ -67,7 +67,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "worker.sharedMemory": "8Gi",
         "worker.tolerations": [
-            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            {
+                "key": "node.kubernetes.io/unreachable",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": 300,
+            },
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
         ],
     },
 }

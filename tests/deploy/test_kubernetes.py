@@ -121,7 +121,7 @@ def test_the_pages_overlay_trains_a_script_of_ones_own(
     assert ("--grace-s=12" in worker["command"]) == ("spot" in components)
     assert ("nvidia.com/gpu" in worker["resources"]["limits"]) == ("gpu" in components)
     expected = {"gpu": 1, "spot": 3}
-    assert len(pod["tolerations"]) == sum(expected[name] for name in components)
+    assert len(pod["tolerations"]) == 1 + sum(expected[name] for name in components)
     mounted = {mount["name"] for mount in worker["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]} >= {"training"}
     assert config(ours, "job")["SHOAL_JOB"] == "my-run"
