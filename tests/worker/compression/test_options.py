@@ -56,7 +56,7 @@ def test_options_out_of_range_are_refused(kind: type, options: dict[str, float])
 def test_a_strategy_reports_the_bytes_of_its_gradients(
     kind: Callable[..., SynchronousStrategy],
 ) -> None:
-    """With two members fp16 sends each gradient once, in two bytes a value."""
+    """fp16 sends each gradient of two members once, in two bytes a value."""
     num_values = sum(parameter.numel() for parameter in equality.build("sgd", 0)[0].parameters())
 
     def body() -> dict[str, float]:

@@ -44,7 +44,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
 
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
-@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+@pytest.mark.parametrize("place", ["in the step", "after the step"])
 def test_a_script_that_steps_the_optimizer_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
     of_margin.step()
 
 
-@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+@pytest.mark.parametrize("place", ["in the step", "after the step"])
 def test_a_loss_with_weights_that_is_used_later_is_refused(
     cluster: LocalCluster, place: str
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_loss_with_weights_that_is_used_later_is_refused(
             session.backward(loss)
             if is_used and place == "in the step":
                 of_margin.step()
-        if is_used and place == "behind the step":
+        if is_used and place == "after the step":
             of_margin.step()
         taken.append(batch.step)
 
@@ -114,7 +114,7 @@ def test_a_loss_with_weights_that_is_used_later_is_refused(
 
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
-@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+@pytest.mark.parametrize("place", ["in the step", "after the step"])
 def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:

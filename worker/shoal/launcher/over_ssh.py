@@ -210,9 +210,8 @@ class HostLaunchers:
     def _await_greetings(self) -> None:
         begun_s, waiting, limit_s = time.monotonic(), set(self._connections), SLOW_S
         while waiting:
-            left_s = max(0.0, begun_s + limit_s - time.monotonic())
             try:
-                connection, message = next_of(self._events, left_s)
+                connection, message = next_of(self._events, begun_s + limit_s - time.monotonic())
             except queue.Empty:
                 if limit_s == GREETING_S:
                     return
