@@ -85,12 +85,13 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Retries for a while if there is no leader yet."""
+    """The public id of the member's process. Retries for a while if there is no leader yet, or the
+    coordinator is slow."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:
             return str(status.member(job, member_id)["member"]["public_id"])
-        except NotLeader:
+        except (NotLeader, DeadlineExceeded):
             if time.monotonic() >= give_up_s:
                 raise
         time.sleep(POLL_S)

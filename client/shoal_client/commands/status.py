@@ -19,9 +19,10 @@ from rich.table import Table
 from shoal_client.commands.address import StatusAddress
 from shoal_client.connection.http import direct_http_client
 from shoal_proto.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidSpec,
-    NotLeader,
+    RetryError,
     ShoalError,
     Unavailable,
     UnknownJob,
@@ -216,7 +217,7 @@ class StatusClient:
         for url in self._urls[:-1]:
             try:
                 return self._get_from(url, path, known)
-            except (NotLeader, Unavailable):
+            except RetryError:
                 continue  # the next coordinator may lead; the last one's error is raised
         return self._get_from(self._urls[-1], path, known)
 
@@ -226,6 +227,12 @@ class StatusClient:
             self._context, self._http = now, self._client()
         try:
             response = self._http.get(url + path, extensions=BY_ROLE)
+        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise DeadlineExceeded(
+                f"the coordinator at {url} did not answer in time",
+                seen=f"nothing for {ANSWER_WITHIN_S:g} s",
+                fix="It or its machine may be overloaded: try again.",
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(
                 f"no coordinator answers at {url}",
@@ -284,7 +291,7 @@ def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]
     any."""
     try:
         found = client.weights()
-    except Unavailable:
+    except RetryError:
         return []
     return [each for each in found if each["series"].partition("/")[0] not in jobs]
 
@@ -300,7 +307,7 @@ def _shards(client: StatusClient, job: str) -> Json:
     shown."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
-    except (NotLeader, Unavailable, UnknownJob):
+    except (RetryError, UnknownJob):
         raise
     except ShoalError as error:
         none: Json = {"servers": [], "shards": [], "skew": 1.0, "lost": [], "accepted_losses": []}

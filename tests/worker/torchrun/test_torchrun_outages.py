@@ -102,6 +102,13 @@ def test_a_first_rendezvous_times_out(join: Join, outage: Wire) -> None:
     assert times_out(began_s)
 
 
+def test_a_leave_that_was_not_acknowledged_is_reported_again(join: Join, wire: Wire) -> None:
+    node = join(**options(wire, last_call_timeout="0.2"))
+    together(node)
+    wire.cut()
+    assert [node.shutdown(), node.shutdown()] == [False, False]
+
+
 def test_a_wait_for_others_that_ends_in_a_short_outage_timed_out(join: Join, wire: Wire) -> None:
     """A coordinator that has been away for less than `close_timeout` may answer again."""
     first = join((2, 2), **options(wire, close_timeout="60", join_timeout="60"))

@@ -248,6 +248,7 @@ def missing(name: str, shape: Sequence[int]) -> ShapeMismatch:
 
 
 def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
+    name = name.removeprefix(MODEL)
     if own is not None and given is None:
         raise missing(name, own.shape)
     if own is None or given is None:

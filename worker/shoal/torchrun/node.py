@@ -76,6 +76,7 @@ class Node:
         self._unanswered = False
         """True if the coordinator did not answer the last message of this node."""
         self._left = False
+        self._leave_acknowledged = False
 
     @property
     def job(self) -> str:
@@ -104,21 +105,22 @@ class Node:
 
     def leave(self, *, completed: bool, reason: str) -> bool:
         """End the membership. Returns True if the coordinator has acknowledged that, or there was
-        no membership to end. Later calls do nothing, and return True.
+        no membership to end. Later calls do nothing, and return the same.
 
         Tries for `close_timeout`, less the time for which no coordinator has answered already."""
         if self._left:
-            return True
+            return self._leave_acknowledged
         self._left = True
-        if not self._is_member:
-            return True
+        self._leave_acknowledged = not self._is_member or self._leave(completed, reason)
+        return self._leave_acknowledged
+
+    def _leave(self, completed: bool, reason: str) -> bool:
         membership = self._membership
-        has_ended = membership.failure is not None
         timeout_s = max(self._config.close_timeout_s - membership.away_s, LAST_TRY_S)
         if self._unanswered:
             timeout_s = LAST_TRY_S
         has_left = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
-        return has_ended or has_left
+        return has_left or membership.failure is not None
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
