@@ -87,6 +87,8 @@ class MembershipEnding(enum.IntEnum):
     """Ended because the member was asked to leave."""
     PASSING = 5
     """A time limit passed, or a service was unavailable: a new process may succeed."""
+    COMPLETED = 6
+    """The process has trained its launcher's job to the end, and has left it."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":

@@ -97,6 +97,11 @@ class OwnJob:
         self._key = (member.spec.job, member.member_id)
         self._differs_from_launcher = member.launcher_job not in ("", member.spec.job)
 
+    @property
+    def is_launchers(self) -> bool:
+        """True if the process's launcher was started for this job, or none started it."""
+        return not self._differs_from_launcher
+
     def completed(self) -> None:
         """Record that the process has trained the job to its end."""
         _completed.add(self._key)

@@ -340,7 +340,10 @@ class MemberSession:
             )
         )
         self.close()
-        return self._core.leaving.is_acknowledged
+        is_acknowledged = self._core.leaving.is_acknowledged
+        if completed and is_acknowledged and self._slot is not None and self._own_job.is_launchers:
+            self._slot.end(MembershipEnding.COMPLETED)
+        return is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified

@@ -90,6 +90,15 @@ async def test_a_member_that_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> N
         assert slot.ending is MembershipEnding.UNKNOWN
 
 
+async def test_a_member_that_has_completed_its_launchers_job_says_so(slot: BeatSlot) -> None:
+    """The launcher then knows that a process which is killed later is not to be started again."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("b", job="k", beat_slot=slot)
+        await asyncio.to_thread(member.join)
+        await asyncio.to_thread(member.leave, completed=True, reason="its work is done")
+        assert slot.ending is MembershipEnding.COMPLETED
+
+
 async def test_the_end_of_a_replaced_member_is_final(slot: BeatSlot) -> None:
     """Two processes with one name would replace each other again and again."""
     async with served(MemoryStore(), QUICK) as world:

@@ -613,6 +613,30 @@ def deaf():
 """
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", (137, "killed by SIGKILL")),
+        ("sys.exit(3)", (3, "failed with exit code 3")),
+    ],
+    ids=["killed", "failed"],
+)
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_worker_that_fails_after_its_job_was_completed_fails_the_run(
+    shoal_run: Run, end: str, expected: tuple[int, str], others: int
+) -> None:
+    """An evaluation that was killed has no result: a new process would find a finished job."""
+    ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
+    ends += "slot = joins(); slot.withdraw(); slot.end(MembershipEnding.COMPLETED)\n"
+    script = JOINS + ends + f"member.endswith('-1') and sys.exit()\n{end}"
+    options = ("--restart-on", "failure", "--job", "j")
+    code, output = finish(shoal_run(script, "-n", str(1 + others), *options))
+    status, how = expected
+    assert code == status, output
+    assert f"{how} after its job was completed" in output
+    assert "started again" not in output
+
+
 @pytest.mark.long
 def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook) -> None:
     """Waiting for a SIGCONT is useless: the worker would be fenced."""

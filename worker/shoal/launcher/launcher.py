@@ -370,8 +370,10 @@ class Launcher:
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are no failures of the job.
-            firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
-            return next((each.code for each in firsts if each.is_scripts_own), 0)
+            failed = [slot.exits for slot in self.slots if slot.exits[-1].code != 0]
+            firsts = [exits[0] for exits in failed if exits[0].is_scripts_own]
+            lasts = [exits[-1] for exits in failed if exits[-1].failed_when_done]
+            return next((_status_of(each.code) for each in firsts + lasts), 0)
         if self._given_up:
             return 1
         if self._interrupted:
@@ -381,7 +383,7 @@ class Launcher:
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
             return 0  # No script has failed; `_outcome` says that the job is not finished.
-        return first if first > 0 else 128 - first
+        return _status_of(first)
 
     def _outcome(self) -> str:
         idle = [slot.member_id for slot in self.slots if slot.joined_too_late]
@@ -473,6 +475,11 @@ class Launcher:
 def _started_text(num: int) -> str:
     who = "1 worker has started; it joins" if num == 1 else f"{num} workers have started; they join"
     return f"{who} the job after importing torch"
+
+
+def _status_of(code: int) -> int:
+    """Return the exit status of a shell for an exit code that is negative after a signal."""
+    return code if code >= 0 else 128 - code
 
 
 def _drain_text(num_joined: int, num_starting: int) -> str:

@@ -51,8 +51,14 @@ class Exit:
 
     @property
     def is_scripts_own(self) -> bool:
-        """True if the script itself has failed."""
-        return self._failed and not self.is_temporary and not self.joined_too_late
+        """True if the script itself has failed, or was killed when it had completed its job."""
+        failed = self._failed and not self.is_temporary and not self.joined_too_late
+        return failed or self.failed_when_done
+
+    @property
+    def failed_when_done(self) -> bool:
+        """True if the process had completed its job, and failed or was killed after that."""
+        return self.ending is MembershipEnding.COMPLETED and self.code not in (0, DRAINED)
 
     @property
     def _failed(self) -> bool:
@@ -65,6 +71,8 @@ class Exit:
             return f"had been declared lost and was fenced (exit code {self.code})"
         if self.is_temporary:
             return f"ended with a temporary error (exit code {self.code})"
+        if self.failed_when_done:
+            return f"{describe(self.code)} after its job was completed"
         return describe(self.code)
 
 
