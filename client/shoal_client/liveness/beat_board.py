@@ -183,10 +183,12 @@ class BeatSlot:
         self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: MembershipEnding) -> None:
-        """Set how the membership ended. An ending that is more specific than FENCED is kept."""
+        """Set how the membership ended. An ending that is more specific than FENCED is kept; a
+        process that has completed a job may be refused by the next one."""
         if ending is not MembershipEnding.UNKNOWN and self.ending in (
             MembershipEnding.UNKNOWN,
             MembershipEnding.FENCED,
+            MembershipEnding.COMPLETED,
         ):
             self._put(_ENDING, ending)
 

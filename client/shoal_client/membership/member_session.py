@@ -347,14 +347,15 @@ class MemberSession:
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
-        if another process of the script would surely fail the same way (refused), or may succeed
-        (passing). `leave` reports a TrainingFailed to the coordinator.
+        if another process of the script would surely fail the same way (refused), may succeed
+        (passing), or is not wanted (drained). `leave` reports a TrainingFailed to the coordinator.
         """
         self._has_failed = isinstance(error, TrainingFailed)
-        ending = MembershipEnding.of(error)
+        ending = MembershipEnding.DRAINED if self.draining else MembershipEnding.of(error)
         if self._slot is not None and ending in (
             MembershipEnding.REFUSED,
             MembershipEnding.PASSING,
+            MembershipEnding.DRAINED,
         ):
             self._slot.end(ending)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -51,6 +52,12 @@ def who(membership: MemberSession) -> MemberProcess:
 async def until_failed(membership: MemberSession) -> None:
     """Wait until the heartbeat thread has found that the membership failed."""
     assert await asyncio.to_thread(membership.wait_generation_over, 0, WITHIN_S)
+
+
+def await_drain(membership: MemberSession) -> None:
+    """Wait until the membership's thread has noticed the wish to leave."""
+    while not membership.draining:
+        time.sleep(0.01)
 
 
 async def test_a_lost_member_is_fenced(slot: BeatSlot) -> None:
@@ -130,6 +137,18 @@ async def test_each_error_of_the_trainer_has_its_ending(
         await asyncio.to_thread(member.join)
         member.failed(error)
         assert slot.ending is ending
+
+
+async def test_the_error_of_a_member_that_was_asked_to_leave_ends_a_drain(slot: BeatSlot) -> None:
+    """A launcher does not start a worker again that an operator has asked to leave."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.join)
+        member.drain("an operator asked for it")
+        await asyncio.to_thread(await_drain, member)
+        assert slot.ending is MembershipEnding.UNKNOWN
+        member.failed(Unavailable("the disk is full"))
+        assert slot.ending is MembershipEnding.DRAINED
 
 
 async def test_joining_a_finished_job_again_is_an_error_of_the_script(

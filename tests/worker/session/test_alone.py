@@ -196,6 +196,21 @@ def test_a_drained_job_continues_from_its_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(value, expected[name])
 
 
+def test_a_drained_job_whose_last_checkpoint_fails_ends_with_that_error(tmp_path: Path) -> None:
+    """Exit code 143 would say that the next run continues from this step."""
+    directory = tmp_path / "checkpoints"
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(CheckpointFailed, match="checkpoints"), shoal.join() as session:
+        checkpoints = shoal.Checkpoints(directory, every_steps=STEPS)
+        model, optimizer = session.distribute(model, optimizer, checkpoints=checkpoints)
+        for batch in session.batches(data(), global_batch_size=BATCH, epochs=EPOCHS):
+            if batch.step == 2:
+                directory.write_text("no directory can be made here any more")
+                os.kill(os.getpid(), signal.SIGTERM)
+            with session.step():
+                session.forward_backward(batch, cross_entropy)
+
+
 def test_dropout_within_layers_is_warned_of_by_name() -> None:
     """The dropout inside such layers depends on the number of members, unlike that of a dropout
     module."""

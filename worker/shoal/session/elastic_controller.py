@@ -219,7 +219,7 @@ class ElasticController:
             self._finish_last_step(strategy)
             if strategy.leaves_with_checkpoint():
                 drained = MemberDrained("this member leaves", seen="it was asked to")
-                raise self.membership.failure or drained
+                raise strategy.checkpoint_failure or self.membership.failure or drained
         self.call.may_be_made = True
         while True:
             if not self._is_ready:
