@@ -1,11 +1,7 @@
-"""The step that is open on this thread, for code that is not given the step as an argument.
+"""The step that is open on this thread.
 
-Random numbers, normalisation and checks on calls of torch read the step; `Session.step` sets it.
-Members may be threads of one process, and each has its own step.
-
-A new thread has no step. Such threads are started by scripts, and by autograd for backward passes
-on a GPU. So a module stores in its forward pass the values that its backward pass needs, as keyed
-dropout and synchronised BatchNorm do.
+A new thread has no step, such as autograd's for backward passes on a GPU. So a module stores in its
+forward pass the values that its backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +56,11 @@ class StepContext:
     batchnorm: BatchNormMembers | None = None
     """None: each member normalises its own samples."""
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
-    """Called with (outputs, tensor) before the script gathers on torch's default group; None if all
-    shares have the same size, without `Session.batches`, or if the strategy gathers no rows."""
+    """Called with (outputs, tensor) before the script gathers on torch's default group.
+
+    None: all shares have the same size, the script does not use `Session.batches`, or the strategy
+    gathers no rows.
+    """
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None
     guard: object | None = None

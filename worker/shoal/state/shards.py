@@ -1,8 +1,7 @@
 """State shards: the parts of a state that one rank holds.
 
 A state is a set of named tensors; each rank holds chunks of some of them. Names and whole shapes
-are the same in every layout of a model (whole copies, rows, columns, stages), so that one layout
-can read the state of another:
+are the same in every layout of a model, so that one layout can read the state of another:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
     registered.<name>/<path>               registered state of the script; whole on every rank
@@ -101,9 +100,11 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None
-if it needs none. Called once for every tensor of a state; may raise ShapeMismatch or
-DtypeMismatch."""
+"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs.
+
+None: the rank needs no part of the tensor. Called once for every tensor of a state; may raise
+ShapeMismatch or DtypeMismatch.
+"""
 
 
 def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
@@ -119,7 +120,7 @@ class TensorShard:
     """Shape of the whole tensor."""
     chunk: Chunk
     tensor: Tensor
-    """Contents, of shape `chunk.sizes`; contiguous or not, on any device."""
+    """Contents, of shape `chunk.sizes`; any strides, any device."""
 
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.chunk.sizes:
@@ -144,9 +145,10 @@ class StateShard:
     values: Mapping[str, Json] = field(default_factory=dict)
     """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that exist at this step, also of tensors that this rank holds no part of;
-    empty if they are unknown. They show that a tensor is missing if all its parts were on lost
-    ranks."""
+    """Names of tensors that exist at this step on any rank; empty if they are unknown.
+
+    A tensor whose parts were all on lost ranks is found missing by its name.
+    """
 
     def copied(self) -> "StateShard":
         """Return a copy in host memory."""
@@ -168,13 +170,13 @@ class StateShard:
 
 
 Names = tuple[str, ...]
-"""Names of several tensors."""
 
 
 class GroupedChunks(Mapping[str, Chunk]):
-    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk. A
-    thousand ranks that hold rows of three thousand tensors report three million chunks. But each
-    rank reports only a few groups."""
+    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
+
+    A thousand ranks may hold three million chunks, but each rank reports only a few groups.
+    """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
         self.groups = groups
@@ -204,8 +206,10 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def partition_names(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, so that any group contains all names of a set or none. A
-    result that is computed for one name of a set then holds for all of them."""
+    """Split each group into sets of names, so that any group contains all names of a set or none.
+
+    A result that is computed for one name of a set then holds for all of them.
+    """
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}
     for number, names in enumerate(distinct):

@@ -33,7 +33,7 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 def find_strategy(strategy: str | Strategy) -> Strategy:
     """Return the strategy of that name with default options, or the given strategy object itself.
 
-    Raises UnknownStrategy, which lists the known names.
+    Raises UnknownStrategy.
     """
     if isinstance(strategy, Strategy):
         return strategy

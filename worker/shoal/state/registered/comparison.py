@@ -12,21 +12,24 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative difference that is allowed: hosts with other instruction sets round sums differently."""
+"""Allowed relative difference: hosts with other instruction sets round sums differently."""
 SMALL = 1e-14
-"""Absolute difference that is allowed. A schedule that ends at 0 may subtract a cosine from 1. Near
-its end only the cosine's rounding error remains, which depends on the host's math library."""
+"""Allowed absolute difference: a schedule that subtracts a cosine from 1 may end at a rounding
+error instead of 0.
+"""
 UNTRAINED = -1
-"""Step number for members without state of the job, which are compared with one another."""
+"""Step number of members without state of the job."""
 MAX_SHOWN = 120
 
 
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Check, by a collective, that members at the same step hold the same registered state. `own`:
-    this member's state by the objects' names; None: this member is not compared. `members`: by
-    rank. Raises RegisteredStateDiffers, on all members."""
+    """Check, by a collective, that members at the same step hold the same registered state.
+
+    `members`: by rank. `own`: this member's state by the objects' names; None: this member is not
+    compared. Raises RegisteredStateDiffers, on all members.
+    """
     if len(members) == 1:
         return
     text = json.dumps([step, own], sort_keys=True)
@@ -57,7 +60,6 @@ def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
 
 
 def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDiffers:
-    """Return the error that names the object, the path in its state and each member's value."""
     path, shown = found
     name, _, inside = path.partition(".")
     inside = inside.partition(".")[2] or "its state"
@@ -78,7 +80,6 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
 
 
 def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the path at which the two differ first; None if they are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -93,8 +94,10 @@ def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tup
 
 
 def are_close(one: Any, other: Any, tolerance: float) -> bool:
-    """True if two values of JSON are the same, or are numbers, or lists of these, that differ by
-    `tolerance` (relative) or SMALL at most. Integers have to be equal; NaN is the same as NaN."""
+    """True if two values of JSON are equal, or numbers that differ by at most `tolerance` or SMALL.
+
+    Lists are compared element by element. Integers have to be equal; NaN equals NaN.
+    """
     if isinstance(one, list) and isinstance(other, list):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(are_close(*both, tolerance) for both in pairs)

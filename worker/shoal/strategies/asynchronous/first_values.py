@@ -16,8 +16,6 @@ log = structlog.get_logger(__name__)
 PATIENCE_SHARE = 0.25
 """Share of the time limit after which any member creates values that are still missing."""
 LOOK_S = 0.5
-"""Interval at which a member that waits asks for servers again, or checks if its generation
-broke."""
 
 
 def await_servers(
@@ -88,8 +86,7 @@ def first_values(
 
 
 def _pull(client: ParameterClient, values: SharedValues, wait_s: float, give_up_s: float) -> bool:
-    """Pull the values. Return False if they do not exist yet; raise ShardNotReady after
-    `give_up_s`."""
+    """Return False if the values do not exist yet; raise ShardNotReady after `give_up_s`."""
     try:
         client.pull(values.writable(), wait_s=wait_s)
     except ShardNotReady:

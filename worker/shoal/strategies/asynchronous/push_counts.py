@@ -14,7 +14,7 @@ MAX_LISTED = 8
 
 
 class RollbackWatch:
-    """Detector of shards that were rolled back to an earlier version while members train."""
+    """Detector of shards that were rolled back to an earlier version."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}

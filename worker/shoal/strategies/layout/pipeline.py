@@ -25,7 +25,7 @@ from shoal_proto.numbers_given import as_index
 
 
 class StageSplit:
-    """The user's options for the cut into stages. One object for all generations of a session."""
+    """The user's options for the cut into stages; one object for all generations."""
 
     def __init__(
         self, *, balance: str = "bytes", split_at: Sequence[str] | None = None, example: Any = None

@@ -1,9 +1,7 @@
-"""The end of a round in which each member trained its own copy of the model: all agree on one state
-again.
+"""The end of a round in which each member trained its own copy of the model.
 
-All members started the round from the same parameters, and each took its own steps on its own
-samples. The members' changes are averaged, and an outer step applies the mean to the parameters
-from which the round started.
+All members started the round from the same parameters. The members' changes are averaged, and an
+outer step applies the mean to these parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +32,8 @@ class OuterLoop:
     """A member's side of its rounds, and the state agreed on at the end of the last round.
 
     That state consists of copies of the model and of the optimizer's state, and of the outer
-    velocity, which changes only when a round ends. Changes are computed relative to it, a broken
-    round is rolled back to it, and a joining member receives it.
+    velocity. Changes are computed relative to it, a broken round is rolled back to it, and a
+    joining member receives it.
     """
 
     def __init__(
@@ -62,15 +60,16 @@ class OuterLoop:
 
     @property
     def agreed(self) -> StateShard:
-        """The last state agreed on. Its model is the same on all members, its optimizer state each
-        member's own. Raises InternalError if no state was agreed on."""
+        """The last state agreed on. Raises InternalError if there is none.
+
+        Its model is the same on all members; its optimizer state is each member's own.
+        """
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """Copy this member's present state over the last state agreed on. The model is the same on
-        all members; the optimizer's state is each member's own."""
+        """Copy this member's present state over the last state agreed on."""
         self._agreed = self.state.capture(step, self._agreed)
 
     def roll_back(self) -> None:
@@ -88,8 +87,11 @@ class OuterLoop:
         self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
-        """Note that the group of members has changed: discard the optimizer state that was set
-        aside, and the compressor's state that must be the same on all members."""
+        """Discard the state that depends on the group of members.
+
+        This is the saved optimizer state, and the compressor's state that must be the same on all
+        members.
+        """
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
@@ -102,8 +104,11 @@ class OuterLoop:
         return self._with_velocity(replace(self.agreed, values=values))
 
     def take(self, given: StateShard) -> None:
-        """Restore another member's `outgoing` state, with this member's own optimizer state if that
-        was set aside at the same step. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+        """Restore another member's `outgoing` state, with this member's own optimizer state if it
+        saved one at the same step.
+
+        Raises ShapeMismatch or DtypeMismatch if the state does not fit.
+        """
         kept = self._set_aside
         if kept is not None and kept.step == given.step:
             others = {
@@ -128,7 +133,9 @@ class OuterLoop:
 
     def adopt(self, state_shard: StateShard) -> None:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
-        Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+
+        Raises ShapeMismatch or DtypeMismatch if it does not fit.
+        """
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
         velocity = {
             path: state_shard.shards[_velocity_path(path)]
@@ -182,7 +189,6 @@ class OuterLoop:
         self._velocity |= velocity
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
         named = self._model.named_parameters()
         return {MODEL + name: p.detach() for name, p in named if p in stepped}
@@ -195,9 +201,11 @@ class OuterLoop:
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> dict[str, Tensor]:
-        """Return parameters that are not in the optimizer but were written to by the script, on any
-        member: a teacher's moving average, for example. Collective if there are parameters that are
-        not in the optimizer."""
+        """Return parameters outside the optimizer that the script wrote to on any member.
+
+        A teacher's moving average is an example. Collective if there are parameters outside the
+        optimizer.
+        """
         named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}
         if not others:
@@ -213,8 +221,9 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from the first rank, which had the
-        most samples."""
+        """Broadcast integer buffers, which have no mean, from the first rank, which had most
+        samples.
+        """
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -224,7 +233,6 @@ class OuterLoop:
     def _changes(
         self, tensors: Mapping[str, Tensor], step: int, weight: float
     ) -> Iterator[PackedTensors]:
-        """Yield this member's weighted changes, one bucket at a time."""
         for names in buckets(tensors):
             changes = [_change(tensors[name], self._before(name)) * weight for name in names]
             _check_finite(dict(zip(names, changes, strict=True)), step, "this member's own change")
@@ -234,8 +242,10 @@ class OuterLoop:
     def _means_of(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """All-reduce this member's weighted changes, one bucket at a time; return the means by
-        name, flattened: views of the buckets. Collective. Raises NonFiniteGradient from `changes`.
+        """All-reduce this member's weighted changes; return the means by name, as flat views of
+        buckets.
+
+        Collective. Raises NonFiniteGradient from `changes`.
         """
         means: dict[str, Tensor] = {}
         for packed in changes:
@@ -259,7 +269,8 @@ class OuterLoop:
         means: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Move the model by the mean changes, which are removed from `means`; return the new
-        velocity."""
+        velocity.
+        """
         velocity = {}
         for name, parameter in parameters.items():
             # Removed: the new velocity needs as much memory, and the old one is kept meanwhile.
@@ -272,7 +283,6 @@ class OuterLoop:
         return velocity
 
     def _before(self, name: str) -> Tensor:
-        """Return a tensor's value at the end of the last round."""
         return self.agreed.shards[name].tensor
 
 
@@ -308,8 +318,11 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
 
 
 def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield runs of names, in order. The tensors of a run are on one device, are summed in one
-    dtype, and have at most `BUCKET_BYTES` together, unless the run is a single tensor."""
+    """Yield runs of names, in order.
+
+    The tensors of a run are on one device, are summed in one dtype, and have at most `BUCKET_BYTES`
+    together, unless the run is a single tensor.
+    """
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():

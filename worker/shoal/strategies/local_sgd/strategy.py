@@ -2,11 +2,8 @@
 at the end of a round.
 
 A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
-a checkpoint is due, and when the generation stops by agreement. If a round ends early because a
-member joins, the steps taken in it count, and none is rolled back. If a member is lost in a round,
-its work in this round is lost, and the survivors' copies differ. So all members roll back to the
-end of the last round and train on the same samples again; each sample counts once in the agreed
-steps.
+a checkpoint is due, and when the generation stops by agreement. If a member is lost, all members
+roll back to the end of the last round and train on the same samples again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -55,14 +52,12 @@ _PLAIN = OuterStep()
 
 
 class Round:
-    """A member's steps since the last round ended: their weights and hyperparameters, and the
-    callbacks for their acknowledgement."""
+    """A member's steps since the last round ended."""
 
     def __init__(self) -> None:
         self.applied: dict[int, Values] = {}
-        """The hyperparameters of each step."""
         self.conflict = ""
-        """The difference between a repeated step and its first attempt; empty if there is none."""
+        """Difference between a repeated step and its first attempt; empty if there is none."""
         self.weight = 0.0
         """Weight of the step in progress, as in `mean_weight`."""
         self._weights = 0.0
@@ -103,8 +98,8 @@ class LocalSGD(SynchronousStrategy):
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
     weight is its share of the round's batches, averaged over its steps. The model's running
-    statistics are averaged with the parameters. Each member keeps its own optimizer state. A member
-    that joins starts with a copy of another member's.
+    statistics are averaged with the parameters. Each member keeps its own optimizer state; a
+    joining member starts with a copy of another member's.
 
     A committed step may be rolled back until its round ends, so `session.step_number` may decrease
     after a loss. A learning rate has to depend on this number, not on a counter of the script.
@@ -167,8 +162,9 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the newest state agreed on to the members that lack it; at step 0 read a checkpoint,
-        if there is one."""
+        """Send the newest state agreed on to the members that lack it; at step 0 read a
+        checkpoint.
+        """
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
@@ -271,7 +267,6 @@ class LocalSGD(SynchronousStrategy):
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _end_round(self, group: dist.ProcessGroup) -> None:
-        """End the round, if it has any steps. Collective."""
         num_steps = self.step - self._outer_loop.agreed.step
         if not num_steps:
             return
@@ -295,8 +290,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the model as of the end of the last round, on the host: within a round the
-        members' copies differ."""
+        """Return the model as of the end of the last round, on the host."""
         further = tied(self._model)
         agreed = self._outer_loop.agreed.shards
         names = list(self._model.state_dict(keep_vars=True))
