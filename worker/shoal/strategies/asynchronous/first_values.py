@@ -70,8 +70,7 @@ def first_values(
     """Pull the job's values into `values`; create them from `values` if no other member does.
 
     `creates`: create them at once if they are missing. Raises ShardNotReady after `limit_s`,
-    GenerationBroken, the errors with which the servers refuse the optimizer, and what `pull`
-    raises.
+    GenerationBroken, refusals of the optimizer, and what `pull` raises.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s

@@ -15,13 +15,12 @@ from shoal.model.several import optimizers_of
 from shoal.state.registered.comparison import are_close
 
 Values = tuple[Mapping[str, Any], ...]
-"""The hyperparameters of each group, by name."""
+"""Hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps, and
-under `diloco` by at most 100."""
+"""Limit of the steps whose hyperparameters are kept. Rollbacks are shorter by default."""
 TOLERANCE = 1e-9
-"""Relative tolerance: hosts with another math library compute schedules with another last bit."""
+"""Relative tolerance: math libraries differ in the last bit of a schedule."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
 """Relative tolerance for `max_norm`, which a script may compute from norms of earlier steps."""
@@ -30,8 +29,8 @@ _NORM_TOLERANCE = 1e-5
 class Hyperparameters:
     """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
 
-    A step that failed or was rolled back has to be the same when it is repeated. But an object that
-    counts its own calls, such as one of torch's schedulers, has counted the first attempt too.
+    A repeated step has to be the same as its first attempt. But an object that counts its own
+    calls, such as one of torch's schedulers, has counted the first attempt too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -78,11 +77,7 @@ class Hyperparameters:
         self._failed = (step, self.current_values())
 
     def entering(self) -> None:
-        """Compare the values with a failed attempt's, before a new generation changes them.
-
-        A change since then was made for a step that did not happen: the script has not got the next
-        batch yet.
-        """
+        """Compare the values with a failed attempt's, before a new generation changes them."""
         failed, self._failed = self._failed, None
         if failed is not None:
             step, values = failed
@@ -90,8 +85,10 @@ class Hyperparameters:
             self._conflict = self._conflict or change
 
     def conflict(self, step: int) -> str:
-        """Return the reason why the step cannot be repeated as it was; "" if it can. A difference
-        that `entering` found is returned only once."""
+        """Return the reason why the step cannot be repeated as it was; "" if it can.
+
+        A difference that `entering` found is returned only once.
+        """
         conflict, self._conflict = self._conflict, ""
         return conflict or self.differences_on_retry(step)
 

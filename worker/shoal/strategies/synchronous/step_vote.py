@@ -1,13 +1,9 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
-Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
-passes, a digest of values that have to be the same on all members, flags that may differ (beside a
-digest of split layers), and the weight of the losses. The passes are in the ballot itself, not in a
-further exchange: members with different passes are about to run different collectives. If digests
-differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
-error names field, members and values.
-
-Pure: `StepAgreement` sends and receives.
+Members exchange ballots whenever they have to agree within a step. The passes are in the ballot
+itself, not in a further exchange: members with different passes are about to run different
+collectives. If digests differ, or a member reports a conflict or a refusal, members exchange whole
+votes. Pure: `StepAgreement` sends and receives.
 """
 
 import enum
@@ -96,8 +92,9 @@ class StepVote:
     hyperparameters: Values = ()
     """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """Changes of values in a round of local steps: the index in the round of the first step with
-    new values, and these values."""
+    """Changes of values in a round of local steps: the index of a step in the round, and new
+    values.
+    """
     idle: tuple[str, ...] = ()
     """Parameters without a gradient."""
 
@@ -106,15 +103,13 @@ class StepVote:
     weight: float | None = field(default=None, compare=False)
     """The weight of the losses; None: they are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
-    """True if the member's own gradients are not finite."""
     stops_before: bool = field(default=False, compare=False)
     """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
-    """True if the member's script stops after this step."""
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
-    """The difference between a repeated step and its first attempt; empty if there is none."""
+    """Difference between a repeated step and its first attempt; empty if there is none."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
     """The error, as a dict, that refuses the optimizer's state after the latest step."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -161,8 +156,10 @@ def agree(ballots: Sequence[Sequence[int]]) -> bool:
 
 
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
-    """Raise UnequalPasses unless all members make the same passes, or take the same action on the
-    same optimizers. `optimizers`: all names, in the order of the bits."""
+    """Raise UnequalPasses unless all members make the same passes, or take the same action.
+
+    `optimizers`: all names, in the order of the bits.
+    """
     passes = [each.passes for each in ballots.values()]
     if passes.count(passes[0]) == len(passes):
         return
@@ -196,8 +193,10 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if a member reports a conflict or refuses the step, or if digests differ. Digests of
-    layers are compared among members that split layers with each other."""
+    """True if a member reports a conflict or refuses the step, or if digests differ.
+
+    Digests of layers are compared among members that split layers with each other.
+    """
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
@@ -206,9 +205,11 @@ def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
 
 
 def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
-    """Raise unless the members' votes differ by rounding errors at most: the error with which a
-    member refuses the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False for a step
-    before which a script has stopped; its values may differ."""
+    """Raise unless the members' votes differ by rounding errors at most.
+
+    Raises a member's refusal of the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False
+    for a step before which a script has stopped; its values may differ.
+    """
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
@@ -245,8 +246,9 @@ def _applied_at(applied: Sequence[tuple[int, Values]], after: int) -> Values:
 
 
 def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
-    """Raise InvalidSpec if members have gradients for different parameters: they would gather and
-    reduce different layers."""
+    """Refuse gradients for different parameters: members would gather and reduce different
+    layers.
+    """
     everywhere = set.intersection(*map(set, idle.values()))
     own = {name: [each for each in some if each not in everywhere] for name, some in idle.items()}
     if not any(own.values()):
@@ -265,8 +267,10 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
 
 
 def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
-    """Return the weight of each member's losses; None if they are weighted by samples. Raises
-    InvalidSpec if only some of the members give weights, or if all weights are 0."""
+    """Return the weight of each member's losses; None if they are weighted by samples.
+
+    Raises InvalidSpec if only some of the members give weights, or if all weights are 0.
+    """
     weights = {name: _weight_of(each) for name, each in ballots.items()}
     known = [each for each in weights.values() if each is not None]
     if not known:

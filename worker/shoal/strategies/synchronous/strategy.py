@@ -53,7 +53,6 @@ class SynchronousStrategy(Strategy):
         self._transaction = StepTransaction(self.position, self._sign, passes_meet=self.passes_meet)
         self._has_state = False
         self._reduces = True
-        """True if the next passes of the step reduce their gradients."""
         self._watch: HangWatch | None = None
         self._points: ScriptPoints | None = None
 
@@ -123,7 +122,6 @@ class SynchronousStrategy(Strategy):
             self._watch.note_loading(begins=begins)
 
     def _sign(self) -> None:
-        """Note that the trainer makes progress."""
         if self._watch is not None:
             self._watch.note_progress()
 
@@ -251,7 +249,9 @@ class SynchronousStrategy(Strategy):
 
     def _check_registered(self) -> None:
         """Raise RegisteredStateDiffers unless registered state is the same on all members.
-        Collective."""
+
+        Collective.
+        """
         if self._registered and self._process_group is not None:
             self._compare_registered(self._process_group, self._transaction.votes.members)
 
@@ -275,9 +275,10 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint after a committed step, if one is due. With registered state or
-        `session.batches`, it is written once the script asks for the next step or ends, because
-        until then the script may still change registered state or weights.
+        """Write a checkpoint after a committed step, if one is due.
+
+        With registered state or `session.batches` the script may still change state: the checkpoint
+        is written once the script asks for the next step or ends.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.is_due(self.step)
@@ -312,21 +313,25 @@ class SynchronousStrategy(Strategy):
     # --- steps ---
 
     def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a step. Changes that passes and the script make to the model can be undone."""
         self._transaction.begin(model, parameters)
         if not self._reduces:
             self._reduces = True
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose the optimizers for the next pass, update or clipping, if there are several. Raises
-        InvalidSpec if they train only a part of a model."""
+        """Choose the optimizers for the next pass, update or clipping, if there are several.
+
+        Raises InvalidSpec if they train only a part of a model.
+        """
         self._transaction.models(optimizers)
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
         """Let the chosen optimizers step now, before the session's step ends; undone if that step
-        fails. Raises InvalidSpec if there is only one optimizer."""
+        fails.
+
+        Raises InvalidSpec if there is only one optimizer.
+        """
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
