@@ -13,20 +13,19 @@ from shoal.torch_private.watching import before_calls
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of parameters, by name. Entries can be written: torch neither
-    checks them nor calls hooks."""
+    """Return the module's own table of parameters. Writes to it are not checked, and call no
+    hooks.
+    """
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of buffers, by name. Entries can be written, as in
-    `parameter_table`."""
+    """Return the module's own table of buffers; see `parameter_table`."""
     return module._buffers
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own table of children, by name. Entries can be written, as in
-    `parameter_table`."""
+    """Return the module's own table of children; see `parameter_table`."""
     return module._modules
 
 
@@ -34,14 +33,15 @@ _CONTENTS = attrgetter("_modules", "_parameters")
 
 
 def contents_of(modules: Iterable[nn.Module]) -> list[object]:
-    """Return the entries of `child_table` and `parameter_table` of all modules, in order, in half
-    of the time that calls of the two functions take."""
+    """Return the entries of `child_table` and `parameter_table` of all modules, in order."""
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Install `look`, which is called with each module that is about to be wrapped in a
-    DistributedDataParallel. Only the first call of this function has an effect."""
+    """Install `look`, called with each module that is about to be wrapped in a DDP.
+
+    Only the first call of this function has an effect.
+    """
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
@@ -77,8 +77,10 @@ def copy_with_tables(
     buffers: dict[str, Tensor | None],
     children: dict[str, nn.Module | None],
 ) -> nn.Module:
-    """Return a copy of the module with the same parameters, these buffers and these children. Its
-    tables are its own: writes to them do not reach the original."""
+    """Return a copy of the module with the same parameters, these buffers and these children.
+
+    Its tables are its own: writes to them do not reach the original.
+    """
     copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.
     tables = {"_parameters": dict(module._parameters), "_buffers": buffers, "_modules": children}

@@ -43,8 +43,9 @@ class NodeConfig:
     join_timeout_s: float = 600.0
     """Longest time of one rendezvous; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """Time that the first generation waits for more nodes when it has enough, but fewer than the
-    maximum. 0: the coordinator decides."""
+    """Time that the first generation waits for more nodes once it has enough. 0: see
+    coordinator.
+    """
     close_timeout_s: float = 30.0
     """Time for which the node tries to notify the coordinator that it leaves."""
     connect_timeout_s: float = ADMISSION_S

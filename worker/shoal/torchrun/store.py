@@ -35,8 +35,7 @@ class StoreTimeout(DeadlineExceeded, DistStoreError):
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers. Also an instance of the type that a `TCPStore` raises if its host is
-    gone."""
+    """No coordinator answers. Also an instance of the type that a `TCPStore` raises then."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -60,9 +59,6 @@ class AgentStore(RendezvousStore):
     a torchrun agent, so the loss of a node in those milliseconds would end all other agents too.
     Instead this node gets ranks as if all nodes ran as many workers as it does, and `made_up` is
     set: the agent stops these workers as soon as it checks for changes.
-
-    The coordinator implements the barrier at which agents wait at the end, because it knows which
-    nodes have finished, including nodes of later generations.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.

@@ -2,8 +2,8 @@
 
 One member writes at a time. The next writer reads which values are stored, and continues after
 them. So no value is missing or written twice, even if a member is killed between two writes. This
-requires storage that all hosts share, or a server. A lock on storage keeps two processes from
-writing at once; the system releases the lock when its process dies."""
+requires storage that all hosts share, or a server.
+"""
 
 import fcntl
 import re
@@ -31,7 +31,6 @@ class WriteProgress:
     """Position up to which a run is written. Steps are written in order."""
 
     step: int = -1
-    """The highest step written."""
     names: frozenset[str] = frozenset()
     """Names whose values of that step are written."""
 
@@ -52,7 +51,6 @@ class OpenRun(ABC):
     """A run that this process writes."""
 
     written: WriteProgress
-    """Progress of the run when it was opened."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
@@ -74,7 +72,8 @@ class Tracker(ABC):
     def open(self, run: Run) -> OpenRun:
         """Open the run, or create it. The writer calls this on a thread of its own.
 
-        Raises RunInUse while another process still writes the run."""
+        Raises RunInUse while another process still writes the run.
+        """
 
 
 class RunInUse(Exception):
@@ -94,8 +93,10 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 
 
 class Lock:
-    """Lock on a file, held by the process that writes a run. The system releases it when the
-    process dies, and forked processes do not inherit it."""
+    """Lock on a file, held by the process that writes a run.
+
+    The system releases the lock when the process dies, and forked processes do not inherit it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Acquire the lock. Raises RunInUse if another process holds it."""
@@ -123,8 +124,11 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
-    """Return the name of the run. It is the newest of the names found if that run began no earlier
-    than this one, or if this member does not know when this run began; else a new name."""
+    """Return the name of the run: the newest of the names found, or a new name.
+
+    The newest name counts if its run began no earlier than this one, or if this member does not
+    know when this run began.
+    """
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:

@@ -28,8 +28,10 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold the same chunk, bit for bit, and divide its publication among them. This rank
-    is not among them if only other ranks publish the chunk."""
+    """Ranks that hold the same chunk, bit for bit, and divide its publication among them.
+
+    This rank is not among them if only other ranks publish the chunk.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,10 @@ def replicated_weights(
     world_size: int,
     tied: Mapping[str, str],
 ) -> HeldWeights:
-    """Return a rank's weights of a model that every rank holds as a whole. Parameters are the same
-    on all ranks, bit for bit; the first rank publishes its buffers."""
+    """Return a rank's weights of a model that every rank holds as a whole.
+
+    Parameters are the same on all ranks, bit for bit; the first rank publishes its buffers.
+    """
     everybody = range(world_size)
     held = {
         name: HeldTensor(shard=TensorShard.whole(each.detach()), replicas=ranks)
@@ -91,11 +95,9 @@ class PublishedPiece:
 
     name: str
     chunk: Chunk
-    """Position in the whole tensor."""
     tensor: Tensor
     """View of the rank's tensor, whose dtype may differ from the published one."""
     dtype: torch.dtype
-    """Published dtype."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +110,6 @@ class RankPart:
 
     pieces: Sequence[PublishedPiece]
     offsets: Sequence[int]
-    """Offset of each piece in the segment, in bytes."""
     layout: Layout
     """Layout of this rank's tensors and slices, with one segment."""
 
@@ -158,8 +159,10 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
-    """Yield the share of the rank at `index` among `count` ranks that hold the same pieces. Shares
-    are disjoint and about equal in bytes. Tensors are cut only between rows."""
+    """Yield the share of the rank at `index` among `count` ranks that hold the same pieces.
+
+    Shares are disjoint and about equal in bytes. Tensors are cut only between rows.
+    """
     if count == 1:
         yield from (piece for piece in pieces if piece.num_bytes)
         return
@@ -179,8 +182,7 @@ def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterat
 
 
 def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
-    """Yield the pieces that this rank publishes, grouped by the ranks that hold them. The ranks of
-    a group divide its tensors among them."""
+    """Yield the pieces that this rank publishes, grouped by the ranks that hold them."""
     groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
@@ -226,8 +228,7 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is published: the wanted one for floating point values,
-    else the tensor's own."""
+    """Return the dtype in which a tensor is published: floating point in the wanted one."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 

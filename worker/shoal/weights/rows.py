@@ -44,7 +44,6 @@ class PublishedRows:
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
         """`shards`: the columns of each shard. Raises MalformedMessage if a column is missing."""
         self.shards: dict[int, ShardRows] = {}
-        """Rows of each shard of the table, by index."""
         for index, columns in sorted(shards.items()):
             if set(columns) != {IDS, BIRTHS, VALUES}:
                 raise MalformedMessage(
@@ -64,8 +63,10 @@ class PublishedRows:
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
-        If there is no earlier version, or if it has other shards, copies all rows and lists none as
-        removed."""
+
+        If there is no earlier version, or if it has other shards, all rows are copied and none
+        removed.
+        """
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}
@@ -111,7 +112,6 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> Tensor:
-    """True for each row that is the same bit for bit."""
     if one.shape[1] == 0 or not len(one):
         return torch.ones(len(one), dtype=torch.bool)
     return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all(dim=1)
