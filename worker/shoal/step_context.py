@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PresentSamples:
-    """The samples of the global batch that this thread computes on."""
+    """Samples of the global batch that this thread computes on."""
 
     seed: int
     step: int
@@ -26,7 +26,7 @@ class PresentSamples:
 
 @dataclass(frozen=True)
 class BatchNormMembers:
-    """The members whose samples BatchNorm normalises together."""
+    """Members whose samples BatchNorm normalises together."""
 
     group: dist.ProcessGroup
     has_samples: bool
@@ -74,7 +74,7 @@ _context: ContextVar[StepContext] = ContextVar("shoal_step_context", default=NO_
 
 
 def current() -> StepContext:
-    """Return the context of the step that is open on this thread; NO_STEP if none is."""
+    """Return the context of the open step; NO_STEP if none is."""
     return _context.get()
 
 

@@ -1,6 +1,6 @@
 """Conversion of a `state_dict()`, or of an optimizer's state, to JSON and tensors, and back.
 
-Reading a message or a checkpoint is safe: it holds no object of a script's class.
+No object of a script's class is stored, so reading is safe.
 """
 
 import base64
@@ -61,14 +61,12 @@ def split_state_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Split as `split_state` does, but refuse values that `join_state` would rebuild with another
-    type.
+    """Split as `split_state` does, for a checkpoint that plain torch reads with the same types.
 
-    Plain torch then finds the values unchanged in a checkpoint. Exceptions, stored as plain values:
-    NumPy numbers and strings, enums and other subclasses of Python's scalars, and bytearrays.
-
-    `inline`: write tensors as numbers among the values. `taken`: dotted paths already in use, by
-    which torch names the entries of a checkpoint; the paths of this value are added.
+    Raises the error of `refused` for values that `join_state` would rebuild with another type.
+    NumPy numbers and strings, enums, other subclasses of Python's scalars, and bytearrays become
+    plain values. `inline`: write tensors as numbers among the values. `taken`: dotted paths already
+    in use, to which those of this value are added.
     """
     converter = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
     return converter.plain(value, path), converter.tensors
@@ -210,7 +208,7 @@ def _base_of(value: object) -> type:
 
 
 def _scalar(value: object) -> tuple[Json] | None:
-    """Return a scalar as its base type or a marked dict, in a tuple; None for other types."""
+    """Return a scalar or a marked dict, in a tuple; None for other types."""
     if value is None:
         return (None,)
     if isinstance(value, str):

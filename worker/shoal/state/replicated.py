@@ -38,8 +38,7 @@ from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 class ReplicatedState:
     """Reads and writes everything that training changes in a model and its optimizer.
 
-    Raises InvalidSpec for a parameter of the optimizer that is not the model's, and for tensors of
-    the model that cannot be sent to another member.
+    Raises InvalidSpec if the optimizer has other parameters, or if a tensor cannot be sent.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -93,10 +92,7 @@ class ReplicatedState:
         )
 
     def state_shard(self, step: int) -> StateShard:
-        """Return the part of `collect` that a checkpoint contains.
-
-        Transient buffers are left out, and all settings are plain values.
-        """
+        """Return the part of `collect` that a checkpoint contains."""
         now = self.collect(step)
         shards = {
             name: shard
@@ -131,10 +127,10 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state_shard: StateShard) -> None:
-        """Load a whole state: a result of `capture`, another member's `collect`, or a checkpoint.
+        """Load a whole state. After an error nothing is changed.
 
         Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and InvalidSpec
-        if it belongs to another optimizer. After an error nothing is changed.
+        if it belongs to another optimizer.
         """
         own, given = self._tensors(), state_shard.shards
         check_no_more(names_in(self._model), given)
@@ -203,7 +199,7 @@ def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tens
 
 
 def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
-    """True if `tensor` can be copied into `kept` unchanged: same shape, dtype and device."""
+    """True if `tensor` can be copied into `kept` unchanged."""
     return kept is not None and (kept.shape, kept.dtype, kept.device) == (
         *(tensor.shape, tensor.dtype, tensor.device),
     )

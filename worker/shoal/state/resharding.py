@@ -60,13 +60,11 @@ def reshard(
 ) -> StateShard:
     """Return this rank's needed chunks of the newest state that the group holds as a whole.
 
-    Collective: all ranks call it at the same time. `held`: all shards that this rank holds, of one
-    or several steps. `needs` is called once for every tensor that exists at the chosen step.
-
-    The result is in newly allocated host memory, or in the tensors of `target`, which is called
-    only after all checks. `borrow`: a chunk without a target is a view of this rank's own shard, if
-    possible. `memory`: memory that the group's ranks share; overwritten if it is large enough for
-    the transfer.
+    Collective. `held`: all shards that this rank holds, of one or several steps. `needs` is called
+    once for every tensor that exists at the chosen step. The result is in newly allocated host
+    memory, or in the tensors of `target`, which is called only after all checks. `borrow`: a chunk
+    without a target is a view of this rank's own shard, if possible. `memory`: memory that the
+    group's ranks share; it may be overwritten.
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
@@ -111,9 +109,8 @@ def whole_model(
 ) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
-    Collective. Tied names share one tensor. `without_elements`: empty tensors, which no rank
-    reports. `order`: the names in the model's own state_dict, and the order of the result. Raises
-    what `reshard` raises.
+    Collective. `without_elements`: empty tensors, which no rank reports. `order`: the names in the
+    result's order. Raises what `reshard` raises.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
@@ -173,8 +170,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Round:
-    """Messages of one round: at most one bucket to each peer, and one from each peer."""
-
     works: list[P2PMessage] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)

@@ -108,7 +108,7 @@ ShapeMismatch or DtypeMismatch.
 
 
 def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """Return the whole tensor as a chunk: the `Needs` function of a rank that needs all tensors."""
+    """Return the whole tensor as a chunk, for a rank that needs all tensors."""
     return Chunk.whole(shape)
 
 
@@ -145,10 +145,7 @@ class StateShard:
     values: Mapping[str, Json] = field(default_factory=dict)
     """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that exist at this step on any rank; empty if they are unknown.
-
-    A tensor whose parts were all on lost ranks is found missing by its name.
-    """
+    """Names of tensors that exist at this step on any rank; empty if they are unknown."""
 
     def copied(self) -> "StateShard":
         """Return a copy in host memory."""
@@ -175,7 +172,7 @@ Names = tuple[str, ...]
 class GroupedChunks(Mapping[str, Chunk]):
     """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
 
-    A thousand ranks may hold three million chunks, but each rank reports only a few groups.
+    A thousand ranks may hold three million chunks in a few groups each.
     """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
@@ -206,9 +203,8 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def partition_names(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, so that any group contains all names of a set or none.
-
-    A result that is computed for one name of a set then holds for all of them.
+    """Split each group into sets of names, so that any group contains all names of a set or
+    none.
     """
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}

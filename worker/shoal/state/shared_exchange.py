@@ -1,8 +1,8 @@
 """Exchange of bytes between ranks through memory that all ranks of a group share.
 
-The memory is divided into boxes, one for each pair of ranks. In each round a rank fills one box for
-each receiver, all ranks wait at a barrier, and each rank reads the boxes meant for it. Two sets of
-boxes alternate: a set is filled again when all ranks have read it.
+The memory is divided into boxes, one for each pair of ranks. In each round a rank fills its boxes,
+all ranks wait at a barrier, and each rank reads the boxes meant for it. Two sets of boxes
+alternate: a set is filled again when all ranks have read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class SharedExchange:
     def gather(self, message: bytes, max_bytes: int) -> list[bytes] | None:
         """Return the messages by rank. Raises what `run` raises.
 
-        None, on all ranks: a message exceeds `max_bytes` or a rank's share of the memory.
+        None, on all ranks: a message is too long.
         """
         memory = self._memory
         each_bytes = len(memory.data) // memory.world_size

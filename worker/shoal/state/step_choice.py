@@ -20,7 +20,6 @@ class ChosenStep:
 
     step: int
     metas: Mapping[str, Meta]
-    """Metas of all tensors that exist at the step, sorted by name."""
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
     """Ranks that hold each chunk, by name of the tensor."""
     values: Mapping[str, Json]

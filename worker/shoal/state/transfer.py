@@ -1,4 +1,4 @@
-"""Transfer of a state from one member to others over their group: a JSON manifest, then raw bytes.
+"""Transfer of a state from one member to others: a JSON manifest, then raw bytes.
 
 Nothing is unpickled. Members form a tree, and a receiver forwards each message as it arrives.
 """
@@ -92,10 +92,7 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
 
 
 class Branch:
-    """Position of this rank in the tree of members, which is filled in the order of ranks.
-
-    The source is the root.
-    """
+    """Position of this rank in the tree of members, whose root is the source."""
 
     def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
@@ -105,9 +102,7 @@ class Branch:
         self._p2p = AbortableP2P(group, torch.device("cpu"))
 
     def pass_on(self, tensor: Tensor) -> None:
-        """Receive the tensor from the parent, unless this rank is the source, and send it to the
-        children.
-        """
+        """Receive the tensor from the parent, if there is one, and send it to the children."""
         parent = self._parent
         parts: Iterable[Tensor] = split_into_messages(tensor)
         if parent is not None:

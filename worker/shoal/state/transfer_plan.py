@@ -1,6 +1,6 @@
 """Plan of sends and receives by which each rank gets the chunks that it needs.
 
-Pure: every rank computes its own part of the plan from the same inputs, and the parts fit together.
+Pure: every rank computes its own part from the same inputs, and the parts fit together.
 """
 
 import math
@@ -38,9 +38,9 @@ def plan(
 
     `needs`: by rank, the needed chunks by the name of their tensor.
 
-    A rank keeps the parts that it holds itself. For the other parts, imagine all tensors end to
-    end, row by row, and cut into stripes. The stripe and the receiver select the sender among the
-    part's holders. So senders share the bytes evenly, and no part is larger than two stripes.
+    Imagine all tensors that a rank lacks end to end, row by row, and cut into stripes. The stripe
+    and the receiver select the sender among the holders. So senders share the bytes evenly, and no
+    part is larger than two stripes.
     """
     own_plan = TransferPlan()
     wanted = _wanted(needs)
@@ -58,7 +58,6 @@ def plan(
 
 
 Wanted = Mapping[Chunk, Sequence[int]]
-"""Ranks that need each chunk."""
 _NOBODY: Wanted = {}
 
 

@@ -78,8 +78,7 @@ class Strategy(ABC):
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         """Write checkpoints, and start from one if no member has state. Called before `distribute`.
 
-        Raises InvalidSpec for a strategy whose members do not hold the state, and for a bucket that
-        cannot store checkpoints.
+        Raises InvalidSpec if members do not hold the state, or the bucket cannot store checkpoints.
         """
         raise InvalidSpec(
             f"strategy {self.name} writes no checkpoints",
@@ -116,10 +115,7 @@ class Strategy(ABC):
 
     @property
     def unscales(self) -> bool:
-        """True if losses may be scaled by a registered GradScaler.
-
-        The strategy unscales gradients, and skips the step if a gradient overflowed on any member.
-        """
+        """True if losses may be scaled by a registered GradScaler."""
         return False
 
     def gradients_lack(self) -> str:
@@ -145,7 +141,7 @@ class Strategy(ABC):
         """Set what determines the order of samples: global batch, dataset, seed, shuffle.
 
         Called once, before the first generation; never if the script makes its own batches. May
-        refuse hooks on gradients that the script has added since `distribute`, with InvalidSpec.
+        raise InvalidSpec for hooks on gradients that the script has added since `distribute`.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
@@ -227,8 +223,8 @@ class Strategy(ABC):
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
         """Copy state that only leaving members hold to members that stay.
 
-        Called by all members of the generation, at the same step, before any of them abandons it.
-        `leaving`: names of the members that leave, the same on all members.
+        Called by all members, at the same step, before any of them abandons the generation.
+        `leaving`: names of the members that leave.
         """
 
     @abstractmethod
@@ -264,8 +260,7 @@ class Strategy(ABC):
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
-        The step's gradients are those of the mean over all units of all members. Raises InvalidSpec
-        if the strategy weights losses by samples only.
+        Raises InvalidSpec if the strategy weights losses by samples only.
         """
         raise InvalidSpec(
             f"strategy {self.name} weights losses by samples only",
@@ -328,7 +323,7 @@ class Strategy(ABC):
     def own_weights(self) -> HeldWeights:
         """Return what `weights` returns, without the part that is on parameter servers.
 
-        Called for a series with tables. Raises InvalidSpec if the strategy publishes no tables.
+        Raises InvalidSpec if the strategy publishes no tables.
         """
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
@@ -359,10 +354,9 @@ class Strategy(ABC):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
-        Calls `acknowledged`, on any thread and possibly later, once the step is committed, or its
-        round of local steps has ended; never if it is rolled back before that. Raises
-        NonFiniteGradient with parameter and step, refusals of the step and, if a peer was lost,
-        GenerationBroken or an error for which `is_failure` is True.
+        Calls `acknowledged`, on any thread and possibly later, once the step, or its round of local
+        steps, can no longer be rolled back. Raises NonFiniteGradient, refusals of the step and, if
+        a peer was lost, GenerationBroken or an error for which `is_failure` is True.
         """
 
     @property
@@ -398,16 +392,14 @@ class Strategy(ABC):
         return False
 
     def is_failure(self, error: BaseException) -> bool:
-        """True if the error means that a peer failed; False for the script's own errors.
-
-        Called for a RuntimeError in a synchronous step, and for errors in `enter`.
-        """
+        """True if the error means that a peer failed; False for the script's own errors."""
         return False
 
     def redoes(self, error: BaseException) -> bool:
-        """True if this member alone has to repeat the step that ended with this error.
+        """True if this member alone has to repeat, with the same samples, the step that ended with
+        this error.
 
-        Samples and `step` stay the same. Called before anything else handles the error.
+        Called before anything else handles the error.
         """
         return False
 
@@ -415,8 +407,7 @@ class Strategy(ABC):
         """Wait until every member has committed the steps that this member has committed.
 
         If a member is lost before that, the others need this member to take steps again.
-        Asynchronous strategies get the final values instead. Called again if a member was lost
-        meanwhile. Raises what `between_steps` raises.
+        Asynchronous strategies get the final values instead. Raises what `between_steps` raises.
         """
 
     def metrics(self) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Numbers of torch's GradScaler, as last read to the host.
 
-The scaler keeps its numbers on the GPU: each read waits for all work queued on the GPU. In a
-session only the session changes these numbers.
+Each read from the GPU waits for all work queued there. In a session only the session changes these
+numbers.
 """
 
 import ctypes

@@ -135,8 +135,7 @@ def replace_groups_table(table: Any) -> None:
 def forget_groups() -> None:
     """Remove all groups from torch's table without ending their operations.
 
-    `destroy_process_group` alone would wait for the operations of each group that has a name.
-    `_abort_process_group` would wait for each abort in turn.
+    torch's own functions would wait for these operations, or for each abort in turn.
     """
     _c10d._world.pg_names.clear()
     _c10d.destroy_process_group()

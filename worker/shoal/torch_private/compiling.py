@@ -19,7 +19,6 @@ _eval_frame: Any = _c_dynamo.eval_frame
 P = ParamSpec("P")
 R = TypeVar("R")
 _IN_PLACE = "_compiled_call_impl"
-"""The attribute in which `module.compile()` keeps the compiled call."""
 
 
 def is_compiled(model: nn.Module) -> bool:

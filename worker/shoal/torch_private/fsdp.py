@@ -73,7 +73,7 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 def _reset_pass(root: Any) -> None:
     """Wait for collectives in progress and discard them; shard all parameters again.
 
-    Replaces `reset_iter_state`, which torch has from 2.13 on.
+    As `reset_iter_state`, which torch has from 2.13 on.
     """
     stream = root._device_handle.current_stream()
     collectives, shared = root._comm_ctx, root._state_ctx
@@ -196,11 +196,10 @@ lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
 
 
 def lay_out_for_sum(gradients: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-    """Fill the input of a reduce-scatter.
+    """Fill the input of a reduce-scatter: for each rank its rows of each gradient, padded with
+    zeros.
 
-    For each rank it holds the rank's rows of each gradient, padded with zeros to the first rank's
-    number of rows. On a CPU, torch (2.13, 2.15) makes a further copy: 0.26 ms instead of 0.11 ms
-    for 4 MB.
+    On a CPU, torch (2.13, 2.15) makes a further copy: 0.26 ms instead of 0.11 ms for 4 MB.
     """
     uneven = any(gradient.size(0) % world_size for gradient in gradients)
     alike = all(gradient.dtype == reduce_scatter_input.dtype for gradient in gradients)

@@ -28,14 +28,13 @@ def bucket_size(bucket_mb: float) -> float:
 class ReplicatedModule(DistributedDataParallel):
     """Torch's wrapper, with calls of `begin_backward` and `end_backward` around each backward pass.
 
-    Torch prepares the reducer after the forward pass. Here it is prepared when the loss is known:
-    the parameters to reduce are found from the loss itself. So a loss may come from several forward
-    passes, and a step may have several losses of different parts of the model. Without
-    `is_notified_of_passes` it behaves as torch's own.
+    Torch prepares the reducer after the forward pass. Here the parameters to reduce are found from
+    the loss. So a loss may come from several forward passes, and a step may have several losses of
+    different parts of the model. Without `is_notified_of_passes` it behaves as torch's own.
 
     A reentrant checkpoint runs autograd within autograd: a parameter of a block that is used twice
-    gets two gradients, and the search from the loss does not find the parameter. Gradients of such
-    a pass are reduced after the pass.
+    gets two gradients, and is not found from the loss. Gradients of such a pass are reduced after
+    the pass.
     """
 
     def __init__(

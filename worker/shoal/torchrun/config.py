@@ -1,4 +1,4 @@
-"""Meaning of torchrun's options for a node that joins a Shoal job."""
+"""the coordinator decides."""
 
 import math
 import os
@@ -43,9 +43,7 @@ class NodeConfig:
     join_timeout_s: float = 600.0
     """Longest time of one rendezvous; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """Time that the first generation waits for more nodes once it has enough. 0: see
-    coordinator.
-    """
+    """Time that the first generation waits for more nodes once it has enough."""
     close_timeout_s: float = 30.0
     """Time for which the node tries to notify the coordinator that it leaves."""
     connect_timeout_s: float = ADMISSION_S

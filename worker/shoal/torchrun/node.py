@@ -35,10 +35,7 @@ MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up.
-
-A closed stream shows that too.
-"""
+"""Time to notify the coordinator that this node gave up, which a closed stream shows too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +49,10 @@ class NodeRank:
 
 
 class Node:
-    """Membership of one agent. All methods are for the agent's thread, except `leave`: any thread.
+    """Membership of one agent. All methods are for the agent's thread; `leave` is for any thread.
 
-    The coordinator may end the membership, and the node may withdraw. The node then joins again,
-    with a new incarnation, when its agent asks for the next generation.
+    If the membership has ended, the node joins again, with a new incarnation, when its agent asks
+    for the next generation.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -64,7 +61,6 @@ class Node:
         self._member.spec.last_call_s = config.last_call_timeout_s
         self._membership = self._new_membership()
         self._is_member = False
-        """True if this node has joined and not left since."""
         self._proposed = False
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
@@ -112,7 +108,7 @@ class Node:
         none.
 
         Tries for `close_timeout`, less the time for which no coordinator has answered already.
-        Later calls do nothing, and return the same.
+        Later calls return the same.
         """
         if self._left:
             return self._leave_acknowledged
@@ -210,7 +206,7 @@ class Node:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
         Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
-        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it.
+        of the coordinator. After `join_timeout` no generation waits for this node.
         """
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
@@ -226,8 +222,7 @@ class Node:
     def num_waiting(self) -> int:
         """Return the number of nodes that wait for another rendezvous.
 
-        1 if this generation is over, or if ranks in it were assumed (see `AgentStore`). Above 0,
-        the agent stops its workers and enters the next generation.
+        1 if this generation is over, or if ranks in it were assumed (see `AgentStore`).
         """
         membership = self._membership
         if self.is_closed or self._finished or not self._is_member:
@@ -267,9 +262,6 @@ class Node:
         self._is_member = False
 
     def _agree(self) -> GenerationRecord:
-        """Propose, or stop in the current generation; return the next generation's agreed
-        record.
-        """
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(

@@ -55,10 +55,10 @@ class AgentEnding(Protocol):
 class AgentStore(RendezvousStore):
     """A generation's keys, for the agent of one node.
 
-    After `next_rendezvous` the agents exchange their worker counts. An error in that exchange ends
-    a torchrun agent, so the loss of a node in those milliseconds would end all other agents too.
-    Instead this node gets ranks as if all nodes ran as many workers as it does, and `made_up` is
-    set: the agent stops these workers as soon as it checks for changes.
+    After `next_rendezvous` the agents exchange their worker counts. An error in that exchange would
+    end a torchrun agent. If a node is lost in those milliseconds, this node gets ranks as if all
+    nodes ran as many workers as it does, and `made_up` is set: the agent stops these workers as
+    soon as it checks for changes.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.

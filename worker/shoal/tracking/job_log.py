@@ -1,9 +1,9 @@
 """Log of a script's values: each is written once, despite losses, joins and repeated steps.
 
 Every member keeps the values that its own script logged in its newest committed steps. The writer
-is the member whose state the generation started from: it has committed every step that any member
-has committed. Under an asynchronous strategy, rank 0 is the writer. If it is killed, the next
-writer writes its own kept values, except those that the trackers already have (see `Tracker`).
+is the member whose state the generation started from, or rank 0 under an asynchronous strategy. If
+it is killed, the next writer writes its own kept values, except those that the trackers already
+have.
 """
 
 import math
@@ -178,8 +178,6 @@ class JobLog:
 
 
 class _Sink:
-    """A tracker, and the values that are kept for it."""
-
     def __init__(self, tracker: Tracker, max_kept: int) -> None:
         self._tracker = tracker
         self._name = type(tracker).__name__

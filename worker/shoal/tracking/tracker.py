@@ -1,8 +1,8 @@
 """Interface of an experiment tracker, to which a job logs.
 
 One member writes at a time. The next writer reads which values are stored, and continues after
-them. So no value is missing or written twice, even if a member is killed between two writes. This
-requires storage that all hosts share, or a server.
+them. So no value is missing or written twice. This requires storage that all hosts share, or a
+server.
 """
 
 import fcntl
@@ -126,8 +126,8 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
     """Return the name of the run: the newest of the names found, or a new name.
 
-    The newest name counts if its run began no earlier than this one, or if this member does not
-    know when this run began.
+    The newest counts if its run began no earlier than this one, or if this run's beginning is
+    unknown.
     """
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s

@@ -1,7 +1,6 @@
 """Parts of a version: the elements that each rank publishes, and their offsets in its segment.
 
-Each rank computes its part from the tensors that it holds, without communication. Together the
-parts have each element exactly once, which the coordinator verifies.
+Together the parts have each element exactly once, which the coordinator verifies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +27,7 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold the same chunk, bit for bit, and divide its publication among them.
-
-    This rank is not among them if only other ranks publish the chunk.
-    """
+    """Ranks that hold the same chunk, bit for bit, and divide its publication among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +107,6 @@ class RankPart:
     pieces: Sequence[PublishedPiece]
     offsets: Sequence[int]
     layout: Layout
-    """Layout of this rank's tensors and slices, with one segment."""
 
     @property
     def num_bytes(self) -> int:
@@ -182,7 +177,6 @@ def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterat
 
 
 def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
-    """Yield the pieces that this rank publishes, grouped by the ranks that hold them."""
     groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))

@@ -159,11 +159,11 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written.
+    """A reader's tensors, into which a version is to be written. No error leaves a tensor changed.
 
-    The constructor checks all tensors before any tensor is changed. It raises InvalidSpec if names
-    differ, a value is not a tensor that can be written, or a DTensor has an unsupported placement;
-    ShapeMismatch or DtypeMismatch if a tensor cannot hold the published one.
+    Raises InvalidSpec if names differ, a value is not a tensor that can be written, or a DTensor
+    has an unsupported placement; ShapeMismatch or DtypeMismatch if a tensor cannot hold the
+    published one.
     """
 
     def __init__(self, layout: VersionLayout, into: Target) -> None:
@@ -204,9 +204,8 @@ class Installation:
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
     """Divide the tensors among threads, about equally in bytes.
 
-    The first share, for the caller's thread, has all tensors that may depend on its state, such as
-    its current stream. It also has all that share memory with others: these have to be written in
-    order.
+    The first share, for the caller's thread, has all tensors that may depend on its state. It also
+    has tensors that share memory, which have to be written in order.
     """
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
@@ -276,10 +275,7 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise InvalidSpec for a tensor whose elements cannot all be written.
-
-    Writing to it would have no effect, or would fail after other tensors were written.
-    """
+    """Raise InvalidSpec for a tensor whose elements cannot all be written."""
     reason = ""
     if tensor.is_meta:
         reason = "is on the meta device, which has no memory"

@@ -64,8 +64,7 @@ class PublishedRows:
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
 
-        If there is no earlier version, or if it has other shards, all rows are copied and none
-        removed.
+        All rows if there is no earlier version, or if it has other shards.
         """
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():

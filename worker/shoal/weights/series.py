@@ -106,7 +106,7 @@ class Contributor(Protocol):
 class PublisherRank:
     """The generation and rank from which a process publishes.
 
-    If it changes, publications in progress are abandoned.
+    A change abandons publications in progress.
     """
 
     number: int
@@ -225,9 +225,8 @@ class PendingPublication:
 
 
 class PreparedWriters:
-    """Memory for the next segment, allocated and faulted in during training.
-
-    The first access to a page takes longer than copying to it.
+    """Memory for the next segment, faulted in during training: that takes longer than copying to
+    it.
     """
 
     def __init__(self) -> None:
@@ -292,8 +291,6 @@ class PreparedWriters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
-    """A rank's part of a publication in progress."""
-
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
@@ -325,7 +322,6 @@ class Publications:
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
-        """Publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
         """The step of the last publication, and the number of earlier publications of that step."""
@@ -343,8 +339,7 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, the new publication and all in progress are
-        abandoned: the returned publication has failed.
+        be. If `is_over` returns True meanwhile, this one and all in progress fail.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -399,8 +394,6 @@ class Publications:
     def _next_number(self, step: int) -> int:
         """Return the next number, above all earlier ones of this generation and the same on all
         ranks.
-
-        Raises InvalidSpec if the step has no number left.
         """
         last, count = self._numbers
         count = count + 1 if step == last else 0

@@ -1,7 +1,7 @@
 """Readers of a series: outside the roster, and without cost for trainers.
 
-A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
-arrives, and all wanted chunks are staged before a tensor of the reader is written.
+A fetch holds a lease on the version. All wanted chunks are verified and staged before a tensor of
+the reader is written.
 """
 
 import asyncio

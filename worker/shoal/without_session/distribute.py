@@ -109,16 +109,14 @@ class FixedRanksTraining:
 
 
 _trainings: weakref.WeakSet[FixedRanksTraining] = weakref.WeakSet()
-"""Trainings whose groups are freed when the process ends."""
 
 
 def _free_at_exit(training: FixedRanksTraining) -> None:
     """Free the training's groups when the process ends.
 
     After a collective, a Gloo thread frees its tensors under Python's lock. If the interpreter ends
-    meanwhile, the process aborts, even after successful training (torch 2.13: "terminate called
-    without an active exception", SIGABRT). Freeing a group waits for its threads, but
-    `destroy_process_group()` does not free a group that a model refers to.
+    meanwhile, the process aborts (torch 2.13: "terminate called without an active exception",
+    SIGABRT). `destroy_process_group()` does not free a group that a model refers to.
     """
     # Registered again, to run before all functions registered so far, such as waits for groups.
     atexit.unregister(_free_groups)

@@ -14,9 +14,7 @@ from shoal_proto.errors import RegisteredStateDiffers
 TOLERANCE = 1e-5
 """Allowed relative difference: hosts with other instruction sets round sums differently."""
 SMALL = 1e-14
-"""Allowed absolute difference: a schedule that subtracts a cosine from 1 may end at a rounding
-error instead of 0.
-"""
+"""Allowed absolute difference: 1 minus a cosine may be a rounding error instead of 0."""
 UNTRAINED = -1
 """Step number of members without state of the job."""
 MAX_SHOWN = 120

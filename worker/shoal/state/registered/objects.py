@@ -22,7 +22,7 @@ MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Limit for all objects together: their state is copied at each step."""
 GROUPS = "param_groups"
-"""Name, in the state, of the settings of the optimizer's groups, which schedulers change."""
+"""Name of the settings of the optimizer's groups in the state."""
 KINDS = "registered_kinds"
 _BLOCK_ELEMENTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -70,8 +70,7 @@ def enabled_scaler(registered: object) -> torch.amp.GradScaler | None:
 class RegisteredState:
     """Registered objects of one session; false while nothing is registered.
 
-    If a step is undone, each object is restored to its state at the time when the script asked for
-    that step's batch.
+    If a step is undone, each object has its state from when the script asked for the step's batch.
     """
 
     def __init__(self) -> None:
@@ -91,9 +90,9 @@ class RegisteredState:
     def add(self, name: str, registered: Stateful) -> None:
         """Register an object. After an error nothing is registered.
 
-        Raises InvalidSpec for an invalid or used name, for an object that is registered already or
-        whose state cannot be sent to another member, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES.
-        Errors of `state_dict()` are raised unchanged.
+        Raises InvalidSpec for an invalid or used name, an object that is registered already, a
+        state that cannot be sent, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES. Errors of
+        `state_dict()` are raised unchanged.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
@@ -173,7 +172,7 @@ class RegisteredState:
             self._deferred.pop(0)()
 
     def committed(self) -> None:
-        """Mark the step committed. The script's changes until the next batch still belong to it."""
+        """Mark the step committed. The script's changes until the next batch belong to it."""
         self._is_attempt = False
 
     def undo(self) -> None:
@@ -201,9 +200,9 @@ class RegisteredState:
     def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects.
 
-        Raises InvalidSpec if the state of an object is missing, if an object is of another class,
-        or if `load_state_dict` fails. In the last case some objects may have the new state. A
-        MemoryError or OSError of `load_state_dict` is raised unchanged.
+        Raises InvalidSpec if an object's state is missing or of another class, or if
+        `load_state_dict` fails: then some objects may have the new state. Its MemoryError or
+        OSError is raised unchanged.
         """
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
@@ -289,9 +288,7 @@ class RegisteredState:
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: CapturedState) -> None:
-        """Raise InvalidSpec if a tensor has changed its shape or dtype since the last step, or is
-        gone.
-        """
+        """Raise InvalidSpec if a tensor is gone, or has another shape or dtype than before."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
@@ -381,8 +378,7 @@ def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
 
 
 def _figures(tensor: Tensor) -> list[Json]:
-    """Return shape and dtype, the sum of magnitudes, and sums that depend on signs and on
-    positions.
+    """Return outline, sum of magnitudes, and sums that depend on signs and on positions.
 
     No sum is near 0, so rounding is relatively small.
     """

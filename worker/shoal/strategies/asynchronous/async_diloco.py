@@ -1,9 +1,8 @@
 """The strategy `async-diloco`: members step alone for a round, then push their change.
 
 The parameter servers take the outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) for
-each member's round as it arrives. No member waits for another (as in Liu et al. 2024, "Asynchronous
-Local-SGD Training for Language Modeling", arXiv:2401.09135). A member continues from the values
-right after its own push.
+each member's round as it arrives (as in Liu et al. 2024, "Asynchronous Local-SGD Training for
+Language Modeling", arXiv:2401.09135).
 
 A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
 other members train on the samples since its last push again. A member that drains, or whose loop

@@ -1,13 +1,11 @@
 """The strategy `async-sgd`: every member trains at its own pace against the parameter servers.
 
 A step pushes its gradients and receives the values right after the push, in one exchange with every
-server. The optimizer runs on the servers, once for all members. The learning rates of the script's
-optimizer are sent with every push, unless the servers step a schedule themselves.
+server. The optimizer runs on the servers, once for all members.
 
-- The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does. Changes by
-  other members still arrive.
-- Buffers, and the state of modules with `get_extra_state`, are not shared: each member keeps its
-  own.
+- A parameter that has no gradient in a step is skipped, as by `torch.optim`. Changes by other
+  members still arrive.
+- Buffers, and the state of modules with `get_extra_state`, are not shared.
 - Training starts from the values of rank 0 of the first generation. If that member is lost or late,
   another member creates the missing shards from its own initial values.
 """
@@ -73,10 +71,7 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of the number of times that a member takes a refused step again."""
 BEGINNING_UPDATES = 100
-"""Number of steps of all members after which a joining member does not watch the loss.
-
-The member does not know the initial loss.
-"""
+"""Number of steps of all members after which a joining member does not watch the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +86,7 @@ class SharedModel:
     compressor: PushCompressor | None = None
     """None: gradients are pushed uncompressed."""
     followed: FollowedSchedule | None = None
-    """The schedule that this member steps, and whose rates are sent with each push, if any."""
+    """The schedule that this member steps, and whose rates are sent with each push."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
@@ -147,13 +142,13 @@ class StepRefusals:
 
     def __init__(self) -> None:
         self.shards: frozenset[int] = frozenset()
-        """The shards that refused the last push of the step; the others have applied it."""
+        """The shards that refused the last push; the others have applied it."""
         self.num_redone = 0
         self._snapshot = StepSnapshot()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-        """Begin a step that may be refused; `undo_refused_step` undoes its changes to buffers and
-        to untrained parameters.
+        """Begin a step that may be refused: `undo_refused_step` undoes its changes to untrained
+        tensors.
         """
         self._snapshot.begin(model, untrained)
 
@@ -310,7 +305,6 @@ class AsyncSGD(LeasingStrategy):
         return {}
 
     def _rates(self) -> list[float]:
-        """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             self._shared.followed.step_to(self._num_updates)
         elif self._options.schedule is not None:
@@ -497,7 +491,6 @@ class AsyncSGD(LeasingStrategy):
         self._clock.rest()
 
     def _refresh(self) -> None:
-        """Get the present values."""
         with waiting:
             self._connected().pull(self._shared.values.writable(), wait_s=0.0)
         self._counts.rollbacks.compare_versions(self._connected().versions)

@@ -38,8 +38,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Name the gradients with NaN or Inf.
 
-    A sum is much cheaper than a check of each gradient. If it is not finite, each gradient is
-    checked, since finite numbers may have overflowed.
+    A sum is much cheaper than a check of each gradient, but finite numbers may overflow in it.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():

@@ -12,7 +12,7 @@ from shoal_proto.errors import TrainingFailed
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
-"""Number of this member's steps in a window; a window is judged by its mean loss."""
+"""Number of this member's steps in a window, which is judged by its mean loss."""
 NUM_RECENT = 3
 EXPECTED_SHARE = 0.97
 RISE_SHARE = 0.1
@@ -22,11 +22,9 @@ FIX = (
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""Ratio of the first window's mean to its first loss, above which later losses are compared with
-that loss.
-"""
+"""Ratio of the first window's mean to its first loss: above it the first loss counts."""
 PATIENCE_UPDATES = 200
-"""Number of updates since the first window before which a finite loss is not reported."""
+"""Number of updates before which a finite loss is not reported."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",
@@ -39,7 +37,7 @@ class Stagnation:
     """A loss that has not fallen, has risen, or is not finite."""
 
     first: float
-    """Mean loss of the first window; its first loss if the loss rose within the window."""
+    """Mean loss of the first window, or its first loss (see BLOW_UP)."""
     recent: float
     num_updates: int
     counted: str = "updates"

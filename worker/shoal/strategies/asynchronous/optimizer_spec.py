@@ -161,7 +161,7 @@ class FollowedSchedule:
             self._num_steps += 1
 
     def __str__(self) -> str:
-        """Text of the settings that members must have in common; without the code of functions."""
+        """Text of the settings that members must have in common."""
         state = self._schedule.state_dict()
         shown = [f"{name}={state[name]}" for name in sorted(state) if _is_shown(state[name])]
         return f"{type(self._schedule).__name__}({', '.join(shown)}), stepped by each member"

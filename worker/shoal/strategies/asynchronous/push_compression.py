@@ -1,15 +1,13 @@
 """Compression of a member's gradients before they are pushed, and the residuals that it leaves.
 
 A residual, the part that the codec leaves out, is added to the gradients of the next step (error
-feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). A parameter without a gradient
-in a step keeps its residual.
-
-A residual counts at most once, whatever the outcome of a push:
+feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). A residual counts at most once,
+whatever the outcome of a push:
 
 - Once the server has acknowledged the shard's part as applied, the new residual is kept.
 - A part that was refused as too stale changed nothing: the old residual is restored.
-- If a push failed for another reason, it is unknown which shards applied it: the residuals of
-  shards that have not acknowledged it are discarded.
+- If a push failed for another reason, the residuals of shards that have not acknowledged it are
+  discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -56,9 +54,9 @@ class PushCompressor:
     ) -> EncodedPush:
         """Encode the gradients of every shard, or of the shards `only`.
 
-        The result lacks shards that compression would not make smaller: their gradients are to be
-        sent uncompressed. `gradients`: on the host, contiguous and finite. Raises
-        NonFiniteGradient, before anything is sent, for a gradient that the codec cannot represent.
+        `gradients`: on the host, contiguous and finite. The result lacks shards that compression
+        would not make smaller. Raises NonFiniteGradient, before anything is sent, for a gradient
+        that the codec cannot represent.
         """
         shapes = {spec.name: torch.Size(spec.shape) for spec in shard_map.parameters}
         encoded: dict[int, EncodedGradient] = {}

@@ -20,7 +20,7 @@ class RollbackWatch:
         self._seen: dict[int, int] = {}
 
     def compare_versions(self, versions: Mapping[int, int]) -> None:
-        """Compare each shard's version with the last one seen; log one line for all rollbacks."""
+        """Log one line for all shards with a lower version than last time."""
         seen, self._seen = self._seen, dict(versions)
         back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}
         if not back:

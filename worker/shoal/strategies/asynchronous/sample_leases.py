@@ -15,8 +15,7 @@ from shoal_proto.errors import JobFinished, RejoinError
 log = structlog.get_logger(__name__)
 
 ASK_AGAIN_S = 0.5
-"""Interval of requests while the coordinator has no range for this member, which still has samples.
-"""
+"""Interval of requests if the coordinator has no range for a member that still has samples."""
 TALK_EACH_S = 2.0
 """Longest time without a request: an answer may ask this member to give back samples."""
 MAX_HELD_RANGES = 96
@@ -29,8 +28,7 @@ class Leases:
     """Iterator over ranges to train on, until all samples of all epochs are trained on.
 
     A thread leases ranges ahead and reports completed ones; iterating raises the thread's errors.
-    While this member has no range left to begin, the iterator yields None every `LOOK_UP_EACH_S` or
-    sooner.
+    Without a range the iterator yields None every `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -162,9 +160,7 @@ class Leases:
                 )
 
     def _attempt(self) -> SampleLease:
-        """Request a lease once. If it fails, the client sends the completed ranges with a later
-        one.
-        """
+        """Request a lease once; after a failure the client sends the completed ranges next time."""
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []

@@ -1,7 +1,7 @@
 """Reserve of samples that an asynchronous member leases ahead.
 
 Pure: ranges and times are arguments. The reserve lasts while no coordinator answers. It is refilled
-once a quarter is used up, so that the member holds few ranges.
+only below three quarters, so that the member holds few ranges.
 """
 
 from collections import deque
@@ -20,9 +20,8 @@ MAX_RANGES = 64
 
 
 class Pace:
-    """Average pace of training, with weights that decay over `PACE_WINDOW_S`.
-
-    The time of waiting for samples does not count.
+    """Average pace of training, with weights that decay over `PACE_WINDOW_S`; waits do not
+    count.
     """
 
     def __init__(self) -> None:
@@ -68,16 +67,13 @@ class SampleReserve:
 
     @property
     def wanted(self) -> int:
-        """Number of samples to lease ahead: as many as this member trains on in `AHEAD_S`, in whole
-        steps; at most the job's samples, but at least two rounds."""
+        """Number of samples to lease ahead, for `AHEAD_S`, in whole steps; at least two rounds."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """Number of samples to request, in whole steps; 0 if the reserve has enough samples or
-        ranges.
-        """
+        """Number of samples to request, in whole steps; 0 if the reserve has enough."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0
@@ -107,8 +103,8 @@ class SampleReserve:
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
         """Remove and return the newest samples that are to be given back.
 
-        `share`: the number of samples that this member may hold; 0: unknown, nothing is removed.
-        `num_held`: the number of samples that this member holds, including those that it has begun.
+        `share`: number of samples that this member may hold; 0: unknown, nothing is removed.
+        `num_held`: number that it holds, including those that it has begun.
         """
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)

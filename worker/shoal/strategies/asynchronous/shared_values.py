@@ -86,7 +86,6 @@ class SharedValues:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
-    """Return the optimizer's parameters by their names in the model, each with its group index."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained: dict[str, tuple[nn.Parameter, int]] = {}
     for index, group in enumerate(optimizer.param_groups):

@@ -31,8 +31,7 @@ class StalenessClock:
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
         """`bound`: in rounds, for `ssp` only; 4 by default.
 
-        Raises InvalidSpec for an unknown consistency, and for a bound that is out of range or not
-        for `ssp`.
+        Raises InvalidSpec for an unknown consistency, or a wrong bound.
         """
         if consistency not in CONSISTENCIES:
             raise InvalidSpec(

@@ -28,10 +28,7 @@ DECAY = 0.95
 def to_policy(
     staleness: str, reject_above: int | None, compensation: float | None, *, adaptive: bool
 ) -> StalenessPolicy:
-    """Make the policy for the servers.
-
-    Raises InvalidSpec for options that are unknown, out of range or contradict each other.
-    """
+    """Make the policy for the servers. Raises InvalidSpec for wrong or contradictory options."""
     if staleness not in KINDS:
         raise InvalidSpec(
             "there is no such staleness policy",

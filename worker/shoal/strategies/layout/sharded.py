@@ -31,11 +31,9 @@ class ShardedStrategy(LayoutStrategy):
     """A strategy whose members hold shards of the state.
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
-    `copies` other members. The first copy is made after the first step of a generation. The number
-    of steps between later copies is chosen so that copying takes at most a twentieth of the time;
-    it is at most 10. `copy_every_steps` fixes this number. After a loss all members roll back by at
-    most two such intervals, and train on the same samples again. With `copies=0`, training survives
-    a loss only with a checkpoint.
+    `copies` other members. Copies are made at most every 10 steps, so that copying takes at most a
+    twentieth of the time; `copy_every_steps` fixes the interval. After a loss all members roll back
+    by at most two intervals. With `copies=0`, training survives a loss only with a checkpoint.
     """
 
     state_is_spread = True
@@ -116,10 +114,7 @@ class ShardedStrategy(LayoutStrategy):
         return self._checkpoints.samples.add_position(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """Return the state of `_collect` without the script's changes in the step in progress.
-
-        Raises GenerationBroken if `StepSnapshot.state_at_step_start` does.
-        """
+        """Return the state of `_collect` without the script's changes in the step in progress."""
         with self._transaction.snapshot.state_at_step_start(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())

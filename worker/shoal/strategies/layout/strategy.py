@@ -1,8 +1,7 @@
 """The steps of the strategies whose members compute with a layout.
 
 These are all synchronous strategies except local SGD. `LayoutStrategy` has the order of passes,
-votes, reduction, checks, update and commit. A layout computes; `SynchronousStrategy` forms the
-groups, and `StepTransaction` commits a step or undoes it.
+votes, reduction, checks, update and commit.
 """
 
 from abc import abstractmethod
@@ -55,8 +54,7 @@ class LayoutBinding(Protocol):
 class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
-    A subclass sets `_binding` in `_bring_up`, with the state that the generation starts from, and
-    clears it in `_release_training`.
+    A subclass sets `_binding` in `_bring_up`, and clears it in `_release_training`.
     """
 
     carries = True
@@ -78,11 +76,7 @@ class LayoutStrategy(SynchronousStrategy):
         """Keep what the generations need of the model and the optimizer."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error if the strategy cannot train this model with this optimizer.
-
-        `distribute` calls it after checks of layers, optimizer and hooks; a plan calls it without
-        these.
-        """
+        """Raise an error if the strategy cannot train this model with this optimizer."""
 
     def options(self) -> Mapping[str, str]:
         """Options of the strategy that all members must have in common, for the proposal."""
@@ -258,10 +252,7 @@ class LayoutStrategy(SynchronousStrategy):
             layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """Reduce and check the gradients that these optimizers use; return the layouts.
-
-        Raises InvalidSpec if some gradients are not reduced, and what `Layout.check` raises.
-        """
+        """Reduce and check the gradients that these optimizers use; return the layouts."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()

@@ -25,15 +25,13 @@ from shoal_proto.errors import InternalError, NonFiniteGradient
 
 BUCKET_BYTES = 32 * 1024 * 1024
 _VELOCITY = "/outer_velocity"
-"""Suffix of the velocity's name in a state, among the parameter's optimizer state."""
 
 
 class OuterLoop:
     """A member's side of its rounds, and the state agreed on at the end of the last round.
 
-    That state consists of copies of the model and of the optimizer's state, and of the outer
-    velocity. Changes are computed relative to it, a broken round is rolled back to it, and a
-    joining member receives it.
+    Changes are computed relative to that state, a broken round is rolled back to it, and a joining
+    member receives it.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class OuterLoop:
     def agreed(self) -> StateShard:
         """The last state agreed on. Raises InternalError if there is none.
 
-        Its model is the same on all members; its optimizer state is each member's own.
+        Its optimizer state is each member's own.
         """
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
@@ -79,19 +77,15 @@ class OuterLoop:
     def save_optimizer_state(self, step: int) -> None:
         """Keep this member's own optimizer state at the end of a round, in host memory.
 
-        If the round then ends on another member but breaks here, `take` restores this state with
-        that member's weights. It is valid until the next `regroup`.
+        If the round ends on another member but breaks here, `take` restores this state with that
+        member's weights. Valid until the next `regroup`.
         """
         now = self.state.collect(step)
         own = {name: shard for name, shard in now.shards.items() if name.startswith(OPTIM)}
         self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
-        """Discard the state that depends on the group of members.
-
-        This is the saved optimizer state, and the compressor's state that must be the same on all
-        members.
-        """
+        """Discard the saved optimizer state, and the compressor's state of the group."""
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
@@ -104,8 +98,8 @@ class OuterLoop:
         return self._with_velocity(replace(self.agreed, values=values))
 
     def take(self, given: StateShard) -> None:
-        """Restore another member's `outgoing` state, with this member's own optimizer state if it
-        saved one at the same step.
+        """Restore another member's `outgoing` state, with the optimizer state saved at the same
+        step.
 
         Raises ShapeMismatch or DtypeMismatch if the state does not fit.
         """
@@ -161,9 +155,9 @@ class OuterLoop:
         """End a round at `step`; all members have the same model afterwards. Collective.
 
         `weight`: this member's share of the mean, times the number of members. `check` raises
-        GenerationBroken if a collective may have ended with only a part of its result. After a
-        failure the caller can roll back. Raises NonFiniteGradient on the member at fault, or on all
-        if only the sum is not finite.
+        GenerationBroken if a collective may be incomplete. After a failure the caller can roll
+        back. Raises NonFiniteGradient on the member at fault, or on all if only the sum is not
+        finite.
         """
         if self._compressor is not None:
             # The compressor keeps the residual of the last round only if that round was agreed on.
@@ -194,7 +188,6 @@ class OuterLoop:
         return {MODEL + name: p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are averaged, such as this member's running statistics."""
         named = self.state.buffers()
         return {name: buffer for name, buffer in named.items() if has_mean(buffer)}
 
@@ -203,8 +196,7 @@ class OuterLoop:
     ) -> dict[str, Tensor]:
         """Return parameters outside the optimizer that the script wrote to on any member.
 
-        A teacher's moving average is an example. Collective if there are parameters outside the
-        optimizer.
+        Collective if there are parameters outside the optimizer.
         """
         named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}
@@ -242,11 +234,7 @@ class OuterLoop:
     def _means_of(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """All-reduce this member's weighted changes; return the means by name, as flat views of
-        buckets.
-
-        Collective. Raises NonFiniteGradient from `changes`.
-        """
+        """All-reduce the weighted changes; return the means by name, as flat views of buckets."""
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
@@ -339,7 +327,6 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _check_finite(changes: Mapping[str, Tensor], step: int, what: str) -> None:
-    """Raise NonFiniteGradient unless all changes are finite; waits for a GPU once."""
     if not are_finite(list(changes.values())):
         for name, change in changes.items():
             if not is_finite(change):

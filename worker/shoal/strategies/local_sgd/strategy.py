@@ -1,5 +1,4 @@
-"""Local SGD and DiLoCo: each member trains its own copy of the model, and the copies are averaged
-at the end of a round.
+"""Local SGD and DiLoCo: members train their own copies, which are averaged at the end of a round.
 
 A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
 a checkpoint is due, and when the generation stops by agreement. If a member is lost, all members
@@ -59,12 +58,11 @@ class Round:
         self.conflict = ""
         """Difference between a repeated step and its first attempt; empty if there is none."""
         self.weight = 0.0
-        """Weight of the step in progress, as in `mean_weight`."""
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
 
     def note(self, step: int, hyper: Hyperparameters) -> None:
-        """Note that step number `step` is about to be taken, with the present hyperparameters."""
+        """Note that this step is about to be taken, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
         self.applied[step] = hyper.current_values()

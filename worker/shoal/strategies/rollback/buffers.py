@@ -81,15 +81,15 @@ class StepBuffers:
 class PersistentBuffers:
     """The persistent buffers of a model, which stay the same tensors throughout training.
 
-    A module may replace a buffer, as `self.count = self.count + 1` does. Code that collects the
-    model's state refers to the first tensor, so the new value is copied into it.
+    A module may replace a buffer, as `self.count = self.count + 1` does: the new value is copied
+    into the first tensor.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._entries: list[Tensor] = []
-        """A buffer for each (table, name), in their order; tied ones occur several times."""
+        """A buffer for each (table, name); tied ones occur several times."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
                 if buffer is not None and name not in transient_buffers(part):

@@ -17,7 +17,7 @@ from shoal.torch_private.tensors import all_writes, num_writes
 EVERY_STEPS, NUM_TURNS = 4, 7
 """Elements are compared every `EVERY_STEPS` steps, for 1/`NUM_TURNS` of the parameters.
 
-The number of turns is a prime, because scripts may write at regular intervals.
+A prime, because scripts may write at regular intervals.
 """
 NUM_ELEMENTS = 4
 EVERY_STEPS_ON_GPU = 64
@@ -32,7 +32,7 @@ def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OwnParts:
-    """Parts of some parameters on this member, in the memory that they have in this generation.
+    """Parts of some parameters on this member, in this generation's memory.
 
     Quantised and sparse parameters are left out.
     """
@@ -74,10 +74,9 @@ def _is_plain(parameter: Tensor) -> bool:
 class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
-    torch counts writes, except writes through `.data` and writes of `torch._foreach` functions to
-    DTensors. So a few elements are compared too: of all parameters with `closely`, else of some
-    parameters in some steps. An uncounted write that leaves these elements unchanged goes
-    unnoticed.
+    torch counts writes, except through `.data` and of `torch._foreach` functions to DTensors. So a
+    few elements are compared too: of all parameters with `closely`, else of some parameters in some
+    steps. An uncounted write that leaves these elements unchanged goes unnoticed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -114,7 +113,6 @@ class ParameterWatch:
 
 
 def _alike(own: OwnParts) -> Iterable[Mapping[str, Tensor]]:
-    """Group the parameters by device; on a GPU by dtype too."""
     alike: dict[tuple[torch.device, torch.dtype | None], dict[str, Tensor]] = {}
     for name, part in zip(own.parameters, own.all(), strict=True):
         key = (part.device, None if is_on_host(part) else part.dtype)
@@ -128,10 +126,7 @@ def _samples_of(alike: Mapping[str, Tensor]) -> "_Samples":
 
 
 class _Samples(ABC):
-    """Samples of the elements of one device's parameters, and the parameters' addresses."""
-
     waits: ClassVar[bool]
-    """True if a comparison waits for a GPU."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._own = OwnParts(parameters)

@@ -15,10 +15,8 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved.
-
-A teacher (a moving average) that began as a copy changes only in the second step, or in the third
-if the first has a learning rate of 0.
+"""Number of steps in which each parameter is saved: a copied teacher may change only in the
+third.
 """
 
 CopyOf = Callable[[object], Tensor | None]
@@ -28,9 +26,9 @@ CopyOf = Callable[[object], Tensor | None]
 class ParameterWrites:
     """Writes of a script to parameters within a step, as in sharpness-aware minimisation.
 
-    In the first steps all parameters are saved when a step begins. Later only parameters that the
-    script has written to are saved; the others are watched for writes. The first write to a watched
-    parameter cannot be undone; later writes can.
+    In the first steps all parameters are saved. Later only parameters that the script has written
+    to are saved; the others are watched. The first write to a watched parameter cannot be undone;
+    later writes can.
     """
 
     def __init__(self) -> None:
@@ -43,16 +41,14 @@ class ParameterWrites:
         self._names: set[str] = set()
         """Parameters that the script has written to, in all generations."""
         self._saved: list[Tensor] = []
-        """The parameters of these names."""
         self._fresh: dict[str, Tensor] = {}
-        """Other parameters that are saved, as these are their first steps."""
+        """Parameters in their first steps."""
         self._is_planned = self._is_watched = False
         self._is_updated = False
 
     def begin(self, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step; return the parameters to be saved.
-
-        These are parameters that the script has written to, and parameters in their first steps.
+        """Begin a step; return the written parameters and those in their first steps, to be
+        saved.
         """
         if parameters is not self._parameters:
             self._parameters, self._is_planned = parameters, False
@@ -124,15 +120,13 @@ def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
 class StateWrites:
     """Writes of a script to optimizers' state within a step, such as a reset of momentum.
 
-    To undo a step, the objects that were in the state when it began are put back. Tensors that the
-    script writes to in place are saved at the beginning of each later step. The first write in
-    place cannot be undone.
+    To undo a step, the objects from its beginning are put back. Tensors that the script writes to
+    in place are saved in each later step. The first write in place cannot be undone.
     """
 
     def __init__(self) -> None:
         self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         self._contents: list[object] = []
-        """All optimizers, keys and values in that state, in order."""
         self._keys: list[str] = []
         self._tensors: list[Tensor] = []
         self._num_writes: list[int] = []

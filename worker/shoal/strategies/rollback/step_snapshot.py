@@ -1,7 +1,7 @@
 """Snapshot of what a step writes, as of the step's beginning, so that the step can be undone.
 
-Only the first few steps copy a whole model. Later steps save buffers, and tensors that the script
-has written to before. Other parameters and the optimizer's state are watched for writes.
+Only the first few steps copy a whole model. Later steps save what was written before, and watch the
+rest for writes.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ PART_OF_FREE_MEMORY = 8
 class StepSnapshot:
     """Everything that a step writes to a model and its optimizers, as of the step's beginning.
 
-    `begin` opens the step. The step ends with `restore`, which undoes it; or with `settle`, the
-    optimizer's own step, and `commit`. One object for all steps.
+    `begin` opens the step. It ends with `restore`, which undoes it; or with `settle`, the
+    optimizer's own step, and `commit`.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,6 @@ class StepSnapshot:
         self.is_whole = True
         """True if the tensors belong to a committed step, or to a step that can be undone."""
         self._is_lost = False
-        """True if the script has written to a tensor that is not saved, in this step."""
         self._saved = SavedTensors()
         self._buffers = StepBuffers()
         self._parameters = ParameterWrites()
@@ -58,8 +57,8 @@ class StepSnapshot:
     ) -> None:
         """Begin a step. Raises InvalidSpec if `settle_buffers` does.
 
-        `parameters`: all parameters as this member holds them, not gathered; the same mapping in
-        all steps of a generation.
+        `parameters`: all of this member's, not gathered; the same mapping in all steps of a
+        generation.
         """
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
@@ -157,8 +156,8 @@ class StepSnapshot:
     def state_at_step_start(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Return a context in which optimizers have their state from when the step began.
 
-        Yields copies, from that time, of the held tensors that may have changed since. Raises
-        GenerationBroken if the script has written to a tensor that is not saved.
+        Yields copies of the held tensors that may have changed since. Raises GenerationBroken if
+        the script has written to a tensor that is not saved.
         """
         self._note(closely=True)
         if self._is_lost:
@@ -182,7 +181,7 @@ class StepSnapshot:
 class SavedTensors:
     """Copies of tensors from the beginning of a step; the next step reuses their memory.
 
-    If a tensor is sharded over members, this member's part is copied.
+    Of a sharded tensor, this member's part is copied.
     """
 
     def __init__(self) -> None:
@@ -225,7 +224,6 @@ class SavedTensors:
         ]
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """True if the GPUs have memory for copies that are not on them yet."""
         num_bytes: Counter[torch.device] = Counter()
         for each, part in zip(tensors, own_parts(tensors), strict=True):
             copy = self.copy_of(each)
@@ -254,8 +252,8 @@ class SavedTensors:
         return id(tensor) in self._copy_by_id or id(tensor) in self._added
 
     def copy_of(self, tensor: object) -> Tensor | None:
-        """Return this member's part of the tensor as the step began; None if it was not saved
-        then.
+        """Return the copy of this member's part of the tensor; None if it was not saved at the
+        beginning.
         """
         return self._copy_by_id.get(id(tensor))
 
@@ -280,8 +278,8 @@ class SavedTensors:
 class _ConstantCopy:
     """Copy of a tensor that is seldom written, such as a mask.
 
-    On a GPU a copy is reused until the tensor is written to, by torch's count. On the host it is
-    made anew for each step: this also covers writes that torch does not count.
+    On a GPU a copy is reused until torch counts a write to the tensor. On the host it is made anew
+    for each step: this also covers uncounted writes.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -293,11 +291,9 @@ class _ConstantCopy:
         return num_writes(self.tensor) != self._num_writes
 
     def is_changed(self) -> bool:
-        """True if a write that torch counted has changed the tensor."""
         return self._is_written() and not torch.equal(self.tensor, self._copy)
 
     def is_valid(self) -> bool:
-        """True if the copy is known to equal the tensor."""
         is_counted = not is_on_host(self.tensor) and not self.tensor.is_inference()
         return is_counted and not self._is_written() and self.tensor.data_ptr() == self._address
 

@@ -67,7 +67,7 @@ class GenerationCheckpoints:
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
 
-        Collective. Raises StateLost on all members if there is none and the generation needs one,
+        Collective. Raises StateLost on all members if the generation needs one and there is none,
         and InvalidSpec if the storage cannot be listed.
         """
         self._is_rank_0 = generation.rank == 0
@@ -94,7 +94,7 @@ class GenerationCheckpoints:
 
         `fresh`: an optimizer as the script has made it, to log settings that the checkpoint
         replaces. Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec if the
-        checkpoint's job had trained on other samples by that step.
+        checkpoint's job had trained on other samples.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -117,8 +117,8 @@ class GenerationCheckpoints:
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps.
 
-        Waits for the previous checkpoint, and logs its error. Writes none if that is still being
-        written at its time limit. Raises InvalidSpec if `Checkpoints.begin_write` does.
+        Waits for the previous one, and logs its error; writes none if that is still being written
+        at its time limit. Raises InvalidSpec if `Checkpoints.begin_write` does.
         """
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
@@ -135,8 +135,6 @@ class GenerationCheckpoints:
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
         does.
-
-        Does nothing at step 0, or if that step's checkpoint is written already.
         """
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
@@ -164,7 +162,7 @@ class GenerationCheckpoints:
     def conclude(self) -> None:
         """Wait until a checkpoint in progress is written, has failed or exceeds its time limit.
 
-        Its error is kept in `failure`, and raised after the script has the trained state.
+        Its error is kept in `failure`.
         """
         try:
             self.finish_write()

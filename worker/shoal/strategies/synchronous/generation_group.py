@@ -24,11 +24,9 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""Time after a cut at which a collective counts as stuck: some of Gloo's end only at their
-limit.
-"""
+"""Time after a cut at which a collective is stuck: some of Gloo's end only at their limit."""
 WARNED_AFTER_S = 10.0
-"""Time after a cut at which the stack of a trainer that still holds the group is logged."""
+"""Time after a cut at which the trainer's stack is logged."""
 
 
 class GenerationGroup:
@@ -38,7 +36,7 @@ class GenerationGroup:
         self._lock = threading.Lock()
         self._cut_up_to = 0
         self.number = 0
-        """The generation that was connected last."""
+        """Number of the generation that was connected last."""
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
         self.kept_regions = KeptRegions()
@@ -49,10 +47,10 @@ class GenerationGroup:
         self._freeing: Group | None = None
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """Make a generation's group, keep it as the present one, and return it. Called by the
+        """Make a generation's group, not open yet, and keep it as the present one. Called by the
         trainer.
 
-        The group is not open yet. It is cut already if the generation is over.
+        The group is cut already if the generation is over.
         """
         me = generation.me
         peers = generation.record.roster.entries
@@ -124,9 +122,8 @@ class GenerationGroup:
             ).start()
 
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
-        """Abort waits that Gloo does not end after a cut, until the trainer has released the group.
-
-        The trainer may enter such a wait late, when it returns from the script's own code.
+        """Abort waits that Gloo does not end after a cut, until the trainer has released the
+        group.
         """
         cut_s, is_warned = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):

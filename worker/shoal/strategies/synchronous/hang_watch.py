@@ -1,8 +1,8 @@
 """Watch of the *trainer*, the thread that trains: checks twice a second if it waits for others.
 
-Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
-session have practically no limits, and this watch finds a hang: a collective that does not end in
-time, not counting pauses. It also ends a bring-up without a coordinator.
+Gloo's own time limits cannot be changed while a collective is in progress. So groups have
+practically no limits, and this watch finds a collective that does not end in time, not counting
+pauses. It also ends a bring-up without a coordinator.
 """
 
 import sys
@@ -53,7 +53,7 @@ class HangWatchConfig:
     limit_s: float
     """Time after which a wait for others is a hang."""
     leaderless_s: float
-    """Time that a bring-up may last while there is no coordinator to end it."""
+    """Time that a bring-up may last without a coordinator."""
     is_away: Callable[[], bool]
     """True if there is no coordinator."""
     num_moved: Callable[[], int]
@@ -66,13 +66,11 @@ class HangWatchConfig:
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Time since which the device has been stuck in the trainer's work, or None.
 
-    Takes the present time. A stuck device is usually in a collective, and so waits for others.
+    Takes the present time. A stuck device is usually in a collective.
     """
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Called at each look at a trainer that takes steps.
-
-    Takes the seconds for which the trainer has waited for other members: without pauses, and with
-    pauses. 0: it does not wait.
+    """Takes the seconds for which the trainer has waited for other members, without and with
+    pauses.
     """
 
 
@@ -243,8 +241,7 @@ class HangWatch:
     def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the thread has not run, in code that waits for other ranks.
 
-        None if it runs, or is in other code. Finds waits that are not in `AbortableWaiter`: torch's
-        own collectives, shared memory, copies to peers.
+        None: it runs, or is in other code. Finds waits that are not in `AbortableWaiter`.
         """
         ticks = _cpu_ticks(trainer.native_id)
         if ticks is None or not _is_in_collective(trainer.ident):

@@ -15,7 +15,6 @@ from shoal.model.several import optimizers_of
 from shoal.state.registered.comparison import are_close
 
 Values = tuple[Mapping[str, Any], ...]
-"""Hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
 """Limit of the steps whose hyperparameters are kept. Rollbacks are shorter by default."""
@@ -29,8 +28,7 @@ _NORM_TOLERANCE = 1e-5
 class Hyperparameters:
     """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
 
-    A repeated step has to be the same as its first attempt. But an object that counts its own
-    calls, such as one of torch's schedulers, has counted the first attempt too.
+    A repeated step has to be the same as its first attempt. But a scheduler has counted that too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -40,7 +38,7 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._seen: list[object] | None = None
-        """The objects that `_now` was made of, if all of them are immutable; else None."""
+        """The objects that `_now` was made of; None if one is mutable."""
 
     @property
     def names(self) -> Sequence[str]:

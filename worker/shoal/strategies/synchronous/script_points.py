@@ -2,8 +2,7 @@
 
 A member that makes a shared call alone (`if session.is_first: session.evaluate(...)`) waits in it,
 while the others wait for that member in their next step. So a member that has waited for some time
-writes to the generation's store at which point its script waits. A member that waits in a shared
-call compares the points.
+writes its script's point to the generation's store, and compares the points.
 """
 
 import json
@@ -46,7 +45,6 @@ class ScriptPoint:
     """The point at which a script waits for the others."""
 
     step: int
-    """Number of committed steps."""
     num_calls: int
     """Number of shared calls made since the last committed step."""
     what: str
@@ -73,9 +71,8 @@ class ScriptPoints:
         limit_s: float = math.inf,
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
-        """`members`: names by rank. `exchanges`: this member's exchanges in layers.
-
-        `limit_s`: time after which a wait ends the generation, and so the detection.
+        """`members`: names by rank. `exchanges`: this member's exchanges in layers. `limit_s`:
+        longest wait.
         """
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
@@ -89,9 +86,8 @@ class ScriptPoints:
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
-        """True if the finding is about the layers of a pass.
-
-        Also True beside `_refusal`, which members of older releases show as such a finding.
+        """True if the finding is about the layers of a pass; members of older releases need it for
+        any.
         """
         self._refusal: InvalidSpec | None = None
         if exchanges is not None:
@@ -181,8 +177,7 @@ class ScriptPoints:
     def _look_at_exchanges(self, stood_s: float) -> None:
         """Publish this member's layer exchanges, and compare them with its peers'.
 
-        Valid in pauses too: peers with the same script have the same exchanges, however slow they
-        are.
+        Peers with the same script have the same exchanges, even in pauses.
         """
         exchanges = self._exchanges
         compares = exchanges is not None and (exchanges.peers or exchanges.is_compared)

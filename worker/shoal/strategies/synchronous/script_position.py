@@ -1,10 +1,9 @@
 """The position of a member's script between two steps, and the step after which it stops.
 
 A shared call between steps (an evaluation, a sum) is repeated in the next generation if a member is
-lost. The call ends with a collective: a member that completes the collective has confirmed the
-call, and knows that all others have the result. A member that has the result but loses a peer in
-that collective has an unconfirmed call. The beginning of the next generation shows if the others
-have the result.
+lost. The call ends with a collective, which confirms that all members have the result. A member
+that has the result but loses a peer in that collective has an unconfirmed call: the beginning of
+the next generation shows if the others have the result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +115,8 @@ class ScriptPosition:
     def exchange_positions(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Exchange positions, and determine if a call in progress is repeated or confirmed.
 
-        Collective, when a generation begins. Raises CallInterrupted if the others repeat a call
-        that this member's script is not in.
+        Collective. Raises CallInterrupted if the others repeat a call that this member's script is
+        not in.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()

@@ -15,8 +15,7 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 class StateInspection:
     """Inspection of one optimizer, step by step.
 
-    Members that hold shards of one state raise a refusal together: in the job's first step, before
-    a checkpoint, with their votes on the next step, or at the end.
+    Members that hold shards of one state raise a refusal together.
     """
 
     def __init__(self) -> None:

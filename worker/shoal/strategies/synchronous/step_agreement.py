@@ -1,8 +1,8 @@
 """A member's part in the agreement of all members on each step, before the step is committed.
 
-Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
-votes differ, all members raise. Without votes, collectives of different passes would be matched,
-and a member with another learning rate would drift away.
+Each member casts a vote before any further pass, and before the step is applied. If votes differ,
+all members raise. Without votes, collectives of different passes would be matched, and a member
+with another learning rate would drift away.
 """
 
 import math
@@ -38,17 +38,16 @@ from shoal_proto.errors import InvalidSpec
 class StepCut:
     """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
-    The last step decides how all members begin this one. After a step without parts, no member
-    votes before the first pass, and that pass is reduced on its own, even if it is a part. After a
-    step with parts, all members vote on the number of parts before the first pass. Members that
-    work on the same samples do so in every step, because their first messages already have the
-    shape of a part.
+    After a step without parts, no member votes before the first pass, which is reduced on its own
+    even if it is a part. After a step with parts, all members vote on the number of parts before
+    the first pass. Members that work on the same samples do so in every step, because their first
+    messages already have the shape of a part.
     """
 
     def __init__(self, *, shares_samples: bool = False) -> None:
         self.shares_samples = shares_samples
         self._last = 1
-        """Number of parts of the last committed step; 1 if it was not cut."""
+        """Number of parts of the last committed step."""
         self.begin()
 
     def begin(self) -> None:
@@ -79,15 +78,14 @@ class StepCut:
 class StepWeights:
     """The weights of a member's losses in a step, for means over units such as tokens.
 
-    The weight of the whole step is known only after its last pass. So weighted gradients are
-    summed, and then divided by the sum of the weights.
+    The sum of weights is known only after the last pass: then the summed gradients are divided.
     """
 
     def __init__(self) -> None:
         self.unit = 1.0
         """Divisor of the weights, so that gradients are about as large as without weights.
 
-        A power of two, so that it causes no rounding; the same on all members of a generation.
+        A power of two: it causes no rounding. The same on all members of a generation.
         """
         self.begin()
 
@@ -135,16 +133,14 @@ class StepAgreement:
         self._words = SharedMessages(group, NUM_WORDS)
         self._vote = StepVote()
         self._digested: tuple[tuple[object, ...], int] = ((), 0)
-        """Content and value of the newest digest, which nearly every step reuses."""
         self._steps = 0
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
         self.faults: Sequence[bool] = ()
-        """True, by rank, for members whose vote reports gradients that are not finite.
-
-        Valid once the step is settled.
+        """True, by rank, for members with gradients that are not finite; valid once the step is
+        settled.
         """
         self._announced = False
         self._settled = False
@@ -180,8 +176,8 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Send a vote on the parts as a forward pass begins, if one is due.
 
-        Members that share samples wait for all votes here, and raise UnequalPasses if votes differ.
-        Other members wait, and raise, in `vote_pass`.
+        Members that share samples wait for all votes here, and raise UnequalPasses if votes differ;
+        other members do in `vote_pass`.
         """
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
@@ -233,7 +229,7 @@ class StepAgreement:
         """Vote for the step, after all of its passes, unless this member has voted already.
 
         `is_faulty`: this member's own gradients are not finite. `idle`: parameters without a
-        gradient, which have to be the same on all members.
+        gradient.
         """
         if self._words.has_sent or self._settled:
             return
@@ -260,9 +256,9 @@ class StepAgreement:
     def settle(self) -> float | None:
         """Vote, unless this member has voted, and wait for all votes.
 
-        Returns the factor by which to multiply gradients before they are used; None if the step was
-        settled before. Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec
-        if votes differ; a member's refusal; StepStopped if a script has stopped before the step.
+        Returns the factor by which to multiply gradients; None if the step was settled before.
+        Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ;
+        a member's refusal; StepStopped if a script has stopped before the step.
         """
         if self._settled:
             return None
@@ -303,7 +299,7 @@ class StepAgreement:
         """Vote on the hyperparameters of a round's local steps.
 
         `applied`: the hyperparameters by step. `conflict`: see `Hyperparameters.conflict`. Raises
-        HyperparametersDiffer on all members if the values differ, or if a member has a conflict.
+        HyperparametersDiffer on all members if values differ, or a member has a conflict.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1
@@ -351,10 +347,7 @@ class StepAgreement:
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
-        """Exchange whole votes on a step, or on a round that began with `step`.
-
-        Collective; raises what `check_votes` raises.
-        """
+        """Exchange whole votes on a step, or on a round that began with `step`. Collective."""
         exchanges = self._position.exchanges.record()
         own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1
@@ -372,7 +365,6 @@ class StepAgreement:
 
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
-    """Return the first step, and the values, of each run of steps with the same values."""
     changes: list[tuple[int, Values]] = []
     for step, values in sorted(applied.items()):
         if not changes or changes[-1][1] != values:

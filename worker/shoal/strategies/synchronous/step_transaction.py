@@ -2,7 +2,7 @@
 
 Once all votes are known, the optimizer steps within `committing`. Until then `roll_back` undoes the
 step: the writes that the snapshot covers, changes of registered objects, and a call of
-`session.stop`. Random numbers need no undo: each step seeds torch by its first sample.
+`session.stop`. Each step seeds torch by its first sample.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,6 @@ class StepTransaction:
     ) -> None:
         """`sign` notes progress of the trainer. `passes_meet`: members communicate in passes."""
         self.step = 0
-        """Number of committed steps."""
         self.position = position
         self.registered = RegisteredState()
         self.snapshot = StepSnapshot()
@@ -54,7 +53,6 @@ class StepTransaction:
         self.chosen: frozenset[str] = frozenset()
         """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
-        """The optimizers that have gradients."""
         self._sign, self._passes_meet = sign, passes_meet
         self._computes = False
         self._votes: StepAgreement | None = None

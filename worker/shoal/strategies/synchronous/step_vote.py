@@ -1,9 +1,8 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
-Members exchange ballots whenever they have to agree within a step. The passes are in the ballot
-itself, not in a further exchange: members with different passes are about to run different
-collectives. If digests differ, or a member reports a conflict or a refusal, members exchange whole
-votes. Pure: `StepAgreement` sends and receives.
+The passes are in the ballot itself, not in a further exchange: members with different passes are
+about to run different collectives. If digests differ, or a member reports a conflict or a refusal,
+members exchange whole votes. Pure: `StepAgreement` sends and receives.
 """
 
 import enum
@@ -28,7 +27,6 @@ _NAMED = 1 << 40
 """Lowest value of a ballot's `passes` that encodes an action and its optimizers, not passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
-"""The `weight` of a ballot if losses are weighted by samples."""
 _LAYERS_FROM = 8
 """First bit of the layers' digest in `flags_and_layers`; flags are below it."""
 
@@ -86,11 +84,10 @@ class StepVote:
     parts: int = 0
     """Number of parts into which the member cuts the step; 0 if the vote is not about parts."""
     action: OptimizerAction | None = None
-    """The action on the `optimizers`; None if the vote is not about an action."""
+    """None if the vote is not about an action."""
     optimizers: int = 0
     """Bit mask of optimizers, in the order of their names."""
     hyperparameters: Values = ()
-    """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
     """Changes of values in a round of local steps: the index of a step in the round, and new
     values.
@@ -101,7 +98,7 @@ class StepVote:
     layers: int = field(default=0, compare=False)
     """`LayerExchanges.summary`: the same on members that split layers with each other."""
     weight: float | None = field(default=None, compare=False)
-    """The weight of the losses; None: they are weighted by samples."""
+    """None: losses are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
     stops_before: bool = field(default=False, compare=False)
     """True if the member's script has stopped before this step."""
@@ -109,7 +106,7 @@ class StepVote:
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
-    """Difference between a repeated step and its first attempt; empty if there is none."""
+    """See `Hyperparameters.conflict`."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
     """The error, as a dict, that refuses the optimizer's state after the latest step."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -195,7 +192,7 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
     """True if a member reports a conflict or refuses the step, or if digests differ.
 
-    Digests of layers are compared among members that split layers with each other.
+    Digests of layers are compared only among members that split layers with each other.
     """
     return (
         any(each.digest != ballots[0].digest for each in ballots)
@@ -208,7 +205,7 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     """Raise unless the members' votes differ by rounding errors at most.
 
     Raises a member's refusal of the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False
-    for a step before which a script has stopped; its values may differ.
+    if a script has stopped before the step; values may then differ.
     """
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:

@@ -35,9 +35,8 @@ STORE_S = 2.0
 
 
 class SynchronousStrategy(Strategy):
-    """Base class: forms the group of each generation, cuts it if a peer is lost, and releases it.
-
-    A subclass builds the training: `_bring_up` makes it, `_release_training` drops it.
+    """Base class: forms the group of each generation, cuts it if a peer is lost, and releases
+    it.
     """
 
     synchronous = True
@@ -249,7 +248,6 @@ class SynchronousStrategy(Strategy):
 
     def _check_registered(self) -> None:
         """Raise RegisteredStateDiffers unless registered state is the same on all members.
-
         Collective.
         """
         if self._registered and self._process_group is not None:
@@ -277,8 +275,8 @@ class SynchronousStrategy(Strategy):
     def _checkpoint(self) -> None:
         """Write a checkpoint after a committed step, if one is due.
 
-        With registered state or `session.batches` the script may still change state: the checkpoint
-        is written once the script asks for the next step or ends.
+        While the script may still change state, the checkpoint is owed until it asks for the next
+        step.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.is_due(self.step)
