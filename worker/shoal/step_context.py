@@ -20,7 +20,7 @@ class PresentSamples:
     seed: int
     step: int
     first: int
-    """Position of the first sample in the global batch; the others follow it."""
+    """Position of the first sample in the global batch; the others follow."""
     count: int
 
 
@@ -58,8 +58,7 @@ class StepContext:
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
     """Called with (outputs, tensor) before the script gathers on torch's default group.
 
-    None: all shares have the same size, the script does not use `Session.batches`, or the strategy
-    gathers no rows.
+    None: there is nothing to check.
     """
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None

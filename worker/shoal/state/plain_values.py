@@ -31,7 +31,6 @@ _CARRIED = (
 CARRIED_EXACTLY = "tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
-"""Function of (path, seen, expected) that returns the error to raise."""
 
 
 def split_state(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
@@ -208,7 +207,6 @@ def _base_of(value: object) -> type:
 
 
 def _scalar(value: object) -> tuple[Json] | None:
-    """Return a scalar or a marked dict, in a tuple; None for other types."""
     if value is None:
         return (None,)
     if isinstance(value, str):

@@ -315,7 +315,6 @@ class _Transfer:
         return buckets
 
     def _spans(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
-        """Return the start and stop of each part in its bucket."""
         spans: list[tuple[int, int]] = []
         start = 0
         for part in parts:

@@ -50,7 +50,6 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.complex128,
     )
 }
-"""Dtypes that can be sent from member to member, by name."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -100,10 +99,9 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs.
+"""Function of (name, whole shape, dtype) of a tensor that returns the needed chunk, if any.
 
-None: the rank needs no part of the tensor. Called once for every tensor of a state; may raise
-ShapeMismatch or DtypeMismatch.
+Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch.
 """
 
 
@@ -141,9 +139,9 @@ class StateShard:
 
     step: int
     shards: Mapping[str, TensorShard]
-    """Tensor shards by name; a rank holds at most one chunk of a tensor."""
+    """A rank holds at most one chunk of a tensor."""
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
+    """Settings and counters; the same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
     """Names of tensors that exist at this step on any rank; empty if they are unknown."""
 

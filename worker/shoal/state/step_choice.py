@@ -21,7 +21,6 @@ class ChosenStep:
     step: int
     metas: Mapping[str, Meta]
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
-    """Ranks that hold each chunk, by name of the tensor."""
     values: Mapping[str, Json]
     """Plain values of the first rank that reports any; the optimizer's (`SLOTS`) of all ranks."""
 

@@ -146,7 +146,7 @@ def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Split the tensors, in order, into buckets: lists of (index, start, stop in the bucket)."""
+    """Split the tensors into buckets: lists of (index, start, stop in the bucket)."""
     run: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes_bytes):
         start = run[-1][2] if run else 0

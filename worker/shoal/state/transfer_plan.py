@@ -38,9 +38,9 @@ def plan(
 
     `needs`: by rank, the needed chunks by the name of their tensor.
 
-    Imagine all tensors that a rank lacks end to end, row by row, and cut into stripes. The stripe
-    and the receiver select the sender among the holders. So senders share the bytes evenly, and no
-    part is larger than two stripes.
+    Imagine all tensors end to end, row by row, and cut into stripes. If a rank lacks a part, the
+    stripe and the rank select the sender among the holders. So senders share the bytes evenly, and
+    no part is larger than two stripes.
     """
     own_plan = TransferPlan()
     wanted = _wanted(needs)
@@ -144,7 +144,6 @@ class _Stripes:
         self._start_bytes, self._stripe_bytes = start_bytes, stripe_bytes
 
     def of(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """Split the cell into parts by stripe; yields the number of the stripe and the part."""
         return self._cut(cell, 0, self._start_bytes)
 
     def _cut(self, cell: Chunk, dimension: int, start_bytes: int) -> Iterator[tuple[int, Chunk]]:

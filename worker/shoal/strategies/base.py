@@ -38,7 +38,6 @@ class Strategy(ABC):
     """Base of the strategies."""
 
     name: ClassVar[str]
-    """Name in `distribute(strategy=...)` and in the proposal."""
     synchronous: ClassVar[bool]
     """True: all members take each step together. False: members train on through every change."""
 
@@ -47,9 +46,9 @@ class Strategy(ABC):
     compiles: ClassVar[bool] = True
     """True if `torch.compile` may be called on the distributed model."""
     trains_several: ClassVar[bool] = False
-    """True if several models and optimizers may be distributed, as `SeveralModels`."""
+    """True if several models and optimizers may be distributed."""
     changes_batch_size: ClassVar[bool] = False
-    """True if a job may continue from a checkpoint with another batch size, at the next sample."""
+    """True if a job may continue from a checkpoint with another batch size."""
     syncs_batchnorm: ClassVar[bool] = False
     """True if BatchNorm may normalise over the samples of all members."""
     shares_samples: ClassVar[bool] = False
@@ -59,7 +58,7 @@ class Strategy(ABC):
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
-    """True if state that a script registers is committed with its steps; see `carry`."""
+    """True if registered state is committed with the steps; see `carry`."""
     initialises: ClassVar[bool] = False
     """True if `distribute` accepts a model on the meta device, whose weights one member
     initialises.

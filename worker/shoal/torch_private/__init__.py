@@ -12,7 +12,6 @@ import torch
 from shoal_proto.errors import InvalidSpec
 
 _OLDEST = (2, 9)
-"""The oldest version that the tests pass with."""
 
 
 def check_version(version: str) -> None:

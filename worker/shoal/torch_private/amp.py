@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 _Marks = tuple[Tensor, int, Tensor, int]
-"""The scale and the growth tracker, each with its number of writes."""
 
 _known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = WeakKeyDictionary()
 

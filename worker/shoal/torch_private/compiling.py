@@ -116,7 +116,6 @@ class _ThreadCallback(threading.local):
     """State by thread, as in torch."""
 
     callback: Any = None
-    """The compiler that was active when `routing` was called; None: none was."""
 
 
 _thread_state = _ThreadCallback()

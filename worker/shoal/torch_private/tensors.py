@@ -97,7 +97,6 @@ def mixes_parts_and_wholes(error: BaseException) -> bool:
 
 
 _MEAN, _SUM = 1, 2
-"""Values of `_saved_reduction`."""
 
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}

@@ -130,7 +130,6 @@ def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
 
 @contextmanager
 def _torchrun_errors(*, connecting: bool = False) -> Iterator[None]:
-    """Convert Shoal's errors to the errors that torchrun documents for its interface."""
     try:
         yield
     except ShoalError as error:

@@ -33,7 +33,6 @@ log = structlog.get_logger(__name__)
 STEP = 0
 MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
-"""Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
 """Time to notify the coordinator that this node gave up, which a closed stream shows too."""
 
@@ -67,11 +66,9 @@ class Node:
         self._server: TCPStore | None = None
         """The workers' store, kept after the membership has ended, while workers may run."""
         self._give_up_s = math.inf
-        """Latest end of the rendezvous in progress, by `time.monotonic()`."""
         self._finished = False
         self._closed = False
         self._unanswered = False
-        """True if the coordinator did not answer the last message of this node."""
         self._left = False
         self._leave_acknowledged = False
 
@@ -255,7 +252,6 @@ class Node:
         self._membership.give_up_at(self._give_up_s)
 
     def _withdraw(self, reason: str, *, completed: bool = False) -> None:
-        """Leave the job until the next call of `_become_member`."""
         if self._is_member:
             timeout_s = LAST_TRY_S if self._membership.away_s else WITHDRAW_S
             self._membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)

@@ -28,7 +28,6 @@ FLUSH_WITHIN_S = 5.0
 """Longest time that a planned change of members, or a checkpoint, waits for trackers."""
 CLOSE_WITHIN_S = 30.0
 MAX_KEPT = 10_000
-"""Number of steps whose values a member keeps."""
 MAX_DROPPED = 100_000
 """Number of dropped steps that are remembered until a tracker shows if it has them."""
 
@@ -41,7 +40,6 @@ class JobLog:
         self._member_id = member_id
         self._attempt: dict[str, float] = {}
         self._newest: dict[str, tuple[int, float]] = {}
-        """Newest step and value of each name, for up to MAX_LOGGED names."""
         self.is_writer = False
         """True if this member writes to the trackers, and reports for the whole job."""
         self._run: Run | None = None
@@ -186,7 +184,6 @@ class _Sink:
         self._open: OpenRun | None = None
         self._written = WriteProgress()
         self.busy = False
-        """True while another process still writes the run."""
         self._is_failing = False
         self._dropped: deque[int] = deque(maxlen=MAX_DROPPED)
         """Steps that were dropped while this process could not write; an earlier writer may have

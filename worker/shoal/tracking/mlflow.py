@@ -14,7 +14,6 @@ from shoal_proto.errors import InvalidSpec
 JOB, RUN = "shoal.job", "shoal.run"
 """Names of a run's tags: for its job, and for its name within the job."""
 AT_ONCE = 500
-"""Number of values in one call; MLflow accepts up to 1000."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class _OpenMLflow(OpenRun):
 
 
 def _folder(uri: str) -> Path | None:
-    """None if a server holds the values."""
     if uri == "databricks":  # MLflow's name for the server in the user's Databricks profile.
         return None
     parsed = urlparse(uri)

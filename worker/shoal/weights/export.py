@@ -25,7 +25,6 @@ FILE_BYTES = 5_000_000_000
 """Limit of the bytes of tensors in one file; a larger tensor has a file of its own."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-"""Suffixes of files with weights, which are not copied from the base directory."""
 _DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -39,7 +39,6 @@ class StoredSlice:
     chunk: Chunk
     segment: int
     at: int
-    """Offset in the segment, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

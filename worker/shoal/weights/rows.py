@@ -15,11 +15,9 @@ class RowChanges:
     """Rows that differ from an earlier version. Ids are sorted."""
 
     ids: Tensor
-    """Ids of rows that are new or have new values, int64."""
     values: Tensor
-    """Values of these rows, in the order of `ids`."""
     removed: Tensor
-    """Ids of rows that were evicted since the earlier version, int64."""
+    """Ids of rows that were evicted since the earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ class _PublishedSeries:
         self._lock = threading.Lock()
         self._is_ending = threading.Event()
         self._publications: Publications | None = None
-        """Publications of this series; None unless this process holds it."""
+        """None unless this process holds the series."""
         self._count = 0
 
     def publish(
@@ -211,7 +211,6 @@ class _OpenSeries:
             return self._series[key]
 
     def named(self, series: str | None = None) -> list[_PublishedSeries]:
-        """Return the series of this name, one for each list of addresses; without a name, all."""
         with self._lock:
             return [each for key, each in self._series.items() if series in (None, key[1])]
 

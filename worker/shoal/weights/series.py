@@ -36,14 +36,12 @@ ORDER_S = 1.0
 CLOSE_S = 30.0
 """Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
-"""Interval of checks if a version is on the servers' disks, and if a generation is over."""
 PREPARING_NICENESS = 5
 """Increase of the nice value of the thread that allocates memory for the next segment."""
 MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
-"""Publication numbers that are reserved for each step: a limit of its publications."""
 
 Level = Literal["replicated", "committed", "durable"]
 
@@ -318,13 +316,12 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """Connections, one for each publication that may be in progress."""
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
         self._num_sent = 0
         self._numbers = (-1, 0)
-        """The step of the last publication, and the number of earlier publications of that step."""
+        """Step of the last publication, and the number of earlier publications of that step."""
 
     def publish(
         self,

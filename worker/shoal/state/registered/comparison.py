@@ -16,7 +16,6 @@ TOLERANCE = 1e-5
 SMALL = 1e-14
 """Allowed absolute difference: 1 minus a cosine may be a rounding error instead of 0."""
 UNTRAINED = -1
-"""Step number of members without state of the job."""
 MAX_SHOWN = 120
 
 

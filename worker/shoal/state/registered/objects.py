@@ -22,7 +22,6 @@ MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Limit for all objects together: their state is copied at each step."""
 GROUPS = "param_groups"
-"""Name of the settings of the optimizer's groups in the state."""
 KINDS = "registered_kinds"
 _BLOCK_ELEMENTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -78,7 +77,7 @@ class RegisteredState:
         self._optimizer: Optimizer | None = None
         self._committed: CapturedState | None = None
         self._is_attempt = False
-        """True from the start of a step to its commit: `_committed` is then the valid state."""
+        """`_committed` is the valid state from the start of a step to its commit."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -288,7 +287,6 @@ class RegisteredState:
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: CapturedState) -> None:
-        """Raise InvalidSpec if a tensor is gone, or has another shape or dtype than before."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:

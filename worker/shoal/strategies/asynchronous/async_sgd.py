@@ -69,7 +69,6 @@ log = structlog.get_logger(__name__)
 
 LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
-"""Limit of the number of times that a member takes a refused step again."""
 BEGINNING_UPDATES = 100
 """Number of steps of all members after which a joining member does not watch the loss."""
 
@@ -99,10 +98,9 @@ class SharedModel:
 class PushOptions:
     policy: StalenessPolicy
     schedule: LRScheduler | None
-    """Schedule by the job's updates. None: the optimizer's own rates are sent with each push."""
+    """None: the optimizer's own rates are sent with each push."""
     acknowledgement: Acknowledgement.ValueType
     lost_wait_s: float = 0.0
-    """Time that a step waits until a server of a lost shard has returned."""
     must_fall: bool = False
     compression: Compression | None = None
 
@@ -188,9 +186,7 @@ class AsyncSGD(LeasingStrategy):
 
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
-    """True if each step pushes the rows of embedding tables."""
     watch_counts: ClassVar[str] = "updates"
-    """Unit in which the watch on the loss counts."""
 
     def __init__(
         self,

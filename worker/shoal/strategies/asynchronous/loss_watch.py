@@ -12,17 +12,17 @@ from shoal_proto.errors import TrainingFailed
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
-"""Number of this member's steps in a window, which is judged by its mean loss."""
 NUM_RECENT = 3
 EXPECTED_SHARE = 0.97
 RISE_SHARE = 0.1
-"""Share of the first window's loss by which a rising loss is higher."""
 FIX = (
     "Lower the learning rate or the momentum, or train with fewer members:"
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""Ratio of the first window's mean to its first loss: above it the first loss counts."""
+"""Ratio of the first window's mean to its first loss, above which the first loss is the
+baseline.
+"""
 PATIENCE_UPDATES = 200
 """Number of updates before which a finite loss is not reported."""
 _IN_WORDS = {

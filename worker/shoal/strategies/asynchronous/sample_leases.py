@@ -43,7 +43,6 @@ class Leases:
         self._given_back: list[SampleRange] = []
         self._is_waiting = False
         self._has_none = False
-        """True if the newest answer since the trainer began to wait had no range."""
         self._is_exhausted = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -129,7 +128,6 @@ class Leases:
                 self._changed.notify_all()
 
     def _await_news(self) -> bool:
-        """Wait until there is something to request or report; return False if leasing is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_message, TALK_EACH_S)
             return not self._is_over
@@ -160,7 +158,6 @@ class Leases:
                 )
 
     def _attempt(self) -> SampleLease:
-        """Request a lease once; after a failure the client sends the completed ranges next time."""
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []

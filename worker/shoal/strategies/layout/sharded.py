@@ -114,7 +114,6 @@ class ShardedStrategy(LayoutStrategy):
         return self._checkpoints.samples.add_position(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """Return the state of `_collect` without the script's changes in the step in progress."""
         with self._transaction.snapshot.state_at_step_start(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())
@@ -130,7 +129,7 @@ class ShardedStrategy(LayoutStrategy):
     ) -> StateShard:
         """Return the newest state that the members hold together, or else the newest checkpoint's.
 
-        A checkpoint also replaces a state of step 0. Raises StateLost if there is neither.
+        A checkpoint also replaces a state of step 0.
         """
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:

@@ -252,7 +252,6 @@ class LayoutStrategy(SynchronousStrategy):
             layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """Reduce and check the gradients that these optimizers use; return the layouts."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()
@@ -302,7 +301,6 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """Settle as `_settle` does; if possible, the vote also says if gradients are finite."""
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults
         # Not possible if the gradients of weighted losses still have to be scaled.

@@ -79,7 +79,6 @@ class OuterLoopFigures:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor], int]]:
-    """Group tensors into messages: (names, tensors, bytes in fp32 or wider)."""
     messages = []
     for names in buckets(tensors):
         own = [tensors[name] for name in names]

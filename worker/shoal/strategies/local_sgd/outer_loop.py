@@ -213,9 +213,7 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from the first rank, which had most
-        samples.
-        """
+        """Broadcast integer buffers, which have no mean, from rank 0, which had most samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -234,7 +232,6 @@ class OuterLoop:
     def _means_of(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """All-reduce the weighted changes; return the means by name, as flat views of buckets."""
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)

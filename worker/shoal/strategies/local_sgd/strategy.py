@@ -56,7 +56,7 @@ class Round:
     def __init__(self) -> None:
         self.applied: dict[int, Values] = {}
         self.conflict = ""
-        """Difference between a repeated step and its first attempt; empty if there is none."""
+        """See `Hyperparameters.conflict`."""
         self.weight = 0.0
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
@@ -160,9 +160,6 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the newest state agreed on to the members that lack it; at step 0 read a
-        checkpoint.
-        """
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)

@@ -89,7 +89,6 @@ class PersistentBuffers:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._entries: list[Tensor] = []
-        """A buffer for each (table, name); tied ones occur several times."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
                 if buffer is not None and name not in transient_buffers(part):

@@ -17,11 +17,11 @@ from shoal.torch_private.tensors import all_writes, num_writes
 EVERY_STEPS, NUM_TURNS = 4, 7
 """Elements are compared every `EVERY_STEPS` steps, for 1/`NUM_TURNS` of the parameters.
 
-A prime, because scripts may write at regular intervals.
+`NUM_TURNS` is a prime, because scripts may write at regular intervals.
 """
 NUM_ELEMENTS = 4
 EVERY_STEPS_ON_GPU = 64
-"""Value of `EVERY_STEPS` for parameters on a GPU, because a comparison waits for the GPU."""
+"""Larger, because a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -66,7 +66,6 @@ class OwnParts:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """True if the tensor has its own elements in memory, unlike quantised weights."""
     wraps = hasattr(parameter, "__tensor_flatten__") and not isinstance(parameter, DTensor)
     return parameter.layout is torch.strided and not wraps
 
@@ -143,7 +142,6 @@ class _Samples(ABC):
         return len(self._names)
 
     def changed(self, turn: slice) -> set[str]:
-        """Return the names of the parameters in this slice with other elements or addresses."""
         names, known = self._names[turn], self._addresses[turn]
         if not names:
             return set()

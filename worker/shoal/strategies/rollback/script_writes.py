@@ -20,7 +20,6 @@ third.
 """
 
 CopyOf = Callable[[object], Tensor | None]
-"""Function that returns a tensor's copy from the beginning of the step; None if there is none."""
 
 
 class ParameterWrites:
@@ -35,14 +34,11 @@ class ParameterWrites:
         self._parameters: Mapping[str, Tensor] = {}
         self._watch = ParameterWatch({})
         self._num_steps: dict[str, int] = {}
-        """Number of steps in which a parameter was saved, in all generations; up to
-        `FIRST_STEPS`.
-        """
+        """Number of steps in which a parameter was saved, in all generations."""
         self._names: set[str] = set()
         """Parameters that the script has written to, in all generations."""
         self._saved: list[Tensor] = []
         self._fresh: dict[str, Tensor] = {}
-        """Parameters in their first steps."""
         self._is_planned = self._is_watched = False
         self._is_updated = False
 

@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 HOST = torch.device("cpu")
 _OUTLINE = attrgetter("shape", "dtype", "device")
 PART_OF_FREE_MEMORY = 8
-"""A GPU's free memory, divided by the part that copies of the first steps may take."""
+"""Part of a GPU's free memory that copies may take is 1 / `PART_OF_FREE_MEMORY`."""
 
 
 class StepSnapshot:
@@ -40,7 +40,6 @@ class StepSnapshot:
 
     def __init__(self) -> None:
         self.is_open = False
-        """True from `begin` until the step is settled or undone."""
         self.is_whole = True
         """True if the tensors belong to a committed step, or to a step that can be undone."""
         self._is_lost = False
@@ -190,7 +189,6 @@ class SavedTensors:
         self._outlines: Sequence[object] = ()
         self._copy_by_id: dict[int, Tensor] = {}
         self._added: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that were saved after the step began, by id, each with its copy."""
         self._constants: list[_ConstantCopy] = []
 
     @torch.no_grad()

@@ -162,7 +162,7 @@ class GenerationCheckpoints:
     def conclude(self) -> None:
         """Wait until a checkpoint in progress is written, has failed or exceeds its time limit.
 
-        Its error is kept in `failure`.
+        A failure is kept in `failure`.
         """
         try:
             self.finish_write()

@@ -26,7 +26,6 @@ LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """Time after a cut at which a collective is stuck: some of Gloo's end only at their limit."""
 WARNED_AFTER_S = 10.0
-"""Time after a cut at which the trainer's stack is logged."""
 
 
 class GenerationGroup:
@@ -36,11 +35,9 @@ class GenerationGroup:
         self._lock = threading.Lock()
         self._cut_up_to = 0
         self.number = 0
-        """Number of the generation that was connected last."""
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
         self.kept_regions = KeptRegions()
-        """Memory that members shared, kept for the next generation."""
         self._trainer = 0
         self._released = threading.Event()
         self._judging = _Judging(self.check)

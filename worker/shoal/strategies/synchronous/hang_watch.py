@@ -51,18 +51,14 @@ class HangWatchConfig:
     """Limits of a watch, and the functions that it calls."""
 
     limit_s: float
-    """Time after which a wait for others is a hang."""
     leaderless_s: float
     """Time that a bring-up may last without a coordinator."""
     is_away: Callable[[], bool]
-    """True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Number of background transfers between members that have ended so far."""
     held_until_s: Callable[[], float]
     """Time, by `time.monotonic`, until which limits were suspended; the present time in a pause."""
     report_status: Callable[[TrainerStatus], None]
     hung: Callable[[int], None]
-    """Cuts the group of the given generation."""
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Time since which the device has been stuck in the trainer's work, or None.
 
@@ -81,7 +77,7 @@ class TrainerThread:
     stage: TrainerStage = TrainerStage.AWAY
     generation: int = 0
     group: dist.ProcessGroup | None = None
-    """Process group of the generation; None also while it is being connected."""
+    """None also while the group is being connected."""
     ident: int = 0
     native_id: int = 0
 
@@ -196,9 +192,6 @@ class HangWatch:
         self._config.hung(generation)
 
     def _check_leader(self, generation: int, now_s: float) -> None:
-        """Cut the generation if the coordinator, which would end the bring-up, is away for too
-        long.
-        """
         if not self._config.is_away():
             self._leaderless_since_s = None
             return

@@ -38,7 +38,6 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._seen: list[object] | None = None
-        """The objects that `_now` was made of; None if one is mutable."""
 
     @property
     def names(self) -> Sequence[str]:

@@ -28,9 +28,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: waits are examined early enough to notify members within the limit."""
+"""Waits are examined early enough to notify members within a short limit."""
 NEXT_LOOK = 1.25
-"""Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
 """Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
@@ -86,8 +85,8 @@ class ScriptPoints:
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
-        """True if the finding is about the layers of a pass; members of older releases need it for
-        any.
+        """True if the finding is about the layers of a pass; without meaning beside a
+        `_refusal`.
         """
         self._refusal: InvalidSpec | None = None
         if exchanges is not None:

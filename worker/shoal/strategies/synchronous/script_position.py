@@ -38,24 +38,18 @@ class ScriptPosition:
 
     num_calls: int = 0
     in_call: bool = False
-    """True while the script is in a shared call that has no result yet."""
     unconfirmed: bool = False
     """True if the script has the result of one more call, which is not confirmed."""
     wish: int | None = None
-    """Step after which this member's script wishes to stop."""
     stop_at: int | None = None
-    """Step after which all members stop."""
     reason: str = ""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """True if this member is to leave and no further generation follows."""
     checkpoint_at: int | None = None
     """Step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
     """True if the generation began with all members holding the state after the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Exchanges of members that split layers, in the present generation."""
     norms: list[float] = field(default_factory=list)
-    """Norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     _wait: ScriptPoint | None = None
     """Point at which the script waits for others; its `step` is not set."""

@@ -47,7 +47,6 @@ class StepCut:
     def __init__(self, *, shares_samples: bool = False) -> None:
         self.shares_samples = shares_samples
         self._last = 1
-        """Number of parts of the last committed step."""
         self.begin()
 
     def begin(self) -> None:
@@ -85,7 +84,7 @@ class StepWeights:
         self.unit = 1.0
         """Divisor of the weights, so that gradients are about as large as without weights.
 
-        A power of two: it causes no rounding. The same on all members of a generation.
+        A power of two, to cause no rounding; the same on all members of a generation.
         """
         self.begin()
 
@@ -334,7 +333,6 @@ class StepAgreement:
         self._words.send_values(vote.ballot(self._digested[1] if applied else 0))
 
     def _receive_ballots(self) -> Sequence[Ballot]:
-        """Return all members' ballots. Raises UnequalPasses on all members if passes differ."""
         ballots = [Ballot(*row) for row in self._words.receive_values()]
         self._check_passes(ballots)
         return ballots
@@ -347,7 +345,6 @@ class StepAgreement:
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
-        """Exchange whole votes on a step, or on a round that began with `step`. Collective."""
         exchanges = self._position.exchanges.record()
         own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1

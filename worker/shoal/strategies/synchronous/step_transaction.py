@@ -47,11 +47,9 @@ class StepTransaction:
         self.snapshot = StepSnapshot()
         self.in_step = False
         self.is_weighted = False
-        """True if the step had a backward pass weighted by this member's share."""
         self.training: Training | None = None
         """The models of each optimizer; None for one model and one optimizer without names."""
         self.chosen: frozenset[str] = frozenset()
-        """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
         self._sign, self._passes_meet = sign, passes_meet
         self._computes = False

@@ -78,22 +78,17 @@ class StepVote:
     """A member's vote. Comparison ignores fields that may differ between members."""
 
     passes: int = 0
-    """Number of backward passes that were begun."""
     is_last: bool = False
-    """True if the member makes no further pass in this step."""
     parts: int = 0
     """Number of parts into which the member cuts the step; 0 if the vote is not about parts."""
     action: OptimizerAction | None = None
     """None if the vote is not about an action."""
     optimizers: int = 0
-    """Bit mask of optimizers, in the order of their names."""
+    """Bit mask, in the order of the optimizers' names."""
     hyperparameters: Values = ()
     changes: tuple[tuple[int, Values], ...] = ()
-    """Changes of values in a round of local steps: the index of a step in the round, and new
-    values.
-    """
+    """The index in the round of each step with new values, and these values."""
     idle: tuple[str, ...] = ()
-    """Parameters without a gradient."""
 
     layers: int = field(default=0, compare=False)
     """`LayerExchanges.summary`: the same on members that split layers with each other."""
@@ -101,7 +96,6 @@ class StepVote:
     """None: losses are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
     stops_before: bool = field(default=False, compare=False)
-    """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""

@@ -31,7 +31,6 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 STORE_S = 2.0
-"""Time limit of a call to the coordinator's store, for the points at which scripts wait."""
 
 
 class SynchronousStrategy(Strategy):
@@ -247,9 +246,6 @@ class SynchronousStrategy(Strategy):
             self._write_checkpoint()
 
     def _check_registered(self) -> None:
-        """Raise RegisteredStateDiffers unless registered state is the same on all members.
-        Collective.
-        """
         if self._registered and self._process_group is not None:
             self._compare_registered(self._process_group, self._transaction.votes.members)
 
@@ -273,10 +269,8 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint after a committed step, if one is due.
-
-        While the script may still change state, the checkpoint is owed until it asks for the next
-        step.
+        """Write a checkpoint if one is due; later, if the script may still change the step's
+        state.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.is_due(self.step)
