@@ -1,8 +1,8 @@
 """Exchange of bytes between ranks through memory that all ranks of a group share.
 
 The memory is divided into boxes, one for each pair of ranks. In each round a rank fills its boxes,
-all ranks wait at a barrier, and each rank reads the boxes meant for it. Two sets of boxes
-alternate: a set is filled again when all ranks have read it.
+all ranks wait at a barrier, and each rank reads the boxes meant for it. A second set of boxes is
+filled while others still read the first.
 """
 
 from collections.abc import Mapping, Sequence

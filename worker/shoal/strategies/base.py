@@ -89,7 +89,6 @@ class Strategy(ABC):
         model's state.
 
         Called before `distribute`, and again, with the same object, for each later registration.
-        Raises InvalidSpec if `carries` is False.
         """
         if not self.carries:
             raise InvalidSpec(
@@ -228,16 +227,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave the generation, whether it broke or not. Quick, raises nothing, may be called
-        twice.
+        """Leave the generation, whether it broke or not; the state is as after the last commit.
 
-        The state is as after the last commit.
+        Quick, raises nothing, may be called twice.
         """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare a step: no parameter has a gradient, and parameters have the values to compute
-        with.
+        """Prepare a step: drop gradients, and set parameters to the values to compute with.
 
         May raise the errors of a pull.
         """

@@ -50,10 +50,10 @@ def has_timed_out(error: BaseException) -> bool:
 
 
 def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
-    """Send `answer(batch, error)` if a thread of multiprocessing cannot send a batch.
+    """Install a handler in this loader process that sends `answer(batch, error)` for an unsent
+    batch.
 
-    By default multiprocessing prints the error, and the trainer waits forever. Called in the loader
-    process.
+    By default multiprocessing prints the error, and the trainer waits forever.
     """
     answered: set[int] = set()
 

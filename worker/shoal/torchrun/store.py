@@ -56,9 +56,8 @@ class AgentStore(RendezvousStore):
     """A generation's keys, for the agent of one node.
 
     After `next_rendezvous` the agents exchange their worker counts. An error in that exchange would
-    end a torchrun agent. If a node is lost in those milliseconds, this node gets ranks as if all
-    nodes ran as many workers as it does, and `made_up` is set: the agent stops these workers as
-    soon as it checks for changes.
+    end a torchrun agent. If a node is lost meanwhile, this node gets ranks as if all nodes ran as
+    many workers as it does, and `made_up` is set: the agent then stops these workers.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.

@@ -1,9 +1,8 @@
 """Log of a script's values: each is written once, despite losses, joins and repeated steps.
 
-Every member keeps the values that its own script logged in its newest committed steps. The writer
-is the member whose state the generation started from, or rank 0 under an asynchronous strategy. If
-it is killed, the next writer writes its own kept values, except those that the trackers already
-have.
+Every member keeps the values of its newest committed steps. The writer is the member whose state
+the generation started from, or rank 0 under an asynchronous strategy. If the writer is killed, the
+next one writes its own kept values, except those that the trackers already have.
 """
 
 import math

@@ -161,9 +161,9 @@ def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Yield the complete records of a run's file, which may be incomplete or still being written.
+    """Yield the complete records of a run's file, which may still be being written.
 
-    wandb stores a run as protobuf records, framed as in LevelDB's log, see
+    wandb stores protobuf records, framed as in LevelDB's log: see
     https://github.com/google/leveldb/blob/main/doc/log_format.md. wandb's file begins with seven
     more bytes, which count as part of the first block.
     """

@@ -51,15 +51,15 @@ def export(
     """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return its
     path.
 
-    `weights`: fetched without `into`; with `into` they contain no tensors. Rows of embedding tables
-    are not written. A tied tensor is written under its first name only. `base`: a directory from
-    which all files except weights are copied too, such as config.json; its folders are not copied.
+    `weights`: fetched without `into`. Rows of embedding tables are not written. A tied tensor is
+    written under its first name only. `base`: a directory from which all files except weights are
+    copied too, such as config.json; its folders are not copied.
 
-    The directory appears as a whole or not at all, even if this process is killed; then a hidden
-    folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
-    Raises InvalidSpec for an unknown format, for Weights without tensors, for a dtype or a name
-    that cannot be written, and if the directory exists without this version; OSError if files
-    cannot be written.
+    The directory appears as a whole or not at all; if this process is killed, a hidden folder,
+    `.NAME.*.draft`, may be left. A version that is exported already is not written again. Raises
+    InvalidSpec for an unknown format, for Weights without tensors, for a dtype or a name that
+    cannot be written, and if the directory exists without this version; OSError if files cannot be
+    written.
     """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec(

@@ -158,11 +158,11 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written. No error leaves a tensor changed.
+    """A reader's tensors, into which a version is to be written.
 
-    Raises InvalidSpec if names differ, a value is not a tensor that can be written, or a DTensor
-    has an unsupported placement; ShapeMismatch or DtypeMismatch if a tensor cannot hold the
-    published one.
+    The constructor checks all tensors before any is changed. Raises InvalidSpec if names differ, a
+    value is not a tensor that can be written, or a DTensor has an unsupported placement;
+    ShapeMismatch or DtypeMismatch if a tensor cannot hold the published one.
     """
 
     def __init__(self, layout: VersionLayout, into: Target) -> None:
@@ -228,10 +228,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write the tensors of a version into the tensors of the same names; return the names it lacks.
+    """Write a version's tensors into the tensors of the same names; return the names that it lacks.
 
-    Of a DTensor, this rank's slice is written. Raises InvalidSpec, ShapeMismatch or DtypeMismatch
-    as `Installation` does, before any tensor is changed.
+    Of a DTensor, this rank's slice is written. Raises what `Installation` raises, before any tensor
+    is changed.
     """
     shards = {name: _own_shard(name, into[name]) for name in into if name in tensors}
     for name, shard in shards.items():

@@ -56,19 +56,19 @@ def subscribe(
     Does not wait for a coordinator: the subscription's calls do.
 
     `tables`: also fetch the rows of embedding tables, from the same cut as the parameters, and find
-    the rows that have changed since the installed version: see `Weights.changes`. This process then
-    keeps the installed version's rows in memory.
+    the rows that have changed since the installed version (`Weights.changes`), which is kept in
+    memory.
 
     `relay`: fetch from other relaying readers, and send fetched versions to at most two of them at
-    a time. So the servers send each version about once, for any number of readers. This process
-    keeps in memory the newest version that it has fetched, and any version that is arriving. It
-    listens on free ports at SHOAL_ADDRESS, by default the address of the interface towards the
-    coordinator. A relay on the host of one of the series' servers sends nothing to other readers.
+    a time. So the servers send each version about once. This process keeps in memory the newest
+    version that it has fetched, and any version that is arriving. It listens on free ports at
+    SHOAL_ADDRESS, by default the address of the interface towards the coordinator. A relay on the
+    host of one of the series' servers sends nothing to other readers.
 
-    Raises InvalidSpec for an invalid name of a series or reader, if there is no coordinator's
-    address, for wrong settings of TLS or SHOAL_TRANSPORT, and for a relay with tables or without a
-    route to the coordinator. For a relay also raises Unavailable if no port is free, and
-    CertificateRefused if its certificate is not a reader's.
+    Raises InvalidSpec for invalid names, if there is no coordinator's address, for wrong settings
+    of TLS or SHOAL_TRANSPORT, and for a relay with tables or without a route to the coordinator.
+    For a relay also raises Unavailable if no port is free, and CertificateRefused if its
+    certificate is not a reader's.
     """
     addresses = _connected(series, coordinator)
     if reader is not None:
@@ -108,9 +108,9 @@ def publish(
     other threads' calls that concern this series.
 
     This process then holds the series until `end_publishing`, the end of this process or the end of
-    its lease. Meanwhile publications of other processes fail with SeriesHeld, and so does this one
-    if another process holds the series. `step`: an integer from 0 to 2**53 - 1. Options: see
-    `session.series`; options of later calls are ignored.
+    its lease. Publications by a process that does not hold the series fail with SeriesHeld. `step`:
+    an integer from 0 to 2**53 - 1. Options: see `session.series`; options of later calls are
+    ignored.
 
     Raises InvalidSpec for wrong arguments, and Overloaded if there is no memory for the copy;
     `PendingPublication.wait` raises all other errors.

@@ -336,7 +336,7 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, this one and all in progress fail.
+        be. If `is_over` returns True meanwhile, this publication and all in progress fail.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.

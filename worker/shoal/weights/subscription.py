@@ -169,8 +169,8 @@ class Subscription:
 
         Raises VersionGone if the version is not kept; if it is newer than all known versions, only
         after 3 s. With `into`, raises Regressed if the version is older than the installed one, and
-        InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into`. Raises InvalidSpec if
-        the version lacks tables in a subscription with `tables`, and, in a relay or with tables, if
+        InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit. Raises InvalidSpec if the
+        version lacks tables in a subscription with `tables`, and, in a relay or with tables, if
         `into` holds slices. Also raises the coordinator's refusals, and a RetryError or
         CorruptError if calls fail for long.
         """
@@ -368,9 +368,8 @@ class Subscription:
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
         """Yield versions newer than the installed one as they are committed.
 
-        Each time yields the newest version or, with `every`, all versions that are still kept and
-        whose numbers are multiples of `every`. Raises what `wait` raises; also InvalidSpec if
-        `every` is below 1.
+        Each time yields the newest version or, with `every`, all kept versions with numbers that
+        are multiples of `every`. Raises what `wait` raises; also InvalidSpec if `every` is below 1.
         """
         if every is not None:
             every = as_index("every", every)

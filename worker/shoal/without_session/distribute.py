@@ -163,7 +163,7 @@ def distribute(
     """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
     Every rank calls `distribute` with the same model, and gets the weights of rank 0. The loss of a
-    rank ends the job. For elastic training use `shoal.join`.
+    rank ends the job; for elastic training use `shoal.join`.
 
     The loss is a mean over a rank's own samples, and every rank has the same number of samples.
     Under "tensor" and "pipeline" all ranks have the same samples, under "fsdp-tensor" and "hybrid"
@@ -188,9 +188,9 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward in one call, as strategies with a pipeline require.
 
-    Returns the mean loss, detached. `model`: the model that `shoal.distribute` returned. Raises
-    InvalidSpec for another model, as do `clip_grad_norm`, `state_dict` and `data_share`. Call
-    `optimizer.step()` afterwards as usual.
+    Returns the mean loss, detached. Raises InvalidSpec for a model that `shoal.distribute` did not
+    return, as do `clip_grad_norm`, `state_dict` and `data_share`. Call `optimizer.step()`
+    afterwards.
     """
     return _static(model).forward_backward(inputs, targets, loss_function)
 
@@ -198,7 +198,7 @@ def forward_backward(
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a distributed model to a total 2-norm of at most `max_norm`.
 
-    Returns the norm before scaling. Collective; call it between backward and `optimizer.step()`.
+    Returns the norm before scaling. Collective; called between backward and `optimizer.step()`.
     """
     return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 

@@ -200,8 +200,8 @@ class RegisteredState:
         """Load this state into the objects.
 
         Raises InvalidSpec if an object's state is missing or of another class, or if
-        `load_state_dict` fails: then some objects may have the new state. Its MemoryError or
-        OSError is raised unchanged.
+        `load_state_dict` fails: then some objects may have the new state. A MemoryError or OSError
+        of `load_state_dict` is raised unchanged.
         """
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:

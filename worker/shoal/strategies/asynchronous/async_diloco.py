@@ -51,12 +51,10 @@ class AsyncDiLoCo(AsyncSGD):
         """A round has `every_steps` steps, or fewer if this member gets no further samples.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number. It lowers the momentum first, so that the settings of
-        "diloco" suit several members. "scale" divides the rate by their number, if it is above 1.
-        "none" ignores them, so `outer_lr` and `outer_momentum` have to be chosen for the number of
-        members.
-
-        `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
+        outer step down by their number, so that the settings of "diloco" suit several members.
+        "scale" divides the rate by their number, if it is above 1. "none" ignores them: `outer_lr`
+        and `outer_momentum` have to be chosen for the number of members. `compression`: as for
+        `shoal.DiLoCo`.
 
         Raises InvalidSpec for values out of range.
         """

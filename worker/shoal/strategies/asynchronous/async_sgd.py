@@ -209,21 +209,17 @@ class AsyncSGD(LeasingStrategy):
         `reject_above`: the staleness, in updates, above which a gradient is refused under any of
         these policies. `compensation`: DC-ASGD's lambda_0, or its lambda if not `adaptive`.
 
-        `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
-        updates of all members together; the script does not step it. If the servers do not know its
-        class, each member steps it, and sends the rates with its pushes.
+        `schedule`: one of torch's schedules of the distributed optimizer, by the number of updates
+        of all members together; the script does not step it. If the servers do not know its class,
+        each member steps it, and sends the rates with its pushes.
 
         `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary has
         applied the push, which may be lost with this server. "replicated": every backup has it too,
         if there is one. "durable": it is also in the journal on the primary's disk.
 
-        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. Not with
-        "compensate". See docs/compression.md.
-
-        `lost_wait_s`: if every server of a shard is gone, the time that a step waits for a server
-        to return with its journal. It includes the time until the shard is declared lost, which may
-        take 15 minutes. After this time the step raises StateLost. 0: it does not wait.
-
+        `compression`: as for `shoal.DDP`; not with "compensate". `lost_wait_s`: if every server of
+        a shard is gone, the time that a step waits for a server to return with its journal, before
+        it raises StateLost. The time includes up to 15 minutes until the shard is declared lost.
         `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
         at first. A loss that is not finite is always an error.
 

@@ -31,11 +31,11 @@ class FSDP(ShardedStrategy):
     `min_group_bytes`: minimum size of the groups in which layers are gathered, by default chosen
     for the model; with 0 each module is gathered alone. `param_dtype` ("bf16", "fp16"): the dtype
     that layers compute in, while the optimizer keeps the parameters' own. `reduce_dtype` ("fp32",
-    ...): the dtype in which gradients are summed. The default is `param_dtype`; from torch 2.15 on
-    it is the parameters' own dtype. `elementwise_optimizer=True` states that an optimizer that is
-    not torch's updates each element from that element's gradient and state alone.
-    `cpu_offload=True`: parameters, gradients and optimizer state are in host memory, and layers are
-    copied to the GPU for their passes. `copies` and `copy_every_steps`: see `ShardedStrategy`.
+    ...): the dtype in which gradients are summed; by default `param_dtype`, from torch 2.15 on the
+    parameters' own. `elementwise_optimizer=True` states that an optimizer that is not torch's
+    updates each element from that element's gradient and state alone. `cpu_offload=True`:
+    parameters, gradients and optimizer state are in host memory. `copies` and `copy_every_steps`:
+    see `ShardedStrategy`.
 
     All members must run the same modules in the same order in each step.
     """
@@ -140,9 +140,8 @@ class HSDP(FSDP):
 
     Members of a group have consecutive ranks: they are on one host if `shard` is the number of
     members on a host. Each member sends only its part of the gradients to other groups. If `shard`
-    does not divide the number of members, groups are larger, so that no member holds more than
-    1/shard of the model: with shard=4, 10 members form two groups of 5. Fewer members than `shard`
-    form one group. Options as for `FSDP`.
+    does not divide the number of members, groups are larger: with shard=4, 10 members form two
+    groups of 5. Options as for `FSDP`.
     """
 
     name = "hsdp"

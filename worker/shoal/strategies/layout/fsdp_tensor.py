@@ -23,9 +23,9 @@ class FSDPTensor(FSDP):
 
     Each member's part is sharded by rows over the groups, as with "fsdp". Members of a group have
     consecutive ranks, and work on the same samples. If `tensor` does not divide the number of
-    members, groups are smaller: with tensor=4, 9 members form three groups of 3, and 7 members
-    train as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see `TensorParallel`. `options`:
-    see `FSDP`, without `cpu_offload` and `elementwise_optimizer`.
+    members, groups are smaller: with tensor=4, 9 members form three groups of 3. `plan`,
+    `min_split_bytes`, `sequence`: see `TensorParallel`. `options`: see `FSDP`, without
+    `cpu_offload` and `elementwise_optimizer`.
     """
 
     name = "fsdp-tensor"

@@ -31,9 +31,10 @@ class ShardedStrategy(LayoutStrategy):
     """A strategy whose members hold shards of the state.
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
-    `copies` other members. Copies are made at most every 10 steps, so that copying takes at most a
-    twentieth of the time; `copy_every_steps` fixes the interval. After a loss all members roll back
-    by at most two intervals. With `copies=0`, training survives a loss only with a checkpoint.
+    `copies` other members. `copy_every_steps`: number of steps between copies; by default so many
+    that copying takes at most a twentieth of the time, but at most 10. After a loss all members
+    roll back by at most twice this number. With `copies=0`, training survives a loss only with a
+    checkpoint.
     """
 
     state_is_spread = True

@@ -21,12 +21,10 @@ from shoal.torch_private.replicated_module import bucket_size
 class Zero1(ShardedStrategy):
     """Strategy "zero1": as "ddp", with about 1/n of the optimizer's state on each of n members.
 
-    Parameters stay whole, for optimizers that need a whole parameter at a time.
-
-    `bucket_mb`, `find_unused_parameters` and `compression`: see `DDP`.
-    `per_parameter_optimizer=True` states that an optimizer that is not torch's own updates each
-    parameter by that parameter's gradient and state alone. `copies`, `copy_every_steps`: copies of
-    a member's optimizer state on other members, see `ShardedStrategy`.
+    Parameters stay whole, for optimizers that need a whole parameter at a time. `bucket_mb`,
+    `find_unused_parameters` and `compression`: see `DDP`. `per_parameter_optimizer=True` states
+    that an optimizer that is not torch's own updates each parameter by that parameter's gradient
+    and state alone. `copies`, `copy_every_steps`: see `ShardedStrategy`.
     """
 
     name = "zero1"

@@ -1,7 +1,7 @@
 """The end of a round in which each member trained its own copy of the model.
 
-All members started the round from the same parameters. The members' changes are averaged, and an
-outer step applies the mean to these parameters.
+The members' changes since the start of the round are averaged, and an outer step applies the mean
+to the parameters from that start.
 """
 
 from collections.abc import Callable, Iterator, Mapping

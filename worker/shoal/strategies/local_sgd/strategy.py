@@ -95,14 +95,13 @@ class LocalSGD(SynchronousStrategy):
     """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
-    weight is its share of the round's batches, averaged over its steps. The model's running
-    statistics are averaged with the parameters. Each member keeps its own optimizer state; a
-    joining member starts with a copy of another member's.
+    weight is its share of the round's batches. The model's running statistics are averaged too.
+    Each member keeps its own optimizer state; a joining member starts with a copy of another
+    member's.
 
     A committed step may be rolled back until its round ends, so `session.step_number` may decrease
     after a loss. A learning rate has to depend on this number, not on a counter of the script.
-
-    `compression`: compresses the changes of a round, as for `shoal.DDP`.
+    `compression`: as for `shoal.DDP`.
     """
 
     name = "local-sgd"

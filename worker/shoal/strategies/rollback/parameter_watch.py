@@ -73,7 +73,7 @@ def _is_plain(parameter: Tensor) -> bool:
 class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
-    torch counts writes, except through `.data` and of `torch._foreach` functions to DTensors. So a
+    torch does not count writes through `.data`, nor by `torch._foreach` functions to DTensors. So a
     few elements are compared too: of all parameters with `closely`, else of some parameters in some
     steps. An uncounted write that leaves these elements unchanged goes unnoticed.
     """

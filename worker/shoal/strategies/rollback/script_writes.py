@@ -26,8 +26,7 @@ class ParameterWrites:
     """Writes of a script to parameters within a step, as in sharpness-aware minimisation.
 
     In the first steps all parameters are saved. Later only parameters that the script has written
-    to are saved; the others are watched. The first write to a watched parameter cannot be undone;
-    later writes can.
+    to are saved; the others are watched. The first write to a watched parameter cannot be undone.
     """
 
     def __init__(self) -> None:

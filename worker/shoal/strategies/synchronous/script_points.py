@@ -2,7 +2,7 @@
 
 A member that makes a shared call alone (`if session.is_first: session.evaluate(...)`) waits in it,
 while the others wait for that member in their next step. So a member that has waited for some time
-writes its script's point to the generation's store, and compares the points.
+writes its script's point to the generation's store. In a shared call it compares the points.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 A shared call between steps (an evaluation, a sum) is repeated in the next generation if a member is
 lost. The call ends with a collective, which confirms that all members have the result. A member
-that has the result but loses a peer in that collective has an unconfirmed call: the beginning of
-the next generation shows if the others have the result.
+that has the result but loses a peer in that collective has an unconfirmed call: the next generation
+shows if the others have the result.
 """
 
 from collections.abc import Callable, Iterator, Sequence

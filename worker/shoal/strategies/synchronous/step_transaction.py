@@ -2,7 +2,7 @@
 
 Once all votes are known, the optimizer steps within `committing`. Until then `roll_back` undoes the
 step: the writes that the snapshot covers, changes of registered objects, and a call of
-`session.stop`. Each step seeds torch by its first sample.
+`session.stop`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
