@@ -30,7 +30,7 @@ class BatchNormMembers:
 
     group: dist.ProcessGroup
     has_samples: bool
-    """False if this member has no share of the step, and computes with a stand-in sample."""
+    """False if this member computes with a stand-in sample."""
 
 
 class PartsOfStep(Protocol):
@@ -52,7 +52,7 @@ class StepContext:
     """The open step. Outside of a step every field but `committing` is None."""
 
     samples: PresentSamples | None = None
-    """The current samples; None without `Session.batches`, or under asynchronous strategies."""
+    """None without `Session.batches`, or under asynchronous strategies."""
     batchnorm: BatchNormMembers | None = None
     """None: each member normalises its own samples."""
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
@@ -63,9 +63,9 @@ class StepContext:
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None
     guard: object | None = None
-    """The `StepGuard` of the session whose step is open."""
+    """`StepGuard` of the session whose step is open."""
     committing: object | None = None
-    """The `StepGuard` of the session that is stepping its optimizers."""
+    """`StepGuard` of the session that is stepping its optimizers."""
 
 
 NO_STEP = StepContext()

@@ -175,7 +175,7 @@ class _PlainCopy:
 
 
 def fault_of(tensor: Tensor) -> str:
-    """Return the reason why a tensor cannot be sent or written to a checkpoint; "" if it can."""
+    """Return the reason why a tensor cannot be sent or stored; "" if it can."""
     if tensor.layout is not torch.strided or name_of(tensor.dtype) not in DTYPES:
         return f"a tensor of {tensor.layout} and {tensor.dtype}"
     kind = type(tensor)

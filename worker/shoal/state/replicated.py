@@ -108,9 +108,7 @@ class ReplicatedState:
 
     @torch.no_grad()
     def capture(self, step: int, into: StateShard | None = None) -> StateShard:
-        """Return a copy of the current state, in the memory of `into` if it fits. `into` is
-        overwritten.
-        """
+        """Return a copy of the current state, in the memory of `into` if it fits."""
         now = self.collect(step)
         before = into.shards if into is not None else {}
         copies: dict[str, TensorShard] = {}
@@ -190,7 +188,7 @@ def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
 
 
 def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it."""
+    """Return a copy of a tensor of the optimizer's state, where torch keeps it."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:
@@ -206,7 +204,7 @@ def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
 
 
 def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise InvalidSpec if one of a model's tensors cannot be given to another member."""
+    """Raise InvalidSpec if a tensor cannot be given to another member."""
     for name, tensor in tensors.items():
         if fault := fault_of(tensor):
             raise InvalidSpec(
@@ -219,7 +217,7 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def names_in(model: nn.Module) -> Set[str]:
-    """Return the names of all parameters and buffers of the model; a tied one has several."""
+    """Return the names of all parameters and buffers; a tied one has several."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name for each in (parameters, buffers) for name, _ in each}

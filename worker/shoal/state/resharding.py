@@ -36,8 +36,7 @@ from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
 Target = Callable[[str, Chunk], Tensor | None]
-"""Function of (name, needed chunk) that returns a host tensor of its size and dtype to receive
-into.
+"""Function of (name, needed chunk) that returns a host tensor to receive it into.
 
 None: a tensor is allocated.
 """

@@ -168,7 +168,7 @@ Names = tuple[str, ...]
 
 
 class GroupedChunks(Mapping[str, Chunk]):
-    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
+    """Chunks by the name of their tensor, stored in groups of tensors with the same chunk.
 
     A thousand ranks may hold three million chunks in a few groups each.
     """
@@ -201,9 +201,7 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def partition_names(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, so that any group contains all names of a set or
-    none.
-    """
+    """Split each group into sets of names, so that any group has all names of a set or none."""
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}
     for number, names in enumerate(distinct):

@@ -26,10 +26,7 @@ FAN_OUT = 2
 
 
 def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Send a state to the members of these ranks, which call `receive` at the same time.
-
-    This rank holds every tensor whole.
-    """
+    """Send a state, held whole, to the members of these ranks, which call `receive` meanwhile."""
     held = {name: shard.tensor for name, shard in state_shard.shards.items()}
     entries = [[name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()]
     manifest = json.dumps(

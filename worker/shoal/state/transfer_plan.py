@@ -1,6 +1,6 @@
 """Plan of sends and receives by which each rank gets the chunks that it needs.
 
-Pure: every rank computes its own part from the same inputs, and the parts fit together.
+Pure: every rank computes its own part from the same inputs.
 """
 
 import math
@@ -23,7 +23,7 @@ class NamedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Plan of one rank. A sender and its receiver list the parts between them in the same order."""
+    """Plan of one rank. A sender and its receiver list their parts in the same order."""
 
     kept: list[NamedChunk] = field(default_factory=list)
     sends: dict[int, list[NamedChunk]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Source:
         self._kept: list[Chunk] = []
         self._received: list[tuple[Chunk, Sequence[int]]] = []
         self._sent: list[tuple[Chunk, Sequence[int], Sequence[int]]] = []
-        """Cells, the ranks that hold each cell, and the ranks that need and lack it."""
+        """Cells, the ranks that hold each, and the ranks that need and lack it."""
         for chunk, receivers in wanted.items():
             if rank in receivers:
                 self._receive(chunk)

@@ -42,7 +42,7 @@ class Strategy(ABC):
     """True: all members take each step together. False: members train on through every change."""
 
     passes_meet: ClassVar[bool] = True
-    """Synchronous strategies: True if members communicate in the passes of a step."""
+    """True if members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
     """True if `torch.compile` may be called on the distributed model."""
     trains_several: ClassVar[bool] = False
@@ -52,17 +52,15 @@ class Strategy(ABC):
     syncs_batchnorm: ClassVar[bool] = False
     """True if BatchNorm may normalise over the samples of all members."""
     shares_samples: ClassVar[bool] = False
-    """Synchronous strategies: True if several members work on the same samples."""
+    """True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
-    """True if members have shares of one batch, and a step combines the gradients of all shares."""
+    """True if members have shares of one batch, with one gradient of all shares."""
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
     """True if registered state is committed with the steps; see `carry`."""
     initialises: ClassVar[bool] = False
-    """True if `distribute` accepts a model on the meta device, whose weights one member
-    initialises.
-    """
+    """True if `distribute` accepts a model on the meta device."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -101,14 +99,12 @@ class Strategy(ABC):
 
     @property
     def schedule_option(self) -> str:
-        """The option for a learning-rate schedule that follows the updates of all members; "" if
-        none.
-        """
+        """Option for a learning-rate schedule by the updates of all members; "" if none."""
         return ""
 
     @property
     def given_schedule(self) -> LRScheduler | None:
-        """The schedule that the script gave by `schedule_option`; None if it gave none."""
+        """Schedule given by `schedule_option`, if any."""
         return None
 
     @property
@@ -123,7 +119,7 @@ class Strategy(ABC):
         return ""
 
     def gathers_lack(self) -> str:
-        """The obstacle to gathering members' rows within a step; empty if there is none."""
+        """Obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
             return "members that take their own steps, with models that differ meanwhile"
         return ""
@@ -156,7 +152,7 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if members write checkpoints. They also write one if a member leaves unreplaced."""
+        """True if members write checkpoints, also when a member leaves unreplaced."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
@@ -187,13 +183,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
-        """Values for the proposal that all members must have in common for this strategy.
+        """Values for the proposal that all members must have in common.
 
         At least "schema" and "optimizer" digests.
         """
 
     def refuses(self, world_size: int) -> str:
-        """The reason why this number of members cannot train the model; empty if it can.
+        """Reason why this number of members cannot train the model; empty if it can.
 
         Called on the membership's thread, too: be quick.
         """
@@ -212,10 +208,9 @@ class Strategy(ABC):
         """
 
     def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
-        """Make every wait for a peer, in this and earlier generations and also in `enter`, raise
-        soon.
+        """Make every wait for a peer, in this and earlier generations and in `enter`, raise soon.
 
-        Runs on any thread, such as the membership's: be quick, raise nothing.
+        Runs on any thread: be quick, raise nothing.
         """
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
@@ -242,7 +237,7 @@ class Strategy(ABC):
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
         """Begin part `index` of `num_parts` of this member's share.
 
-        Gradients need to be reduced over members only after the last part.
+        Gradients have to be reduced only after the last part.
         """
 
     @abstractmethod
@@ -328,9 +323,7 @@ class Strategy(ABC):
         )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
-        """Raise TrainingFailed if training has no usable result. Called once the job is
-        complete.
-        """
+        """Raise TrainingFailed if training has no usable result, once the job is complete."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most strategies have nothing to check
         """Check forward passes between two steps; called by all members.
@@ -340,10 +333,7 @@ class Strategy(ABC):
         """
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
-        """Return the index of this member's share of each batch, and the number of shares.
-
-        Called once the generation is entered.
-        """
+        """Return the index of this member's share of each batch, and the number of shares."""
         return generation.rank, generation.world_size
 
     @abstractmethod
@@ -358,9 +348,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of committed steps: of the job, or under asynchronous strategies of this
-        member.
-        """
+        """Number of committed steps: of the job, or of this member if asynchronous."""
 
     @property
     @abstractmethod
@@ -376,15 +364,13 @@ class Strategy(ABC):
         return None
 
     def note_coordinator_wait(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins or stops waiting for the coordinator's decision. Cheap."""
+        """Note that the trainer begins or stops waiting for the coordinator. Cheap."""
 
     def note_loading(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins or stops waiting for a batch to be loaded. Cheap."""
+        """Note that the trainer begins or stops waiting for a batch. Cheap."""
 
     def has_leftovers(self) -> bool:
-        """True if results of collectives may be incomplete, as an abort may not have raised an
-        error.
-        """
+        """True if results of collectives may be incomplete after an abort without an error."""
         return False
 
     def is_failure(self, error: BaseException) -> bool:
@@ -392,8 +378,7 @@ class Strategy(ABC):
         return False
 
     def redoes(self, error: BaseException) -> bool:
-        """True if this member alone has to repeat, with the same samples, the step that ended with
-        this error.
+        """True if this member alone has to repeat the step that ended with this error.
 
         Called before anything else handles the error.
         """
@@ -416,7 +401,7 @@ class Strategy(ABC):
         return ""
 
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
-        """Note that this member has no samples for now: others need not wait for its next step."""
+        """Note that this member has no samples for now: others need not wait for it."""
 
     def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
         """Wait until every step ended so far is acknowledged."""

@@ -1,4 +1,4 @@
-"""Errors that torch raises in a step, reworded to say what a script can do about them."""
+"""Errors that torch raises in a step, reworded for the script's author."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -51,10 +51,7 @@ CAN_RECONFIGURE = hasattr(_native, "ReconfigureOptions")
 
 
 class ReconfigurableGloo:
-    """A Gloo group that connects to its members each time it is reconfigured.
-
-    The group keeps the store that it was made with.
-    """
+    """A Gloo group that can connect to other members; it keeps its store."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, address: str, timeout_s: float
@@ -133,9 +130,9 @@ def replace_groups_table(table: Any) -> None:
 
 
 def forget_groups() -> None:
-    """Remove all groups from torch's table without ending their operations.
+    """Remove all groups from torch's table without waiting for their operations.
 
-    torch's own functions would wait for these operations, or for each abort in turn.
+    torch's own functions would wait.
     """
     _c10d._world.pg_names.clear()
     _c10d.destroy_process_group()

@@ -20,8 +20,7 @@ LOCK_S = 1.0
 def end_iteration(iterator: Any) -> None:
     """Return once the loader processes of an iterator have ended.
 
-    Processes that do not end within seconds are killed: multiprocessing would wait for them at
-    exit.
+    They are killed after seconds: multiprocessing would wait for them at exit.
     """
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         is_over: Any = iterator._workers_done_event
@@ -93,7 +92,7 @@ def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
 def defer_process_errors(iterator: Any) -> None:
     """Report the end of a loader process within `raise_on_process_end` only.
 
-    torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment.
+    torch's handler of SIGCHLD raises wherever the main thread is.
     """
     is_multiprocessing = isinstance(iterator, dataloader._MultiProcessingDataLoaderIter)
     if is_multiprocessing and iterator._worker_pids_set:
@@ -119,7 +118,7 @@ def set_dataset_of_worker(dataset: Any) -> None:
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """Make `get_worker_info()` return None within the block, as outside loader processes."""
+    """Make `get_worker_info()` return None within the block."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Comparison of registered state between members that are at the same step."""
+"""Comparison of registered state between members at the same step."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def compare(
 
 
 def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
-    """Return the first path at which holders differ, and the value of each; None if none differ."""
+    """Return the first path at which holders differ, and their values; None if none differ."""
     own, *others = holders.values()
     for other in others:
         path = _first_path_that_differs(own, other, ())

@@ -49,7 +49,7 @@ class CapturedState:
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "CapturedState":
-        """Return a copy, in the memory of the tensors of `into` if they fit."""
+        """Return a copy, in the memory of `into` if it fits."""
         return replace(
             self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
         )
@@ -150,7 +150,7 @@ class RegisteredState:
     # --- steps ---
 
     def keep(self) -> None:
-        """Record the objects' current state as the state after the last committed step."""
+        """Record the objects' current state as committed."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
@@ -162,7 +162,7 @@ class RegisteredState:
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Defer this call until the optimizer has stepped; it is dropped if the step is undone."""
+        """Defer this call until the optimizer has stepped; dropped if the step is undone."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
@@ -181,14 +181,14 @@ class RegisteredState:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the objects to the last committed state, unless the step is committed."""
+        """Restore the last committed state, unless the step is committed."""
         if self._is_attempt and self._committed is not None:
             self._load(self._committed)
 
     # --- from member to member, and to disk ---
 
     def current(self) -> CapturedState:
-        """Return a copy of the state after the last committed step."""
+        """Return a copy of the last committed state."""
         return self._now().copied()
 
     def _now(self) -> CapturedState:

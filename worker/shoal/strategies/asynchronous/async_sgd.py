@@ -85,11 +85,11 @@ class SharedModel:
     compressor: PushCompressor | None = None
     """None: gradients are pushed uncompressed."""
     followed: FollowedSchedule | None = None
-    """The schedule that this member steps, and whose rates are sent with each push."""
+    """Schedule that this member steps, to send its rates with each push."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
-        """Parameters that are not shared, by name: the optimizer does not train them."""
+        """Parameters that the optimizer does not train, by name."""
         shared = self.values.parameters
         return {name: each for name, each in self.model.named_parameters() if name not in shared}
 
@@ -155,9 +155,7 @@ class StepRefusals:
         return self.num_redone <= MAX_REDONE
 
     def undo_refused_step(self, stale: Mapping[int, StalePush], step: int) -> None:
-        """Undo the refused step, before which there were `step` steps. Raises StateLost if
-        `check_whole` does.
-        """
+        """Undo the refused step. Raises StateLost if `check_whole` does."""
         self.shards = frozenset(stale)
         self.num_redone += 1
         self._snapshot.restore()
@@ -170,7 +168,7 @@ class StepRefusals:
             self._snapshot.commit()
 
     def raise_refusal(self, step: int, refusal: StalePush) -> NoReturn:
-        """Raise the refusal; after too many, a StalePush that says how many there were."""
+        """Raise the refusal; after too many, a StalePush with their number."""
         if self.may_redo:
             raise refusal
         raise StalePush(
@@ -332,7 +330,7 @@ class AsyncSGD(LeasingStrategy):
         return 1
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in this member's first generation; do nothing in later ones.
+        """Get the values in this member's first generation.
 
         Raises what `await_servers` and `first_values` raise.
         """
@@ -473,7 +471,7 @@ class AsyncSGD(LeasingStrategy):
         return isinstance(error, StalePush) and self._refusals.may_redo
 
     def finish(self) -> None:
-        """Get the present values: after the last sample, the job's final ones."""
+        """Get the job's final values."""
         self._clock.rest()
         # Embedding rows that are looked up after this have the present values, too.
         self._tables.begin_step()

@@ -1,4 +1,4 @@
-"""The first values of a member: pulled from the servers, or created there from its own model."""
+"""The first values of a member: pulled from the servers, or created there."""
 
 import threading
 import time
@@ -14,16 +14,16 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 log = structlog.get_logger(__name__)
 
 PATIENCE_SHARE = 0.25
-"""Share of the time limit after which any member creates values that are still missing."""
+"""Share of the time limit after which any member creates missing values."""
 LOOK_S = 0.5
 
 
 def await_servers(
     place_shards: Callable[[], object], *, limit_s: float, is_broken: Callable[[], bool]
 ) -> None:
-    """Place the job's shards, as soon as there is a parameter server to hold them.
+    """Place the job's shards, as soon as there is a parameter server.
 
-    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of placing.
+    Raises NoServers after `limit_s`, GenerationBroken, and the errors of placing.
     """
     began_s = time.monotonic()
     waits = False

@@ -11,9 +11,10 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Return the gradients by name, on the host and contiguous, without parameters that have none.
+    """Return the gradients by name, on the host and contiguous; parameters without one are left
+    out.
 
-    Raises DtypeMismatch or NonFiniteGradient before any part of the step is sent.
+    Raises DtypeMismatch or NonFiniteGradient.
     """
     gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in gradients.items():

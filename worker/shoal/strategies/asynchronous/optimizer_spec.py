@@ -1,4 +1,4 @@
-"""Conversion of a torch optimizer and its learning-rate schedule for the parameter servers."""
+"""Conversion of a torch optimizer and its schedule for the parameter servers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -151,7 +151,7 @@ class FollowedSchedule:
         return any(type(part) not in _PHASES for part in parts)
 
     def step_to(self, num_updates: int) -> None:
-        """Step the schedule forward to this number of updates of all members; never back."""
+        """Step the schedule forward to this number of updates of all members."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond
         # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)

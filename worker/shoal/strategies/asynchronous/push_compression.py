@@ -121,7 +121,7 @@ class PushCompressor:
             self._residuals |= in_flight.after
 
     def restore_residuals(self, shard_ids: Iterable[int]) -> None:
-        """Restore the residuals of these shards, which did not apply the push."""
+        """Restore the residuals of shards that did not apply the push."""
         for shard_id in shard_ids:
             in_flight = self._in_flight.pop(shard_id, None)
             if in_flight is not None:

@@ -1,4 +1,4 @@
-"""Counts of a member's pushes for the health report, and a log line if updates were undone."""
+"""Counts of a member's pushes, and a log line if updates were undone."""
 
 import threading
 from collections.abc import Mapping

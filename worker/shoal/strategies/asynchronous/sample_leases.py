@@ -1,4 +1,4 @@
-"""Leases of ranges of samples from the coordinator, for members that train at their own pace."""
+"""Leases of ranges of samples from the coordinator."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from shoal_proto.errors import JobFinished, RejoinError
 log = structlog.get_logger(__name__)
 
 ASK_AGAIN_S = 0.5
-"""Interval of requests if the coordinator has no range for a member that still has samples."""
+"""Interval of requests if the coordinator has no range, but the member still has samples."""
 TALK_EACH_S = 2.0
 """Longest time without a request: an answer may ask this member to give back samples."""
 MAX_HELD_RANGES = 96
@@ -94,7 +94,7 @@ class Leases:
     def close(self) -> None:
         """Report completed ranges and give back the others.
 
-        Waits up to twice `REPORT_WITHIN_S`, and logs a warning if no coordinator answers in time.
+        Waits up to twice `REPORT_WITHIN_S`; logs a warning if no coordinator answers.
         """
         with self._changed:
             self._is_closed = True

@@ -81,9 +81,7 @@ class SampleReserve:
         return max(lacking - lacking % self.step_samples, self.step_samples)
 
     def take(self, num_samples: int) -> SampleRange | None:
-        """Remove and return the next samples to train on, at most `num_samples`; None if there are
-        none.
-        """
+        """Remove and return the next samples, at most `num_samples`; None if there are none."""
         if not self._ready:
             return None
         first = self._ready.popleft()

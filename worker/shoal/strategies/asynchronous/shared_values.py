@@ -109,5 +109,5 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Param
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

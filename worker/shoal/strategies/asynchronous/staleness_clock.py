@@ -98,7 +98,7 @@ class StalenessClock:
             self._clock.finished()
 
     def rest(self) -> None:
-        """Note that this member has no samples for now: others do not wait for it. Cheap."""
+        """Note that this member has no samples for now: others do not wait for it."""
         if self._clock is not None:
             self._clock.rest()
 

@@ -69,10 +69,7 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """Return the split of layers for a world size, for printing before a run.
-
-        Raises what `derive` raises.
-        """
+        """Return the split of layers for a world size. Raises what `derive` raises."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,

@@ -1,4 +1,4 @@
-"""Pipeline, data and tensor parallel at once, over a mesh that is chosen by the world size."""
+"""Pipeline, data and tensor parallel at once, over a mesh chosen by the world size."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 STATE_FACTOR = 4
-"""Bytes of parameters, gradients and two moments (AdamW), as a multiple of parameter bytes."""
+"""Bytes of parameters, gradients and two moments, as a multiple of parameter bytes."""
 
 
 class Hybrid(ShardedStrategy):

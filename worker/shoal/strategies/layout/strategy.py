@@ -79,7 +79,7 @@ class LayoutStrategy(SynchronousStrategy):
         """Raise an error if the strategy cannot train this model with this optimizer."""
 
     def options(self) -> Mapping[str, str]:
-        """Options of the strategy that all members must have in common, for the proposal."""
+        """Options that all members must have in common, for the proposal."""
         return {}
 
     def _refuse_weights(self) -> None:
@@ -117,11 +117,7 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def check_layers(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error for layers, hooks or an optimizer that several ranks would not train
-        alike.
-
-        Needs no session.
-        """
+        """Raise an error for what several ranks would not train alike. Needs no session."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, model)
         refuse_parameter_hooks(model)

@@ -59,10 +59,7 @@ class TensorParallel(ShardedStrategy):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """Return the split of the model over `degree` members, for printing before a run.
-
-        Raises what `derive` raises.
-        """
+        """Return the split of the model over `degree` members. Raises what `derive` raises."""
         return derive(
             model,
             degree,

@@ -196,7 +196,7 @@ class OuterLoop:
     ) -> dict[str, Tensor]:
         """Return parameters outside the optimizer that the script wrote to on any member.
 
-        Collective if there are parameters outside the optimizer.
+        Collective if there are any outside the optimizer.
         """
         named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}

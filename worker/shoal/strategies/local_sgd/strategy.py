@@ -68,7 +68,7 @@ class Round:
         self.applied[step] = hyper.current_values()
 
     def stepped(self, acknowledged: Callable[[], None]) -> None:
-        """Note that a step was taken; `acknowledged` is called when its round has ended."""
+        """Note that a step was taken; `acknowledged` is called when its round ends."""
         self._weights += self.weight
         self._unacknowledged.append(acknowledged)
 
@@ -77,7 +77,7 @@ class Round:
         return self._weights / num_steps
 
     def end(self) -> None:
-        """End the round, which all members have agreed on: acknowledge its steps."""
+        """End the round: acknowledge its steps."""
         self.applied.clear()
         self._weights = 0.0
         while self._unacknowledged:

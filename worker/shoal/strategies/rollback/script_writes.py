@@ -1,4 +1,4 @@
-"""Writes of a script, within a step, to parameters and to the state of optimizers."""
+"""Writes of a script, within a step, to parameters and optimizers' state."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager

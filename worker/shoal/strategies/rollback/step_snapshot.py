@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 HOST = torch.device("cpu")
 _OUTLINE = attrgetter("shape", "dtype", "device")
 PART_OF_FREE_MEMORY = 8
-"""Part of a GPU's free memory that copies may take is 1 / `PART_OF_FREE_MEMORY`."""
+"""Copies may take 1 / `PART_OF_FREE_MEMORY` of a GPU's free memory."""
 
 
 class StepSnapshot:
@@ -41,7 +41,7 @@ class StepSnapshot:
     def __init__(self) -> None:
         self.is_open = False
         self.is_whole = True
-        """True if the tensors belong to a committed step, or to a step that can be undone."""
+        """True if the tensors belong to a committed step, or to one that can be undone."""
         self._is_lost = False
         self._saved = SavedTensors()
         self._buffers = StepBuffers()
@@ -76,7 +76,7 @@ class StepSnapshot:
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which these optimizers step before the end of the session's step.
 
-        `held`: this member's tensors that the optimizers may change.
+        `held`: tensors that they may change.
         """
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])

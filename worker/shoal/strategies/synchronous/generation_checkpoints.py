@@ -21,7 +21,6 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 Writes = Callable[[str], bool]
-"""True if this member writes the tensor of that name into a checkpoint."""
 MAX_CHECKPOINTS_NAMED = 100
 MAX_SETTINGS_NAMED = 8
 
@@ -47,11 +46,11 @@ class GenerationCheckpoints:
         self._checkpoints = checkpoints
 
     def set_samples(self, samples: TrainedSamples) -> None:
-        """Set the description of the order of samples, which each checkpoint contains."""
+        """Set the description of the order of samples, for each checkpoint."""
         self.samples = samples
 
     def select_writers(self, world_size: int) -> None:
-        """Form the group in which members write checkpoints, if they write any. Collective."""
+        """Form the group in which members write checkpoints, if any. Collective."""
         if self._checkpoints is not None:
             self._checkpoints.select_writers(world_size)
 

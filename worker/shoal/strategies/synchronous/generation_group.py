@@ -1,4 +1,4 @@
-"""The group of a member's generation: connected and released by the trainer, cut by any thread."""
+"""The group of a member's generation: connected by the trainer, cut by any thread."""
 
 import sys
 import threading
@@ -85,8 +85,6 @@ class GenerationGroup:
     def judging(self) -> AbstractContextManager[None]:
         """Return a context that replaces NonFiniteGradient by the error of `check` if the group was
         cut.
-
-        The values then come from an aborted collective.
         """
         return self._judging
 
@@ -96,7 +94,7 @@ class GenerationGroup:
         return self._group is not None
 
     def has_cut(self, generation: int) -> bool:
-        """True if this or a later generation was cut: the generation is over."""
+        """True if this generation is over: it, or a later one, was cut."""
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:

@@ -62,7 +62,7 @@ class HangWatchConfig:
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Time since which the device has been stuck in the trainer's work, or None.
 
-    Takes the present time. A stuck device is usually in a collective.
+    Takes the present time.
     """
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
     """Takes the seconds for which the trainer has waited for other members, without and with
@@ -133,12 +133,12 @@ class HangWatch:
         self._sign_s = time.monotonic()
 
     def note_coordinator_wait(self, *, begins: bool) -> None:
-        """Note that the trainer begins or stops waiting for the coordinator's answer."""
+        """Note that the trainer begins or stops waiting for the coordinator."""
         self._inside += 1 if begins else -1
         self.note_progress()
 
     def note_loading(self, *, begins: bool) -> None:
-        """Note that the trainer begins or stops waiting for a batch to be loaded."""
+        """Note that the trainer begins or stops waiting for a batch."""
         self._loads = begins
         self.note_progress()
 

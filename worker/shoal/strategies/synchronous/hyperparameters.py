@@ -1,4 +1,4 @@
-"""Hyperparameters applied in each step, and their comparison when a step is repeated."""
+"""Hyperparameters of each step, and their comparison when a step is repeated."""
 
 import json
 from collections import OrderedDict
@@ -17,12 +17,12 @@ from shoal.state.registered.comparison import are_close
 Values = tuple[Mapping[str, Any], ...]
 
 KEPT_STEPS = 1024
-"""Limit of the steps whose hyperparameters are kept. Rollbacks are shorter by default."""
+"""Limit of the steps whose hyperparameters are kept."""
 TOLERANCE = 1e-9
 """Relative tolerance: math libraries differ in the last bit of a schedule."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
-"""Relative tolerance for `max_norm`, which a script may compute from norms of earlier steps."""
+"""Relative tolerance for `max_norm`, which may be computed from earlier norms."""
 
 
 class Hyperparameters:
@@ -133,7 +133,7 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
 
 
 def describe_differences(differing: Mapping[str, Mapping[str, Any]]) -> str:
-    """Text of the result of `differences`: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
+    """Text of the differences: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
     return ". ".join(f"{field}: {by_value(values)}" for field, values in differing.items())
 
 

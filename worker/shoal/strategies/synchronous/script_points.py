@@ -55,8 +55,7 @@ class ScriptPoint:
 class ScriptPoints:
     """A member's part in the detection, for one generation.
 
-    The thread of the session's hang detection calls all methods except `refusal` and
-    `report_refusal`.
+    The hang watch's thread calls all methods except `refusal` and `report_refusal`.
     """
 
     def __init__(

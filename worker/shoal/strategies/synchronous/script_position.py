@@ -45,9 +45,9 @@ class ScriptPosition:
     reason: str = ""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     checkpoint_at: int | None = None
-    """Step at which all members write a checkpoint, because one of them leaves after it."""
+    """Step at which all members write a checkpoint, because one leaves after it."""
     is_shared: bool = False
-    """True if the generation began with all members holding the state after the same step."""
+    """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     norms: list[float] = field(default_factory=list)
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
@@ -55,10 +55,7 @@ class ScriptPosition:
     """Point at which the script waits for others; its `step` is not set."""
 
     def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
-        """Set the point at which the script waits for others before the next call of this method.
-
-        An empty `what`: the script waits at no point.
-        """
+        """Set the point at which the script waits for others from now on; "" for none."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
@@ -88,7 +85,7 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def undo(self, step: int) -> None:
-        """Discard the wish to stop, and the checkpoint agreed on, of a step that is rolled back."""
+        """Discard the wish to stop, and the checkpoint agreed on, of a rolled back step."""
         self._wait = None
         if self.wish is not None and self.wish > step:
             self.wish = None
@@ -120,7 +117,7 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in positions)
 
     def as_integers(self, step: int, *, has_state: bool) -> list[int]:
-        """Return this member's position as integers, to be sent to the other members."""
+        """Return this member's position, to be sent to other members."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0

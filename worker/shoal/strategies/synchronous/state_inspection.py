@@ -22,7 +22,7 @@ class StateInspection:
         self._state = InspectedObjects()
         self._settings = InspectedObjects()
         self.refusal: ShoalError | None = None
-        """The error that refuses the state after the latest step; None if it is accepted."""
+        """Refusal of the state after the latest step; None if it is accepted."""
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
         """Inspect the state by `look`, which collects it; keep its error in `refusal`.

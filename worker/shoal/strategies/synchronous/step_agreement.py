@@ -90,7 +90,7 @@ class StepWeights:
 
     def begin(self) -> None:
         self.own: float | None = None
-        """The sum of this member's weights; None while its losses are weighted by samples."""
+        """Sum of this member's weights; None while its losses are weighted by samples."""
 
     @property
     def are_own(self) -> bool:
@@ -227,8 +227,7 @@ class StepAgreement:
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """Vote for the step, after all of its passes, unless this member has voted already.
 
-        `is_faulty`: this member's own gradients are not finite. `idle`: parameters without a
-        gradient.
+        `is_faulty`: own gradients are not finite. `idle`: parameters without a gradient.
         """
         if self._words.has_sent or self._settled:
             return

@@ -130,7 +130,7 @@ class StepTransaction:
     def weighted_backward(self) -> Iterator[None]:
         """Return a context for a backward pass whose loss is weighted by this member's share.
 
-        If passes communicate, raises UnequalPasses on all members unless all make this pass.
+        Raises UnequalPasses on all members if passes communicate and not all make this pass.
         """
         if self._passes_meet:
             self.votes.vote_pass()
@@ -232,7 +232,7 @@ class StepTransaction:
             self.hyperparameters.failed(self.step)
 
     def withdraw(self) -> None:
-        """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
+        """Undo the step in progress for good. May raise StateLost."""
         self._undo()
         self.position.set_wait_point("")
         self.snapshot.check_whole(self.step)

@@ -80,7 +80,7 @@ class StepVote:
     passes: int = 0
     is_last: bool = False
     parts: int = 0
-    """Number of parts into which the member cuts the step; 0 if the vote is not about parts."""
+    """Number of parts of the step; 0 if the vote is not about parts."""
     action: OptimizerAction | None = None
     """None if the vote is not about an action."""
     optimizers: int = 0
@@ -102,7 +102,7 @@ class StepVote:
     conflict: str = field(default="", compare=False)
     """See `Hyperparameters.conflict`."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The error, as a dict, that refuses the optimizer's state after the latest step."""
+    """Refusal of the optimizer's state after the latest step, as a dict."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
     """`LayerExchanges.record`; in whole votes only."""
 

@@ -34,9 +34,7 @@ STORE_S = 2.0
 
 
 class SynchronousStrategy(Strategy):
-    """Base class: forms the group of each generation, cuts it if a peer is lost, and releases
-    it.
-    """
+    """Base class: forms the group of each generation, cuts and releases it."""
 
     synchronous = True
     cuts_batches = True
@@ -60,7 +58,7 @@ class SynchronousStrategy(Strategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Build the training over the group, with the state that the generation starts from.
 
-        The last collective of this call returns only if all members have reached it.
+        Its last collective returns only if all members have reached it.
         """
 
     @abstractmethod
@@ -167,7 +165,7 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """Return the members over whose samples BatchNorm normalises; None: only this member's."""
+        """Return the members that BatchNorm normalises over; None: only this one."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
@@ -311,7 +309,7 @@ class SynchronousStrategy(Strategy):
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose the optimizers for the next pass, update or clipping, if there are several.
+        """Choose the optimizers for the next pass, update or clipping.
 
         Raises InvalidSpec if they train only a part of a model.
         """
@@ -319,8 +317,7 @@ class SynchronousStrategy(Strategy):
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
-        """Let the chosen optimizers step now, before the session's step ends; undone if that step
-        fails.
+        """Let the chosen optimizers step now; undone if the session's step fails.
 
         Raises InvalidSpec if there is only one optimizer.
         """
