@@ -42,7 +42,7 @@ class Strategy(ABC):
     """True: all members take each step together. False: members train on through every change."""
 
     passes_meet: ClassVar[bool] = True
-    """True if members communicate in the passes of a step."""
+    """Synchronous strategies: True if members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
     """True if `torch.compile` may be called on the distributed model."""
     trains_several: ClassVar[bool] = False

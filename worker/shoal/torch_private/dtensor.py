@@ -26,7 +26,7 @@ except ImportError:
 
 
 def clear_sharding_cache() -> None:
-    """Drop cached sharding derivations, which may be for meshes that are gone."""
+    """Drop cached sharding derivations, which may be for old meshes."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
@@ -68,7 +68,7 @@ def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
     """Return the gradient with the sharding of the parameter.
 
-    Before torch 2.13 some gradients are whole on each rank: sharding them sends no message.
+    Before torch 2.13 some gradients are whole on each rank.
     """
     if gradient.placements == parameter.placements:
         return gradient
@@ -78,8 +78,7 @@ def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
 def forget_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the mesh and its root mesh refer to.
 
-    Modules sharded over the mesh are in reference cycles with it: a group would live on until
-    Python collects them (seen in 2.13 and 2.15).
+    A group would live on in reference cycles with sharded modules (seen in 2.13 and 2.15).
     """
     held: Any = mesh
     for each in (held, getattr(held, "_root_mesh", None)):
@@ -98,7 +97,7 @@ def mark_meshes_by(descriptor: Any | None) -> None:
 def serialise_shape_derivation(on: bool) -> None:
     """Derive shapes in one thread at a time, or in any number again.
 
-    torch derives shapes in a mode that two threads must not enter at once.
+    torch's derivation is not thread-safe.
     """
     _propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()
 
@@ -125,8 +124,7 @@ def keep_device_guard(on: bool) -> None:
     """Keep torch from replacing its guard of CUDA devices, or allow it again.
 
     A CUDA build on a machine without a GPU (torch 2.11 to 2.15) replaces the guard at each shape
-    derivation, and crashes by SIGSEGV if two threads do so. On such a machine, ranks that are
-    threads use tensors on the host only.
+    derivation, and crashes by SIGSEGV if two threads do so.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard

@@ -17,11 +17,11 @@ from torch.torch_version import TorchVersion
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
 REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
-"""True if gradients are reduced in their parameters' dtype by default, not in the compute dtype."""
+"""True if gradients are reduced in their parameters' dtype by default."""
 
 
 def state_of(module: nn.Module) -> Any:
-    """Return the state that fully_shard keeps of a module that it wraps; None for others."""
+    """Return fully_shard's state of a module; None for others."""
     find: Any = getattr(module, "_get_fsdp_state", None)
     return find() if find else None
 
@@ -35,19 +35,17 @@ def groups_of(state: Any) -> Any:
 
 
 def is_in_backward(state: Any) -> bool:
-    """True if the backward pass of a module with this state has begun and not ended."""
+    """True if the backward pass of a module with this state is in progress."""
     return bool(state._training_state == TrainingState.PRE_BACKWARD)
 
 
 def gathering_hook(state: Any) -> Any:
-    """Return the hook of an output's gradient that gathers the module's groups for backward."""
+    """Return the hook of an output's gradient that gathers the module's groups."""
     return state._pre_backward
 
 
 def disable_backward_marks(group: Any) -> None:
-    """Disable the hook, set in forward passes, that runs at the end of the group's backward
-    pass.
-    """
+    """Disable the hook that runs at the end of the group's backward pass."""
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
@@ -59,7 +57,7 @@ def has_run(module: nn.Module) -> bool:
 def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
     """Free weights that forward passes without a backward left gathered; reset the pass's state.
 
-    The gradients of these parameters stay: torch 2.15 would drop them, 2.13 does not.
+    The gradients of these parameters stay, unlike in torch 2.15.
     """
     kept = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     if hasattr(root, "reset_iter_state"):
@@ -71,10 +69,7 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 
 
 def _reset_pass(root: Any) -> None:
-    """Wait for collectives in progress and discard them; shard all parameters again.
-
-    As `reset_iter_state`, which torch has from 2.13 on.
-    """
+    """Do what `reset_iter_state` does from torch 2.13 on."""
     stream = root._device_handle.current_stream()
     collectives, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
@@ -134,7 +129,7 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the sharded and the whole parameter, for each parameter that was ever gathered."""
+    """Yield the sharded and the whole parameter, for each parameter ever gathered."""
     for part in fsdp_parameters(module):
         whole = whole_parameter(part)
         if whole is not None:
@@ -149,8 +144,7 @@ def mesh_of_rows(part: Any) -> Any:
 def give_memory(part: Any, device: torch.device) -> None:
     """Give uninitialised memory to this rank's part of a parameter that is on the meta device.
 
-    Takes a third of the time of `Module.to_empty`. Padding, which makes the part as large as the
-    other ranks', is zero.
+    Takes a third of the time of `Module.to_empty`. Padding is zero.
     """
     meta: Any = part.sharded_param
     padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
@@ -166,10 +160,7 @@ def give_memory(part: Any, device: torch.device) -> None:
 
 
 def whole_parameter(part: Any) -> Any:
-    """Return the whole parameter: always the same object, without memory while it is not gathered.
-
-    None: the parameter was never gathered.
-    """
+    """Return the whole parameter, which has memory only while it is gathered; None before that."""
     return getattr(part, "_unsharded_param", None)
 
 
@@ -185,7 +176,7 @@ def is_unmodified(part: Any) -> bool:
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:
-    """True if the parameter has a gradient that was not reduced yet."""
+    """True if the parameter has an unreduced gradient."""
     whole = whole_parameter(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)

@@ -38,31 +38,28 @@ def contents_of(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Install `look`, called with each module that is about to be wrapped in a DDP.
-
-    Only the first call of this function has an effect.
-    """
+    """Install `look`, called with each module that is about to be wrapped in a DDP; only once."""
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
 def transient_buffers(module: nn.Module) -> Set[str]:
-    """Return the names of the module's own buffers that its state_dict leaves out."""
+    """Return the names of the buffers that the module's state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """True if the module's buffers are running statistics of batches, as in BatchNorm."""
+    """True if the module's buffers are running statistics, as in BatchNorm."""
     return isinstance(module, _NormBase)
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
-    """Make a module use the tables of another, so that both always have the same contents."""
+    """Make a module use the tables of another."""
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[table] = other.__dict__[table]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if the module has hooks on its forward pass, or hooks after its backward pass."""
+    """True if the module has hooks on its forward pass, or after its backward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
@@ -79,7 +76,7 @@ def copy_with_tables(
 ) -> nn.Module:
     """Return a copy of the module with the same parameters, these buffers and these children.
 
-    Its tables are its own: writes to them do not reach the original.
+    Writes to its tables do not reach the original.
     """
     copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.

@@ -52,10 +52,7 @@ class ReplicatedModule(DistributedDataParallel):
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if ranks communicate in a forward pass with gradients.
-
-        They broadcast buffers, and in the second pass they agree on the order of buckets.
-        """
+        """True if ranks broadcast buffers, or agree on the order of buckets, in a forward pass."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return is_first_step or syncs
 
@@ -103,8 +100,7 @@ class ReplicatedModule(DistributedDataParallel):
     def release(self) -> None:
         """Drop the reducer and `unfinished`. May be called twice.
 
-        A traceback may keep the wrapper alive, and the last reference to a reducer joins Gloo's
-        threads.
+        The last reference to a reducer joins Gloo's threads.
         """
         if hasattr(self, "reducer"):
             del self.logger, self.reducer, self._unfinished

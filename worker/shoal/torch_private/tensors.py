@@ -1,4 +1,4 @@
-"""Private parts of torch itself: tensors, autograd's task in progress, clipping and mean losses."""
+"""Private parts of torch itself: tensors, backward passes, clipping and mean losses."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by `factor` in place. The list may be empty: a rank may hold none."""
+    """Multiply each tensor by `factor` in place. The list may be empty."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
@@ -61,7 +61,7 @@ def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
     """Install `look`, called with parameters and maximum norm before `clip_grad_norm_` scales
     gradients.
 
-    The norm is computed by then. Only the first call of this function has an effect.
+    Only the first call of this function has an effect.
     """
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
@@ -101,7 +101,7 @@ _MEAN, _SUM = 1, 2
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them. The last one occurs in torch's `cross_entropy`."""
+"""Nodes that add terms without scaling them."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
@@ -125,7 +125,7 @@ def counted_targets(node: Any) -> Tensor | None:
 
 
 def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
-    """Yield the shape that each of torch's sum losses (`reduction="sum"`) in this loss sums over.
+    """Yield the shape that each sum loss (`reduction="sum"`) in this loss sums over.
 
     Sums that were multiplied or divided afterwards are left out.
     """

@@ -29,7 +29,7 @@ def before_calls(
 
 
 def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
-    """Install `look`, which is called after each call of `owner.name`, even if the call raised.
+    """Install `look`, called after each call of `owner.name`, even if the call raised.
 
     Only the first hook on a function has an effect.
     """

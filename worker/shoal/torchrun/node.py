@@ -34,7 +34,7 @@ STEP = 0
 MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up, which a closed stream shows too."""
+"""Time to notify the coordinator that this node gave up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Node:
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
         self._server: TCPStore | None = None
-        """The workers' store, kept after the membership has ended, while workers may run."""
+        """Kept after the membership has ended, while workers may run."""
         self._give_up_s = math.inf
         self._finished = False
         self._closed = False
@@ -147,8 +147,7 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """Report that this node's workers are done, so that the end of this node does not disturb
-        others.
+        """Report that this node's workers are done; its end then does not disturb others.
 
         Raises Unavailable if no coordinator answers for `close_timeout`.
         """

@@ -27,15 +27,15 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 TERMINAL_STATE = "torchelastic/agent/terminal_state"
-"""Prefix of the keys of the barrier at which an agent waits when its workers are done."""
+"""Prefix of the keys of the agents' final barrier."""
 
 
 class StoreTimeout(DeadlineExceeded, DistStoreError):
-    """A key was not set in time. Also an instance of the type that torch's stores raise then."""
+    """A key was not set in time; also of the type that torch's stores raise."""
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers. Also an instance of the type that a `TCPStore` raises then."""
+    """No coordinator answers; also of the type that a `TCPStore` raises."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -151,7 +151,7 @@ class AgentStore(RendezvousStore):
 
 @contextmanager
 def _as_torch() -> Iterator[None]:
-    """Raise errors of the store as torch's types too, for callers that know only torch's types."""
+    """Raise errors of the store as torch's types too."""
     try:
         yield
     except (RetryError, RejoinError) as error:

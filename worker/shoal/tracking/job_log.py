@@ -66,7 +66,7 @@ class JobLog:
             self._keep(step, numbers)
 
     def begins(self) -> None:
-        """Begin an attempt of a step, and discard the values of an attempt that failed."""
+        """Begin an attempt of a step; discard a failed attempt's values."""
         self._attempt = {}
 
     def committed(self, step: int) -> None:

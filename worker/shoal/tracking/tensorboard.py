@@ -57,7 +57,7 @@ class _OpenTensorBoard(OpenRun):
 
 
 def _written(folder: Path) -> WriteProgress:
-    """Read the progress from the newest file with a value in it; newer files have higher steps."""
+    """Read the progress from the newest file with a value."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
         written = WriteProgress()
@@ -69,7 +69,6 @@ def _written(folder: Path) -> WriteProgress:
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:
-    """A last value that a kill has cut off is left out."""
     from tensorboard.backend.event_processing.event_file_loader import (  # noqa: PLC0415
         EventFileLoader,
     )

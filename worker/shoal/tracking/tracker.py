@@ -19,11 +19,11 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of a job, from its first step to its end, over all restarts."""
+    """A run of a job, over all restarts."""
 
     job: str
     begun_unix_s: float | None
-    """Time when the run began; None on members that joined later: they continue the newest run."""
+    """None on members that joined later: they continue the newest run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class OpenRun(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when all written values are stored and would survive the end of this process."""
+        """Return when all written values would survive the end of this process."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,7 +81,7 @@ class RunInUse(Exception):
 
 
 def require(module: str, *, tracker: str, extra: str) -> None:
-    """Raise InvalidSpec, which says what to install, if a tracker's package is not installed."""
+    """Raise InvalidSpec, which says what to install, if a package is missing."""
     parents = module.split(".")
     if any(find_spec(".".join(parents[: n + 1])) is None for n in range(len(parents))):
         raise InvalidSpec(
@@ -95,7 +95,7 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 class Lock:
     """Lock on a file, held by the process that writes a run.
 
-    The system releases the lock when the process dies, and forked processes do not inherit it.
+    It ends with the process, and forked processes do not inherit it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -118,9 +118,7 @@ def _folders(folder: Path, run_id: str) -> list[Path]:
 
 
 def _written(folders: list[Path]) -> WriteProgress:
-    """Wait until no process writes the files; read the progress from the newest file with a
-    value.
-    """
+    """Wait until no process writes; read the progress from the newest file with a value."""
     for folder in reversed(folders):
         written = WriteProgress()
         for path in _settled(folder):

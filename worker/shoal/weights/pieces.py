@@ -27,7 +27,7 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold the same chunk, bit for bit, and divide its publication among them."""
+    """Ranks that hold the same chunk, and divide its publication among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class RankPart:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the segment in bytes; at least 1, as shared memory cannot be empty."""
+        """Size of the segment in bytes; at least 1."""
         return int(self.layout.segment_bytes[0])
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ def _check_readable(name: str, tensor: Tensor) -> None:
 
 
 def _rows_of(chunk: Chunk) -> tuple[int, int]:
-    """Return the dimension along which a chunk can be cut into contiguous parts, and its size."""
+    """Return the dimension along which a chunk can be cut contiguously, and its size."""
     return next(((dim, size) for dim, size in enumerate(chunk.sizes) if size > 1), (0, 1))
 
 

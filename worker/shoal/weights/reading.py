@@ -56,7 +56,7 @@ class StoredTensor:
         return raw.view(self.dtype).view(part.chunk.sizes)
 
     def read(self, segments: Mapping[int, Tensor]) -> Tensor:
-        """Return the tensor: a view of its segment if it is stored in one slice, else a copy."""
+        """Return the tensor: a view of its segment if possible, else a copy."""
         if len(self.slices) == 1:
             return self.view(self.slices[0], segments)
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -228,7 +228,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write a version's tensors into the tensors of the same names; return the names that it lacks.
+    """Write a version's tensors into those of the same names; return the names that the version
+    lacks.
 
     Of a DTensor, this rank's slice is written. Raises what `Installation` raises, before any tensor
     is changed.

@@ -33,7 +33,7 @@ from shoal_proto.v1 import weights_pb2
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
 ADDRESS_VARIABLE = "SHOAL_ADDRESS"
 MAX_STEP = 2**53 - 1
-"""Limit of the coordinator, which would refuse each publication of a later step."""
+"""Limit of the coordinator."""
 ALONE = PublisherRank(number=0, rank=0, world_size=1)
 
 

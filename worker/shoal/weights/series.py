@@ -30,17 +30,17 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 IN_FLIGHT = 2
-"""Limit of publications in progress if several ranks publish: it bounds their memory."""
+"""Limit of publications in progress if several ranks publish."""
 ORDER_S = 1.0
-"""Limit of a part's wait for the end of the previous publication, which may never get all parts."""
+"""Limit of a part's wait for the end of the previous publication, which may lack parts for good."""
 CLOSE_S = 30.0
 """Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
 PREPARING_NICENESS = 5
-"""Increase of the nice value of the thread that allocates memory for the next segment."""
+"""Increase of the nice value of the thread that prepares the next segment."""
 MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
-"""Limits of the coordinator, which would refuse each publication with larger options."""
+"""Limits of the coordinator."""
 STEP_PUBLICATIONS = 1 << 16
 
 Level = Literal["replicated", "committed", "durable"]
@@ -125,9 +125,7 @@ class PendingPublication:
         step: int,
         look: "Callable[[int, float], WeightVersion] | None" = None,
     ) -> None:
-        """`look(number, timeout_s)` asks the coordinator for a version, with its present
-        durability.
-        """
+        """`look(number, timeout_s)` asks the coordinator for a version."""
         self._look = look
         self.publication = publication
         self.step = step
@@ -223,8 +221,8 @@ class PendingPublication:
 
 
 class PreparedWriters:
-    """Memory for the next segment, faulted in during training: that takes longer than copying to
-    it.
+    """Memory for the next segment, prepared during training: page faults take longer than
+    copying.
     """
 
     def __init__(self) -> None:
@@ -243,10 +241,7 @@ class PreparedWriters:
         return SegmentWriter.prepare(num_bytes)
 
     def prepare(self, num_bytes: int) -> None:
-        """Prepare the next writer in the background. Any thread may call this.
-
-        Does nothing after `close`, nor while another writer is prepared or in preparation.
-        """
+        """Prepare the next writer in the background. Any thread may call this."""
         with self._lock:
             is_preparing = self._preparing is not None and self._preparing.is_alive()
             if self._is_closed or is_preparing or self._next is not None:

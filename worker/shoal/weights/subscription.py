@@ -420,10 +420,7 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:
-    """Return a function that asks the coordinator for a version, within a time in seconds.
-
-    It raises VersionGone, or DeadlineExceeded after that time or 10 minutes without a coordinator.
-    """
+    """Return a function that asks the coordinator for a version, within a time in seconds."""
 
     def look(number: int, timeout_s: float) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())

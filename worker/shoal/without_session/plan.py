@@ -1,4 +1,4 @@
-"""Memory and traffic of a strategy with a model, computed before anything runs."""
+"""Memory and traffic of a strategy, computed before anything runs."""
 
 from collections.abc import Callable
 from functools import partial

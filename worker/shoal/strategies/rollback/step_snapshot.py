@@ -76,7 +76,7 @@ class StepSnapshot:
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which these optimizers step before the end of the session's step.
 
-        `held`: tensors that they may change.
+        `held`: this member's tensors that the optimizers may change.
         """
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])

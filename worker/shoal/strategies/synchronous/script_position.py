@@ -45,7 +45,7 @@ class ScriptPosition:
     reason: str = ""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     checkpoint_at: int | None = None
-    """Step at which all members write a checkpoint, because one leaves after it."""
+    """Step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
     """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)

@@ -58,7 +58,7 @@ class SynchronousStrategy(Strategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Build the training over the group, with the state that the generation starts from.
 
-        Its last collective returns only if all members have reached it.
+        The last collective returns only if all members have reached it.
         """
 
     @abstractmethod
