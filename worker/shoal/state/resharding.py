@@ -178,8 +178,8 @@ class _Round:
 class _Transfer:
     """Transfer of the parts of one plan.
 
-    A rank posts the receives of a round, then its sends, and then waits for the previous round. It
-    waits only for ranks that are in an earlier round, so there is no deadlock.
+    A rank posts the receives of a round, then its sends, and then waits for the previous round. So
+    a rank waits only for ranks in an earlier round: there is no deadlock.
     """
 
     def __init__(

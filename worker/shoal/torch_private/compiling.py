@@ -30,8 +30,8 @@ def is_compiled(model: nn.Module) -> bool:
 def forget_ddp_forward() -> None:
     """Clear torch's mark of a DDP forward pass in progress.
 
-    If passes of two threads overlap, the mark of one may stay for good, and torch.compile would
-    split all later graphs at the buckets of that DDP.
+    If passes of two threads overlap, a mark may stay for good. torch.compile would then split all
+    later graphs at the buckets of that DDP.
     """
     DistributedDataParallel._active_ddp_module = None
 

@@ -20,7 +20,8 @@ LOCK_S = 1.0
 def end_iteration(iterator: Any) -> None:
     """Return once the loader processes of an iterator have ended.
 
-    They are killed after seconds: multiprocessing would wait for them at exit.
+    Processes that do not end within seconds are killed: multiprocessing would wait for them at
+    exit.
     """
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         is_over: Any = iterator._workers_done_event

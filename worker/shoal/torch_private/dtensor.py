@@ -123,8 +123,8 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 def keep_device_guard(on: bool) -> None:
     """Keep torch from replacing its guard of CUDA devices, or allow it again.
 
-    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) replaces the guard at each shape
-    derivation, and crashes by SIGSEGV if two threads do so.
+    A CUDA build without a GPU (torch 2.11 to 2.15) replaces the guard at each shape derivation. The
+    process crashes by SIGSEGV if two threads do so.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard

@@ -69,7 +69,7 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 
 
 def _reset_pass(root: Any) -> None:
-    """Do what `reset_iter_state` does from torch 2.13 on."""
+    """Replacement for `reset_iter_state`, which torch has from 2.13 on."""
     stream = root._device_handle.current_stream()
     collectives, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
@@ -160,7 +160,9 @@ def give_memory(part: Any, device: torch.device) -> None:
 
 
 def whole_parameter(part: Any) -> Any:
-    """Return the whole parameter, which has memory only while it is gathered; None before that."""
+    """Return the whole parameter, which has memory only while gathered; None before the first
+    time.
+    """
     return getattr(part, "_unsharded_param", None)
 
 

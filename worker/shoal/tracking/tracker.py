@@ -95,7 +95,7 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 class Lock:
     """Lock on a file, held by the process that writes a run.
 
-    It ends with the process, and forked processes do not inherit it.
+    The system releases the lock when the process dies; forked processes do not inherit it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -203,8 +203,8 @@ class Installation:
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
     """Divide the tensors among threads, about equally in bytes.
 
-    The first share, for the caller's thread, has all tensors that may depend on its state. It also
-    has tensors that share memory, which have to be written in order.
+    The first share, for the caller's thread, has all tensors that may depend on its state. Tensors
+    that share memory are in the first share too: they have to be written in order.
     """
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}

@@ -216,10 +216,10 @@ class AsyncSGD(LeasingStrategy):
         if there is one. "durable": it is also in the journal on the primary's disk.
 
         `compression`: as for `shoal.DDP`; not with "compensate". `lost_wait_s`: if every server of
-        a shard is gone, the time that a step waits for a server to return with its journal, before
-        it raises StateLost. The time includes up to 15 minutes until the shard is declared lost.
-        `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
-        at first. A loss that is not finite is always an error.
+        a shard is gone, the time that a step waits for a server to return with its journal. The
+        time includes up to 15 minutes until the shard is declared lost. Then the step raises
+        StateLost. `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not
+        lower than at first. A loss that is not finite is always an error.
 
         Raises InvalidSpec for options that are out of range or contradict each other.
         """

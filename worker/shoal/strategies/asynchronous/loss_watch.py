@@ -24,7 +24,7 @@ BLOW_UP = 4.0
 baseline.
 """
 PATIENCE_UPDATES = 200
-"""Number of updates before which a finite loss is not reported."""
+"""Number of updates since the first window before which a finite loss is not reported."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",

@@ -24,7 +24,7 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 Residuals = dict[tuple[str, int], Tensor]
-"""By parameter and offset of the block."""
+"""Residuals by parameter and offset of the block."""
 
 
 @dataclass(frozen=True, kw_only=True)

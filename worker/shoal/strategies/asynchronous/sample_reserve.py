@@ -1,7 +1,7 @@
 """Reserve of samples that an asynchronous member leases ahead.
 
-Pure: ranges and times are arguments. The reserve lasts while no coordinator answers. It is refilled
-only below three quarters, so that the member holds few ranges.
+Pure: ranges and times are arguments. The reserve lasts while no coordinator answers. A member
+refills the reserve only below three quarters, to hold few ranges.
 """
 
 from collections import deque

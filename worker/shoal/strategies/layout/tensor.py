@@ -26,11 +26,11 @@ class TensorParallel(ShardedStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
-    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: a module with smaller
-    weights stays whole, and so does a pair of modules whose weights together are smaller, unless
-    `plan` names them or they are tied to a larger module. `sequence=True`: between split layers of
-    a block each member computes only its positions of the sequence. `elementwise_optimizer=True`
-    states that an optimizer that is not torch's own treats each element of a parameter separately.
+    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: a module, or a pair of
+    modules, with smaller weights stays whole, unless `plan` names it or it is tied to a larger
+    module. `sequence=True`: between split layers of a block each member computes only its positions
+    of the sequence. `elementwise_optimizer=True` states that an optimizer that is not torch's own
+    treats each element of a parameter separately.
     """
 
     name = "tensor"

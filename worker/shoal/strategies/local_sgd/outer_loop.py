@@ -60,7 +60,7 @@ class OuterLoop:
     def agreed(self) -> StateShard:
         """The last state agreed on. Raises InternalError if there is none.
 
-        Its optimizer state is each member's own.
+        The optimizer state in it is each member's own.
         """
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")

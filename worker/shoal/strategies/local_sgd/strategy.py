@@ -1,8 +1,8 @@
 """Local SGD and DiLoCo: members train their own copies, which are averaged at the end of a round.
 
-A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
-a checkpoint is due, and when the generation stops by agreement. If a member is lost, all members
-roll back to the end of the last round and train on the same samples again.
+A round ends every `every_steps` steps, at the job's final step, when a checkpoint is due, and when
+the generation stops by agreement. If a member is lost, all members roll back to the end of the last
+round.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

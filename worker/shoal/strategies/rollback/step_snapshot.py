@@ -34,7 +34,7 @@ PART_OF_FREE_MEMORY = 8
 class StepSnapshot:
     """Everything that a step writes to a model and its optimizers, as of the step's beginning.
 
-    `begin` opens the step. It ends with `restore`, which undoes it; or with `settle`, the
+    `begin` opens the step. The step ends with `restore`, which undoes it; or with `settle`, the
     optimizer's own step, and `commit`.
     """
 

@@ -2,7 +2,7 @@
 
 Gloo's own time limits cannot be changed while a collective is in progress. So groups have
 practically no limits, and this watch finds a collective that does not end in time, not counting
-pauses. It also ends a bring-up without a coordinator.
+pauses. The watch also ends a bring-up without a coordinator.
 """
 
 import sys

@@ -38,9 +38,9 @@ from shoal_proto.errors import InvalidSpec
 class StepCut:
     """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
-    After a step without parts, no member votes before the first pass, which is reduced on its own
-    even if it is a part. After a step with parts, all members vote on the number of parts before
-    the first pass. Members that work on the same samples do so in every step, because their first
+    After a step without parts, no member votes before the first pass. That pass is reduced on its
+    own, even if it is a part. After a step with parts, all members vote on the number of parts
+    before the first pass. Members that work on the same samples always do so, because their first
     messages already have the shape of a part.
     """
 
