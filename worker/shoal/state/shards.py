@@ -1,7 +1,7 @@
 """State shards: the parts of a state that one rank holds.
 
 A state is a set of named tensors; each rank holds chunks of some of them. Names and whole shapes
-are the same in every layout of a model, so that one layout can read the state of another:
+are the same in every layout, so that one layout can read the state of another:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
     registered.<name>/<path>               registered state of the script; whole on every rank
@@ -9,7 +9,6 @@ are the same in every layout of a model, so that one layout can read the state o
     setting.<group>/<key>                  setting of an optimizer's group that is a tensor
 
 The last two exist only where every rank holds the whole model, and never in a checkpoint.
-<parameter> is the fully qualified name in the user's model.
 """
 
 import math

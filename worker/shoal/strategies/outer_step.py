@@ -10,7 +10,7 @@ from shoal_proto.numbers_given import as_number
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """SGD step along the change of a round, which takes the role of a negative gradient."""
+    """SGD step along the change of a round, which replaces a negative gradient."""
 
     lr: float = 1.0
     """Outer learning rate; 1 without momentum gives the mean of all members' parameters."""

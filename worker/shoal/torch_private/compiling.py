@@ -30,8 +30,8 @@ def is_compiled(model: nn.Module) -> bool:
 def forget_ddp_forward() -> None:
     """Clear torch's mark of a DDP forward pass in progress.
 
-    If passes of two threads overlap, a mark may stay for good. torch.compile would then split all
-    later graphs at the buckets of that DDP.
+    If passes of two threads overlap, a mark may stay, and torch.compile would split all later
+    graphs.
     """
     DistributedDataParallel._active_ddp_module = None
 
@@ -60,7 +60,7 @@ def compile_alike(compiled: nn.Module, module: Any) -> None:
 
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, compiled with the compiler and options of a compiled module."""
+    """Return the function, compiled as a compiled module is."""
     compiled_function: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
     return compiled_function
 

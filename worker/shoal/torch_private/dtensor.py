@@ -36,8 +36,7 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 def cut_as(cut: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the shape and sharding of `cut`, of which `local` is this rank's part.
 
-    `local` has no graph, and stays on its device. Takes a third of the time of
-    `DTensor.from_local`.
+    `local` has no graph. Takes a third of the time of `DTensor.from_local`.
     """
     spec: DTensorSpec = cut._spec
     if local.dtype != cut.dtype:

@@ -107,8 +107,8 @@ _ADDING = frozenset(
 def counted_targets(node: Any) -> Tensor | None:
     """Return the weight of each target in a mean negative log likelihood, as in `cross_entropy`.
 
-    The weight is 0 for an ignored target, else 1 or the weight of its class. None: another node.
-    The graph must not have had its backward pass.
+    0 for an ignored target, else 1 or the weight of its class. None: another node. The graph must
+    not have had its backward pass.
     """
     if getattr(node, "_saved_reduction", None) != _MEAN:
         return None

@@ -1,8 +1,7 @@
 """Interface of an experiment tracker, to which a job logs.
 
-One member writes at a time. The next writer reads which values are stored, and continues after
-them. So no value is missing or written twice. This requires storage that all hosts share, or a
-server.
+One member writes at a time. The next writer continues after the stored values, so that none is
+missing or written twice. This requires storage that all hosts share, or a server.
 """
 
 import fcntl
@@ -32,7 +31,7 @@ class WriteProgress:
 
     step: int = -1
     names: frozenset[str] = frozenset()
-    """Names whose values of that step are written."""
+    """Names with written values of that step."""
 
     def unwritten(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values that are not written yet."""
@@ -126,8 +125,7 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
     """Return the name of the run: the newest of the names found, or a new name.
 
-    The newest counts if its run began no earlier than this one, or if this run's beginning is
-    unknown.
+    The newest counts unless its run is known to have begun before this one.
     """
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s

@@ -1,7 +1,6 @@
 """Export of a version to a directory that engines load: safetensors files in Hugging Face's format.
 
-With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
-`/pull_weights`, slime and miles read.
+With format "sglang" each version has a directory of its own, `weight_v000057/`.
 """
 
 import json
@@ -22,7 +21,7 @@ from shoal_proto.incarnation import new_incarnation
 
 Format = Literal["safetensors", "sglang"]
 FILE_BYTES = 5_000_000_000
-"""Limit of the bytes of tensors in one file; a larger tensor has a file of its own."""
+"""Limit of the bytes of tensors in one file; a larger tensor has its own file."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _DTYPES: Mapping[torch.dtype, str] = {

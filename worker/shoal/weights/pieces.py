@@ -222,7 +222,7 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is published: floating point in the wanted one."""
+    """Return the published dtype: the wanted one for floating point tensors, else their own."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 

@@ -28,7 +28,7 @@ _PACKED = (torch.float4_e2m1fn_x2,)
 """Floating point dtypes into which torch converts no values."""
 MAX_THREADS = 4
 THREAD_BYTES = 32 * 1024 * 1024
-"""Minimum number of bytes for each thread that writes an installation's tensors."""
+"""Minimum number of bytes for each writing thread."""
 NAMED = 5
 
 
@@ -66,7 +66,7 @@ class StoredTensor:
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
         """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype.
 
-        To be called without grad mode if the target requires a gradient.
+        Called without grad mode if the target requires a gradient.
         """
         if len(self.slices) == 1 and self.slices[0].chunk == chunk:
             target.copy_(self.view(self.slices[0], segments))
@@ -203,8 +203,8 @@ class Installation:
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
     """Divide the tensors among threads, about equally in bytes.
 
-    The first share, for the caller's thread, has all tensors that may depend on its state. Tensors
-    that share memory are in the first share too: they have to be written in order.
+    The first share, for the caller's thread, has all tensors that may depend on its state, and
+    those that share memory: these have to be written in order.
     """
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
@@ -374,7 +374,7 @@ def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[st
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
-    """Merge the layouts of all ranks, given in order of rank, as the coordinator does."""
+    """Merge the layouts of all ranks, in order, as the coordinator does."""
     whole = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):

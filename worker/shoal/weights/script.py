@@ -125,8 +125,8 @@ def publish(
 def end_publishing(series: str) -> None:
     """Release a series; do nothing if this process does not hold it.
 
-    Waits up to 30 s for a publication in progress, and then abandons it. If another thread waits to
-    publish, its publication gets another 30 s. Another process can then publish at once, unless no
+    Waits up to 30 s for a publication in progress, and then abandons it; a waiting publication of
+    another thread gets another 30 s. Another process can then publish at once, unless no
     coordinator answers within 1 s.
     """
     for published in _held.named(series):

@@ -1,7 +1,6 @@
 """`shoal.distribute` without a session: a fixed set of ranks that torchrun or mpiexec starts.
 
-The loop stays an ordinary one: the strategy does its work in the forward pass and in hooks on the
-optimizer's step.
+The strategy does its work in the forward pass and in hooks on the optimizer's step.
 """
 
 import atexit
@@ -115,8 +114,8 @@ def _free_at_exit(training: FixedRanksTraining) -> None:
     """Free the training's groups when the process ends.
 
     After a collective, a Gloo thread frees its tensors under Python's lock. If the interpreter ends
-    meanwhile, the process aborts (torch 2.13: "terminate called without an active exception",
-    SIGABRT). `destroy_process_group()` does not free a group that a model refers to.
+    meanwhile, the process aborts with SIGABRT (torch 2.13). `destroy_process_group()` does not free
+    a group that a model refers to.
     """
     # Registered again, to run before all functions registered so far, such as waits for groups.
     atexit.unregister(_free_groups)
@@ -139,8 +138,7 @@ def make_layout(
 ) -> Layout:
     """Return the layout of a strategy over a fixed set of ranks.
 
-    Raises InvalidSpec for a strategy that needs a session, or the error with which the strategy
-    refuses the model or the optimizer.
+    Raises InvalidSpec for a strategy that needs a session, or the strategy's own refusal.
     """
     if isinstance(strategy, LayoutStrategy):
         strategy.check_layers(meta_model.model, optimizer)

@@ -15,8 +15,8 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved: a copied teacher may change only in the
-third.
+"""Number of steps in which each parameter is saved: a teacher that began as a copy may change only
+in the third.
 """
 
 CopyOf = Callable[[object], Tensor | None]

@@ -92,8 +92,8 @@ class GenerationCheckpoints:
         """Read this member's part of the checkpoint of that step.
 
         `fresh`: an optimizer as the script has made it, to log settings that the checkpoint
-        replaces. Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec if the
-        checkpoint's job had trained on other samples.
+        replaces. Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec for a job on
+        other samples.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -116,8 +116,8 @@ class GenerationCheckpoints:
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Write a checkpoint if one is due after this many committed steps.
 
-        Waits for the previous one, and logs its error; writes none if that is still being written
-        at its time limit. Raises InvalidSpec if `Checkpoints.begin_write` does.
+        Waits for the previous one; writes none if that is still being written at its time limit.
+        Raises InvalidSpec if `Checkpoints.begin_write` does.
         """
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
