@@ -38,7 +38,10 @@ def contents_of(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Install `look`, called with each module that is about to be wrapped in a DDP; only once."""
+    """Install `look`, called with each module that is about to be wrapped in a DDP.
+
+    Only the first call of this function has an effect.
+    """
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
@@ -76,7 +79,7 @@ def copy_with_tables(
 ) -> nn.Module:
     """Return a copy of the module with the same parameters, these buffers and these children.
 
-    Writes to its tables do not reach the original.
+    Writes to the copy's tables do not reach the original.
     """
     copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.

@@ -38,7 +38,7 @@ _MAY_LEAVE_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe.step).p
 def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **options: Any) -> Any:
     """Make a schedule of this kind for `count` micro-batches.
 
-    torch 2.9 demands one for each stage, which GPipe does not need.
+    torch 2.9 demands one micro-batch for each stage, which GPipe does not need.
     """
     num_stages = stage.num_stages
     if kind is ScheduleGPipe:

@@ -1,4 +1,4 @@
-"""the coordinator decides."""
+"""Meaning of torchrun's options for a node that joins a Shoal job."""
 
 import math
 import os
@@ -43,7 +43,10 @@ class NodeConfig:
     join_timeout_s: float = 600.0
     """Longest time of one rendezvous; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """Time that the first generation waits for more nodes once it has enough."""
+    """Time that the first generation waits for more nodes once it has enough.
+
+    0: the coordinator decides.
+    """
     close_timeout_s: float = 30.0
     """Time for which the node tries to tell the coordinator that it leaves."""
     connect_timeout_s: float = ADMISSION_S

@@ -378,7 +378,7 @@ def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
 def _figures(tensor: Tensor) -> list[Json]:
     """Return outline, sum of magnitudes, and sums that depend on signs and on positions.
 
-    No sum is near 0, so rounding is relatively small.
+    Each sum is about as large as the sum of magnitudes, so rounding is relatively small.
     """
     # In blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
