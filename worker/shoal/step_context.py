@@ -1,11 +1,7 @@
-"""The step that is open on this thread, for code that is not given the step as an argument.
+"""The step that is open on this thread.
 
-Random numbers, normalisation and checks on calls of torch read the step; `Session.step` sets it.
-Members may be threads of one process, and each has its own step.
-
-A new thread has no step. Such threads are started by scripts, and by autograd for backward passes
-on a GPU. So a module stores in its forward pass the values that its backward pass needs, as keyed
-dropout and synchronised BatchNorm do.
+A new thread has no step, such as autograd's for backward passes on a GPU. So a module stores in its
+forward pass the values that its backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +15,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PresentSamples:
-    """The samples of the global batch that this thread computes on."""
+    """Samples of the global batch that this thread computes on."""
 
     seed: int
     step: int
     first: int
-    """Position of the first sample in the global batch; the others follow it."""
+    """Position of the first sample in the global batch; the others follow."""
     count: int
 
 
 @dataclass(frozen=True)
 class BatchNormMembers:
-    """The members whose samples BatchNorm normalises together."""
+    """Members whose samples BatchNorm normalises together."""
 
     group: dist.ProcessGroup
     has_samples: bool
-    """False if this member has no share of the step, and computes with a stand-in sample."""
+    """False if this member computes with a stand-in sample."""
 
 
 class PartsOfStep(Protocol):
@@ -56,18 +52,20 @@ class StepContext:
     """The open step. Outside of a step every field but `committing` is None."""
 
     samples: PresentSamples | None = None
-    """The current samples; None without `Session.batches`, or under asynchronous strategies."""
+    """None without `Session.batches`, or under asynchronous strategies."""
     batchnorm: BatchNormMembers | None = None
     """None: each member normalises its own samples."""
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
-    """Called with (outputs, tensor) before the script gathers on torch's default group; None if all
-    shares have the same size, without `Session.batches`, or if the strategy gathers no rows."""
+    """Called with (outputs, tensor) before the script gathers on torch's default group.
+
+    None: there is nothing to check.
+    """
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None
     guard: object | None = None
-    """The `StepGuard` of the session whose step is open."""
+    """`StepGuard` of the session whose step is open."""
     committing: object | None = None
-    """The `StepGuard` of the session that is stepping its optimizers."""
+    """`StepGuard` of the session that is stepping its optimizers."""
 
 
 NO_STEP = StepContext()
@@ -75,7 +73,7 @@ _context: ContextVar[StepContext] = ContextVar("shoal_step_context", default=NO_
 
 
 def current() -> StepContext:
-    """Return the context of the step that is open on this thread; NO_STEP if none is."""
+    """Return the context of the open step; NO_STEP if none is."""
     return _context.get()
 
 

@@ -1,7 +1,6 @@
 """Conversion of a `state_dict()`, or of an optimizer's state, to JSON and tensors, and back.
 
-No object of a script's class is stored: a message or a checkpoint holds only numbers, text and
-tensors, so reading one is safe even if its writer is not trusted.
+No object of a script's class is stored, so reading is safe.
 """
 
 import base64
@@ -17,29 +16,29 @@ from shoal.state.shards import DTYPES, Json, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 
 MAX_VALUES = 20_000
-"""Limit for one object; a tensor counts as one value. More values belong in a tensor."""
+"""Limit for one object; a tensor counts as one value."""
 MAX_BITS = 4096
-"""Limit for an integer: 1,234 digits. By default, Python converts up to 4,300 digits to text."""
+"""Limit for an integer: fewer digits than the 4,300 that Python converts to text."""
 MAX_PICKLED_BITS = 2032
-"""Limit for an integer in a checkpoint: torch's unpickler refuses longer integers."""
+"""Limit for an integer in a checkpoint. Torch's unpickler refuses longer integers."""
 MAX_INLINE = 100_000
-"""Limit for the elements of a tensor that is written as numbers."""
 MAX_DEPTH = 50
 _MARK = "$"
-"""A value of a type that JSON lacks becomes a dict with a single key, which begins with this."""
+"""First character of the only key of a dict that stands for a value that JSON lacks."""
 _CARRIED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these"
 )
 CARRIED_EXACTLY = "tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
-"""Function of (path, what was seen, what is expected) that returns the error to raise."""
 
 
 def split_state(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
-    """Split the state into JSON and tensors; the JSON refers to the tensors by their dotted paths.
+    """Split a state into JSON and tensors, to which the JSON refers by dotted path.
+
     Tensors are not copied. Raises InvalidSpec, with the path, for a value that cannot be sent to
-    another member."""
+    another member.
+    """
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return InvalidSpec(
@@ -61,12 +60,12 @@ def split_state_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Split as `split_state` does, but refuse values that `join_state` would rebuild with another
-    type, so that plain torch finds the values unchanged in a checkpoint. Exceptions: NumPy numbers
-    and strings, enums and other subclasses of Python's scalars, and bytearrays become plain values.
+    """Split as `split_state` does, for a checkpoint that plain torch reads with the same types.
 
-    `inline`: write tensors as numbers among the values. `taken`: the dotted paths already in use,
-    by which torch names the entries of a checkpoint; the paths of this value are added.
+    Raises the error of `refused` for values that `join_state` would rebuild with another type.
+    NumPy numbers and strings, enums, other subclasses of Python's scalars, and bytearrays become
+    plain values. `inline`: write tensors as numbers among the values. `taken`: dotted paths already
+    in use, to which those of this value are added.
     """
     converter = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
     return converter.plain(value, path), converter.tensors
@@ -145,7 +144,6 @@ class _PlainCopy:
         return items if plain else {_MARK + "pairs": pairs}
 
     def _inside(self, item: Any, path: tuple[str, ...]) -> Json:
-        """Convert an entry of a container, at its own path."""
         if self._is_exact:
             dotted = ".".join(path)
             if dotted in self._taken:
@@ -177,7 +175,7 @@ class _PlainCopy:
 
 
 def fault_of(tensor: Tensor) -> str:
-    """Return the reason why a tensor cannot be sent or written to a checkpoint; "" if it can."""
+    """Return the reason why a tensor cannot be sent or stored; "" if it can."""
     if tensor.layout is not torch.strided or name_of(tensor.dtype) not in DTYPES:
         return f"a tensor of {tensor.layout} and {tensor.dtype}"
     kind = type(tensor)
@@ -193,12 +191,10 @@ def _is_numpy_number(value: object) -> bool:
 
 
 def _has_no_dimensions(value: object) -> bool:
-    """True for a NumPy array without dimensions, of one number or string."""
     return isinstance(value, np.ndarray) and value.ndim == 0 and _is_numpy_number(value[()])
 
 
 def _base_of(value: object) -> type:
-    """Return the container type for storing a value; the value's type if it is no container."""
     for kind, carried in (
         (Mapping, dict),
         (list, list),
@@ -211,7 +207,6 @@ def _base_of(value: object) -> type:
 
 
 def _scalar(value: object) -> tuple[Json] | None:
-    """Return a scalar as its base type or as a marked dict, in a tuple; None for other types."""
     if value is None:
         return (None,)
     if isinstance(value, str):

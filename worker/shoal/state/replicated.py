@@ -36,10 +36,10 @@ from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
 class ReplicatedState:
-    """Reads and writes everything that training changes in a model and its optimizer. Raises
-    InvalidSpec if the optimizer has a parameter that is not the model's: its values would differ
-    between members. Also raises it for tensors of the model that cannot be sent to another
-    member."""
+    """Reads and writes everything that training changes in a model and its optimizer.
+
+    Raises InvalidSpec if the optimizer has other parameters, or if a tensor cannot be sent.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -62,9 +62,11 @@ class ReplicatedState:
         return self._names[parameter]  # type: ignore[index]
 
     def collect(self, step: int) -> StateShard:
-        """Return everything that training changes, not copied, valid until the next step: what a
-        member that joins needs to continue. No number of a tensor is read, as that would wait for a
-        GPU. Raises UnsupportedOptimizer for state that another member could not restore."""
+        """Return everything that training changes, not copied, valid until the next step.
+
+        Reads no number from a tensor: that would wait for a GPU. Raises UnsupportedOptimizer for
+        state that another member could not restore.
+        """
         tensors = self._tensors()
         slots: dict[str, Json] = {}
         refuse_other_owners(self._optimizer, self._names)
@@ -90,8 +92,7 @@ class ReplicatedState:
         )
 
     def state_shard(self, step: int) -> StateShard:
-        """Return the part of `collect` that a checkpoint contains, for any strategy to read:
-        without transient buffers, and with all settings as values."""
+        """Return the part of `collect` that a checkpoint contains."""
         now = self.collect(step)
         shards = {
             name: shard
@@ -107,8 +108,7 @@ class ReplicatedState:
 
     @torch.no_grad()
     def capture(self, step: int, into: StateShard | None = None) -> StateShard:
-        """Return a copy of the current state, in the memory of `into` if it fits: `into` is
-        overwritten."""
+        """Return a copy of the current state, in the memory of `into` if it fits."""
         now = self.collect(step)
         before = into.shards if into is not None else {}
         copies: dict[str, TensorShard] = {}
@@ -125,9 +125,11 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state_shard: StateShard) -> None:
-        """Load a whole state, which `capture`, another member's `collect` or a checkpoint gave.
-        Raises ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if it
-        belongs to another optimizer; then nothing is changed."""
+        """Load a whole state. After an error nothing is changed.
+
+        Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and InvalidSpec
+        if it belongs to another optimizer.
+        """
         own, given = self._tensors(), state_shard.shards
         check_no_more(names_in(self._model), given)
         not_own = {name for name in given if name.startswith(TRANSIENT)} - own.keys()
@@ -160,12 +162,10 @@ class ReplicatedState:
         return named
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by their names in a state."""
         parameters = {MODEL + name: each.detach() for name, each in self.parameters.items()}
         return {**parameters, **self.buffers()}
 
     def _put_slots(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Set the optimizer's state: tensors by "<parameter>/<key>", values by parameter."""
         by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in values}
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
@@ -179,7 +179,6 @@ class ReplicatedState:
 
 
 def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
-    """Return the settings of the optimizer's groups in a state."""
     settings = settings_of(state_shard.values)
     for name, shard in state_shard.shards.items():
         if name.startswith(SETTING):
@@ -189,9 +188,7 @@ def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
 
 
 def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it: the
-    parameter's device. A tensor without dimensions, such as a step count, stays on its own device,
-    unless the group is `fused` or `capturable`: kernels read it then."""
+    """Return a copy of a tensor of the optimizer's state, where torch keeps it."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:
@@ -200,14 +197,14 @@ def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tens
 
 
 def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
-    """True if `tensor` can be copied into `kept` unchanged: same shape, dtype and device."""
+    """True if `tensor` can be copied into `kept` unchanged."""
     return kept is not None and (kept.shape, kept.dtype, kept.device) == (
         *(tensor.shape, tensor.dtype, tensor.device),
     )
 
 
 def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise InvalidSpec if one of a model's tensors cannot be given to another member."""
+    """Raise InvalidSpec if a tensor cannot be given to another member."""
     for name, tensor in tensors.items():
         if fault := fault_of(tensor):
             raise InvalidSpec(
@@ -220,15 +217,14 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def names_in(model: nn.Module) -> Set[str]:
-    """Return the names of all parameters and buffers of the model; a tied one has several."""
+    """Return the names of all parameters and buffers; a tied one has several."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name for each in (parameters, buffers) for name, _ in each}
 
 
 def check_no_more(own: Set[str], names: Iterable[str]) -> None:
-    """Raise ShapeMismatch if a state names a tensor that the model lacks: loading would drop the
-    tensor, and the model would differ from the model that wrote the state."""
+    """Raise ShapeMismatch if a state names a tensor that the model lacks."""
     for name in sorted(names):
         if name.startswith(MODEL) and name.removeprefix(MODEL) not in own:
             raise ShapeMismatch(
@@ -239,7 +235,6 @@ def check_no_more(own: Set[str], names: Iterable[str]) -> None:
 
 
 def missing(name: str, shape: Sequence[int]) -> ShapeMismatch:
-    """Return the error for a tensor of the model that a state lacks."""
     return ShapeMismatch(
         f"the state does not fit the model at {name}",
         seen="missing",

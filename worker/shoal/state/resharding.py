@@ -1,7 +1,6 @@
 """Resharding: each rank of a new generation gets the chunks that it needs from their holders.
 
-Two small collectives exchange lists of the chunks that each rank holds and needs; the second is
-skipped if every rank holds everything. Then bytes are sent from rank to rank. Nothing is unpickled.
+Nothing is unpickled.
 """
 
 from collections import deque
@@ -37,8 +36,10 @@ from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
 Target = Callable[[str, Chunk], Tensor | None]
-"""Function of (name, needed chunk) that returns a host tensor of the chunk's size and dtype to
-receive it into, with any strides. None: a tensor is allocated."""
+"""Function of (name, needed chunk) that returns a host tensor to receive it into.
+
+None: a tensor is allocated.
+"""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Limit of one rank's buffers, shared among its peers; exceeded with more than 64 ranks."""
@@ -58,17 +59,15 @@ def reshard(
 ) -> StateShard:
     """Return this rank's needed chunks of the newest state that the group holds as a whole.
 
-    Collective: all ranks call it at the same time, each with all shards that it holds, of one or
-    several steps. `needs` is called once for every tensor that exists at the chosen step.
-
-    The result is in newly allocated host memory, or in the tensors of `target`, which is called
-    only after all checks. With `borrow`, a chunk for which `target` returns None is a view of this
-    rank's own shard, if that shard contains it. `memory`: memory that the group's ranks share; it
-    is used for the transfer if it is large enough, and overwritten.
+    Collective. `held`: all shards that this rank holds, of one or several steps. `needs` is called
+    once for every tensor that exists at the chosen step. The result is in newly allocated host
+    memory, or in the tensors of `target`, which is called only after all checks. `borrow`: a chunk
+    without a target is a view of this rank's own shard, if possible. `memory`: memory that the
+    group's ranks share; it may be overwritten.
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
-    of `needs`, of this rank's own shards or of the group is raised on this rank alone: the caller
+    of `needs`, of this rank's own shards or of the group is raised on this rank alone. The caller
     must then cut the group, because the other ranks wait.
     """
     rank, world_size = group.rank(), group.size()
@@ -109,9 +108,8 @@ def whole_model(
 ) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
-    Collective: each rank passes its shards and gets the whole model. Tied names share one tensor.
-    `without_elements`: empty tensors, which no rank reports. `order`: the names in the model's own
-    state_dict; the result has the same order. Raises what `reshard` raises.
+    Collective. `without_elements`: empty tensors, which no rank reports. `order`: the names in the
+    result's order. Raises what `reshard` raises.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
@@ -130,7 +128,6 @@ def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | 
 def _gather_messages(
     message: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None
 ) -> list[bytes]:
-    """Gather the message of each rank, through shared memory if possible."""
     messages = exchange.gather(message, MAX_MESSAGE_BYTES) if exchange is not None else None
     return gather(message, group) if messages is None else messages
 
@@ -166,29 +163,23 @@ def _needs_of(message: bytes, rank: int, table: TensorTable) -> Mapping[str, Chu
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """View the contiguous tensor's memory as bytes."""
     # Not by `view`: a single element of a row counts as contiguous, but has the row's strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
 class _Round:
-    """Messages of one round of a transfer: at most one bucket is sent to each peer, and at most one
-    is received from it."""
-
     works: list[P2PMessage] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
-    """Buckets to unpack after the round, with the parts in each."""
     kept: list[Tensor] = field(default_factory=list)
-    """Buffers of messages in progress, kept alive until they are sent."""
+    """Buffers that must live until they are sent."""
 
 
 class _Transfer:
     """Transfer of the parts of one plan.
 
-    All ranks run the rounds in order. In a round a rank posts its receives, then its sends, and
-    then waits for the previous round. So a rank waits only for ranks that are in an earlier round,
-    and a rank in the earliest round waits for none: there is no deadlock.
+    A rank posts the receives of a round, then its sends, and then waits for the previous round. So
+    a rank waits only for ranks in an earlier round: there is no deadlock.
     """
 
     def __init__(
@@ -214,7 +205,6 @@ class _Transfer:
         borrow: bool,
         target: Target,
     ) -> dict[str, TensorShard]:
-        """Return the shards that this rank needs: new, borrowed, or in tensors of `target`."""
         self._metas = metas
         placed = {name: target(name, chunk) for name, chunk in own_needs.items()}
         borrowed = {
@@ -237,7 +227,6 @@ class _Transfer:
         return self._pieces
 
     def _exchange(self, own_plan: TransferPlan, exchange: SharedExchange) -> None:
-        """Transfer as `_move` does, through memory that all ranks share."""
         strided: list[tuple[Tensor, Tensor]] = []
 
         def bytes_for(part: NamedChunk) -> Tensor:
@@ -325,7 +314,6 @@ class _Transfer:
         return buckets
 
     def _spans(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
-        """Return the start and stop of each part in its bucket; a single part fills it exactly."""
         spans: list[tuple[int, int]] = []
         start = 0
         for part in parts:

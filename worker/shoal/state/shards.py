@@ -1,8 +1,7 @@
 """State shards: the parts of a state that one rank holds.
 
 A state is a set of named tensors; each rank holds chunks of some of them. Names and whole shapes
-are the same in every layout of a model (whole copies, rows, columns, stages), so that one layout
-can read the state of another:
+are the same in every layout, so that one layout can read the state of another:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
     registered.<name>/<path>               registered state of the script; whole on every rank
@@ -10,7 +9,6 @@ can read the state of another:
     setting.<group>/<key>                  setting of an optimizer's group that is a tensor
 
 The last two exist only where every rank holds the whole model, and never in a checkpoint.
-<parameter> is the fully qualified name in the user's model.
 """
 
 import math
@@ -51,7 +49,6 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.complex128,
     )
 }
-"""Dtypes that can be sent from member to member, by name."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -101,13 +98,14 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None
-if it needs none. Called once for every tensor of a state; may raise ShapeMismatch or
-DtypeMismatch."""
+"""Function of (name, whole shape, dtype) of a tensor that returns the needed chunk, if any.
+
+Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch.
+"""
 
 
 def whole_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """Return the whole tensor as a chunk: the `Needs` function of a rank that needs all tensors."""
+    """Return the whole tensor as a chunk, for a rank that needs all tensors."""
     return Chunk.whole(shape)
 
 
@@ -119,7 +117,7 @@ class TensorShard:
     """Shape of the whole tensor."""
     chunk: Chunk
     tensor: Tensor
-    """Contents, of shape `chunk.sizes`; contiguous or not, on any device."""
+    """Contents, of shape `chunk.sizes`; any strides, any device."""
 
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.chunk.sizes:
@@ -140,13 +138,11 @@ class StateShard:
 
     step: int
     shards: Mapping[str, TensorShard]
-    """Tensor shards by name; a rank holds at most one chunk of a tensor."""
+    """A rank holds at most one chunk of a tensor."""
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
+    """Settings and counters; the same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that exist at this step, also of tensors that this rank holds no part of;
-    empty if they are unknown. They show that a tensor is missing if all its parts were on lost
-    ranks."""
+    """Names of tensors that exist at this step on any rank; empty if they are unknown."""
 
     def copied(self) -> "StateShard":
         """Return a copy in host memory."""
@@ -168,13 +164,13 @@ class StateShard:
 
 
 Names = tuple[str, ...]
-"""Names of several tensors."""
 
 
 class GroupedChunks(Mapping[str, Chunk]):
-    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk. A
-    thousand ranks that hold rows of three thousand tensors report three million chunks. But each
-    rank reports only a few groups."""
+    """Chunks by the name of their tensor, stored in groups of tensors with the same chunk.
+
+    A thousand ranks may hold three million chunks in a few groups each.
+    """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
         self.groups = groups
@@ -204,8 +200,7 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def partition_names(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, so that any group contains all names of a set or none. A
-    result that is computed for one name of a set then holds for all of them."""
+    """Split each group into sets of names, so that any group has all names of a set or none."""
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}
     for number, names in enumerate(distinct):

@@ -1,9 +1,8 @@
 """Exchange of bytes between ranks through memory that all ranks of a group share.
 
-Over sockets each byte is packed, written, read and unpacked; here it is only written and read. The
-memory is divided into boxes, one for each pair of ranks. In each round a rank fills one box for
-each receiver, all ranks wait at a barrier, and each rank reads the boxes meant for it. Two sets of
-boxes alternate: a set is filled again two barriers later, when all ranks have read it.
+The memory is divided into boxes, one for each pair of ranks. In each round a rank fills its boxes,
+all ranks wait at a barrier, and each rank reads the boxes meant for it. A second set of boxes is
+filled while others still read the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,17 @@ from shoal.state.host_copies import ALIGNMENT_BYTES
 
 NUM_SETS = 2
 MIN_BOX_BYTES = 256 * 1024
-"""Minimum size of a box: with smaller boxes the barriers cost more than sockets do."""
+"""Minimum size of a box. Below it the barriers cost more than sockets do."""
 
 Cut = list[tuple[int, Tensor]]
-"""Contents of one box: pairs of a piece's offset in the box and the piece."""
+"""Contents of one box: pairs of offset in the box and piece."""
 
 
 class SharedExchange:
-    """One rank's side of the exchange. All ranks make such an object on the same memory, and make
-    the same calls at the same time."""
+    """One rank's side of the exchange. All ranks make the same calls at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use this memory, overwriting its contents."""
+        """Overwrites the memory."""
         self._memory = memory
         self._bytes = torch.frombuffer(memory.data, dtype=torch.uint8)
         self._box_bytes = _box_bytes(memory)
@@ -38,8 +36,10 @@ class SharedExchange:
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
     def gather(self, message: bytes, max_bytes: int) -> list[bytes] | None:
-        """Return the message of each rank, by rank; None, on all ranks, if a message exceeds
-        `max_bytes` or a rank's share of the memory. Raises what `run` raises."""
+        """Return the messages by rank. Raises what `run` raises.
+
+        None, on all ranks: a message is too long.
+        """
         memory = self._memory
         each_bytes = len(memory.data) // memory.world_size
         if len(message) <= each_bytes:
@@ -61,7 +61,9 @@ class SharedExchange:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
         """Send and receive flat tensors of bytes, by peer, with equal byte counts on both sides.
-        Raises GenerationBroken if a rank is lost or late, or if the memory is cut."""
+
+        Raises GenerationBroken if a rank is lost or late, or if the memory is cut.
+        """
         sent = {peer: self._cut(tensors) for peer, tensors in sends.items()}
         received = {peer: self._cut(tensors) for peer, tensors in receives.items()}
         own_rounds = max(map(len, sent.values()), default=0)
@@ -80,7 +82,6 @@ class SharedExchange:
         self._memory.gather_words()
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
-        """Pack the tensors one after the other into boxes."""
         boxes: list[Cut] = []
         free_bytes = 0
         for tensor in tensors:
@@ -97,7 +98,6 @@ class SharedExchange:
     def _pieces(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return this round's pieces, as pairs of a part of the shared memory and the piece."""
         if number >= len(boxes):
             return []
         world_size = self._memory.world_size

@@ -1,7 +1,4 @@
-"""Choice of the step from which all ranks continue.
-
-Pure: every rank computes it from the same inventories, with the same result.
-"""
+"""Choice of the step from which all ranks continue. Pure: all ranks compute the same result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +11,7 @@ from shoal.state.shards import MODEL, Chunk, Json, Names, groups_of, partition_n
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3
-"""Number of missing parts that an error names for each step."""
 MAX_STEPS_NAMED = 4
-"""Number of steps in the error's text; its details have all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +20,9 @@ class ChosenStep:
 
     step: int
     metas: Mapping[str, Meta]
-    """Shape and dtype of every tensor that exists at the step, sorted by name."""
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
-    """Held chunks by name of the tensor, each chunk with the ranks that hold it."""
     values: Mapping[str, Json]
-    """Plain values of the first rank that reports any at the step. The optimizer's plain values
-    (`SLOTS`) are merged over all ranks."""
+    """Plain values of the first rank that reports any; the optimizer's (`SLOTS`) of all ranks."""
 
     def on_each(self, world_size: int) -> bool:
         """True if every rank holds all of every tensor."""
@@ -43,10 +35,10 @@ class ChosenStep:
 def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """Choose the newest step at which every element of every tensor is held by some rank.
 
-    A tensor of the model exists at every step. Any other tensor exists from the first step at
-    which a rank reports it, and at each later step: a later step without it is not whole. Plain
-    values of an optimizer, and tensors within them, may come and go. Raises StateLost if no step is
-    whole, and ShapeMismatch or DtypeMismatch if ranks contradict one another.
+    A tensor of the model exists at every step. Any other tensor exists from the first step at which
+    a rank reports it. Exception: plain values of an optimizer, and tensors within them, may come
+    and go. Raises StateLost if no step is whole, and ShapeMismatch or DtypeMismatch if ranks
+    contradict one another.
     """
     metas: dict[str, Meta] = {}
     # By identity: inventories with equal tables share one decoded table.
@@ -107,7 +99,6 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
 
 
 def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
-    """Return the names of all tensors that a rank reports at exactly this step."""
     listings = [each for inventory in inventories for each in inventory.listings]
     return {
         name for each in listings if each.step == step for name in {*each.chunks, *each.elsewhere}
@@ -117,7 +108,6 @@ def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
 def _missing(
     names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Chunk, object]]
 ) -> list[str]:
-    """Describe the first few parts that no rank holds."""
     found: list[str] = []
     gaps: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     no_chunks: Mapping[Chunk, object] = {}

@@ -1,10 +1,6 @@
-"""Transfer of a state from one member to others over their group: a JSON manifest, then raw bytes.
+"""Transfer of a state from one member to others: a JSON manifest, then raw bytes.
 
-Nothing is unpickled. The receiver reads shapes and dtypes from the manifest, whose size is bounded;
-loading the state checks that they fit the model.
-
-Members form a tree, and a receiver forwards each message as it arrives. No member sends the state
-more than `FAN_OUT` times, and a thousand receivers take little longer than one or two.
+Nothing is unpickled. Members form a tree, and a receiver forwards each message as it arrives.
 """
 
 import json
@@ -27,12 +23,10 @@ MESSAGE_BYTES = 4 * 1024 * 1024
 """Size of one message, which takes half a minute over 1 Mb/s."""
 MESSAGES_IN_FLIGHT = 2
 FAN_OUT = 2
-"""Number of members to which each member sends; with 1 the tree would be a chain of all members."""
 
 
 def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Send a state, of which this rank holds every tensor whole, to the members of these ranks,
-    which call `receive` at the same time."""
+    """Send a state, held whole, to the members of these ranks, which call `receive` meanwhile."""
     held = {name: shard.tensor for name, shard in state_shard.shards.items()}
     entries = [[name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()]
     manifest = json.dumps(
@@ -43,7 +37,7 @@ def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessG
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(held.values())
-    # torch caches page-locked memory, so buckets reuse it.
+    # Torch caches page-locked memory, so buckets reuse it.
     pinned = any(tensor.is_cuda for tensor in tensors)
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8, pin_memory=pinned)
@@ -57,8 +51,11 @@ def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessG
 
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> StateShard:
-    """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
-    MalformedMessage for a manifest of impossible size or content."""
+    """Receive the state that the member of rank `source` sends; this rank is in `receivers`.
+
+    Raises MalformedMessage for an invalid manifest. The caller checks that the state fits the
+    model.
+    """
     length = torch.zeros(1, dtype=torch.int64)
     branch = Branch(source, receivers, group)
     branch.pass_on(length)
@@ -92,8 +89,7 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
 
 
 class Branch:
-    """Position of this rank in the tree of members. The source is the root; receivers fill the
-    levels in the order of ranks."""
+    """Position of this rank in the tree of members, whose root is the source."""
 
     def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
@@ -103,8 +99,7 @@ class Branch:
         self._p2p = AbortableP2P(group, torch.device("cpu"))
 
     def pass_on(self, tensor: Tensor) -> None:
-        """Receive the tensor from the parent, unless this rank is the source, and send it to the
-        children, message by message."""
+        """Receive the tensor from the parent, if there is one, and send it to the children."""
         parent = self._parent
         parts: Iterable[Tensor] = split_into_messages(tensor)
         if parent is not None:
@@ -116,8 +111,7 @@ class Branch:
 
 
 def _completed(started: Iterable[tuple[Tensor, Sequence[P2PMessage]]]) -> Iterator[Tensor]:
-    """Yield each part once its messages, which the iterator `started` starts, are complete; a few
-    parts are in progress at a time. Each wait that returns counts as progress of the transfer."""
+    """Yield each part once its messages are complete; a few parts are in progress at a time."""
     in_progress: deque[tuple[Tensor, Sequence[P2PMessage]]] = deque()
     for each in started:
         in_progress.append(each)
@@ -134,13 +128,11 @@ def _awaited(part: Tensor, messages: Sequence[P2PMessage]) -> Tensor:
 
 
 def split_into_messages(tensor: Tensor) -> Sequence[Tensor]:
-    """Split a flat tensor into the messages in which it is sent."""
     starts = range(0, tensor.numel(), MESSAGE_BYTES)
     return [tensor[start : start + MESSAGE_BYTES] for start in starts]
 
 
 def _shape(sizes: Sequence[int]) -> torch.Size:
-    """Return the sizes as a shape. Raises ValueError for a negative size, and TypeError."""
     if any(size < 0 for size in sizes):
         raise ValueError(f"{sizes!r:.100} is no shape")
     return torch.Size(sizes)
@@ -151,7 +143,7 @@ def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Split the tensors, in order, into buckets: lists of (index, start, stop in the bucket)."""
+    """Split the tensors into buckets: lists of (index, start, stop in the bucket)."""
     run: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes_bytes):
         start = run[-1][2] if run else 0

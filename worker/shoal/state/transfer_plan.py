@@ -1,6 +1,6 @@
-"""Plan of sends and receives by which each rank gets the chunks of a step's state that it needs.
+"""Plan of sends and receives by which each rank gets the chunks that it needs.
 
-Pure: every rank computes its own part of the plan from the same inputs, and the parts fit together.
+Pure: every rank computes its own part from the same inputs.
 """
 
 import math
@@ -23,28 +23,24 @@ class NamedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Plan of one rank. A sender and its receiver list the parts between them in the same order."""
+    """Plan of one rank. A sender and its receiver list their parts in the same order."""
 
     kept: list[NamedChunk] = field(default_factory=list)
-    """Parts that this rank needs and holds itself."""
     sends: dict[int, list[NamedChunk]] = field(default_factory=dict)
     """Parts by receiver; each lies within one chunk that this rank holds."""
     receives: dict[int, list[NamedChunk]] = field(default_factory=dict)
-    """Parts by sender."""
 
 
 def plan(
     chosen: ChosenStep, needs: Sequence[Mapping[str, Chunk]], rank: int, *, stripe_bytes: int
 ) -> TransferPlan:
-    """Plan what this rank sends and receives, so that every rank gets the chunks that it needs.
+    """Plan what this rank keeps, sends and receives.
 
-    `needs`: in the order of ranks, the needed chunks of each rank by the name of their tensor.
+    `needs`: by rank, the needed chunks by the name of their tensor.
 
-    A rank keeps the parts that it holds itself. For the other parts, imagine all tensors end to
-    end, row by row, and cut into stripes. The holders of a part take turns at sending: the stripe
-    and the receiver select the sender. So senders share the bytes evenly, to about a stripe, and
-    each rank computes its own plan without the plans of other ranks. No part is larger than two
-    stripes.
+    Imagine all tensors end to end, row by row, and cut into stripes. If a rank lacks a part, the
+    stripe and the rank select the sender among the holders. So senders share the bytes evenly, and
+    no part is larger than two stripes.
     """
     own_plan = TransferPlan()
     wanted = _wanted(needs)
@@ -62,7 +58,6 @@ def plan(
 
 
 Wanted = Mapping[Chunk, Sequence[int]]
-"""Ranks that need each chunk."""
 _NOBODY: Wanted = {}
 
 
@@ -82,8 +77,7 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
 
 
 class _Source:
-    """Holders and receivers of each cell (see `grid_of`), for tensors that are held and needed in
-    the same way."""
+    """Holders and receivers of each cell (see `grid_of`), for tensors that share both."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
@@ -95,16 +89,14 @@ class _Source:
         self._holders: dict[tuple[int, ...], list[int]] = {}
         self._kept: list[Chunk] = []
         self._received: list[tuple[Chunk, Sequence[int]]] = []
-        """Cells, and the ranks that hold each cell."""
         self._sent: list[tuple[Chunk, Sequence[int], Sequence[int]]] = []
-        """Cells, the ranks that hold each cell, and the ranks that need and lack it."""
+        """Cells, the ranks that hold each, and the ranks that need and lack it."""
         for chunk, receivers in wanted.items():
             if rank in receivers:
                 self._receive(chunk)
             self._send(chunk, receivers)
 
     def _receive(self, chunk: Chunk) -> None:
-        """Record the cells of this chunk that this rank keeps, and those that it receives."""
         if chunk in self._own:
             self._kept.append(chunk)
             return
@@ -117,7 +109,6 @@ class _Source:
                 self._received.append((cell, holders))
 
     def _send(self, chunk: Chunk, receivers: Sequence[int]) -> None:
-        """Record the cells of this chunk that this rank may send to the receivers that need it."""
         cells: dict[Chunk, tuple[int, ...]] = {}
         for held in self._own:
             if (common := held.overlap(chunk)) is not None:
@@ -129,7 +120,6 @@ class _Source:
                 self._sent.append((cell, holders, lacking))
 
     def note(self, name: str, stripes: "_Stripes", own_plan: TransferPlan) -> None:
-        """Add the parts of one tensor that this rank keeps, receives and sends to its plan."""
         own_plan.kept.extend(NamedChunk(name, cell) for cell in self._kept)
         for cell, holders in self._received:
             for stripe, part in stripes.of(cell):
@@ -149,14 +139,11 @@ class _Source:
 
 
 class _Stripes:
-    """Position of one tensor among all tensors laid end to end, which are cut into stripes."""
-
     def __init__(self, meta: Meta, start_bytes: int, stripe_bytes: int) -> None:
         self._shape, self._itemsize = meta.shape, meta.dtype.itemsize
         self._start_bytes, self._stripe_bytes = start_bytes, stripe_bytes
 
     def of(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """Split the cell into parts by stripe; yields the number of the stripe and the part."""
         return self._cut(cell, 0, self._start_bytes)
 
     def _cut(self, cell: Chunk, dimension: int, start_bytes: int) -> Iterator[tuple[int, Chunk]]:

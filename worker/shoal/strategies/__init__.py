@@ -27,13 +27,13 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
 }
 
 FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
-"""Synchronous strategies under which a member can evaluate its model without other members."""
+"""Synchronous strategies under which a member can evaluate its model alone."""
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """Return the strategy of that name with default options, or the given strategy object itself.
+    """Return the strategy of that name with default options, or the given object.
 
-    Raises UnknownStrategy, which lists the known names.
+    Raises UnknownStrategy.
     """
     if isinstance(strategy, Strategy):
         return strategy

@@ -1,7 +1,7 @@
 """The interface between the session and a strategy, with the promises of both.
 
-A strategy object lives as long as the session. The session calls it in this order (on the trainer's
-thread, except for methods whose docstrings name another):
+The session calls a strategy object in this order, on the trainer's thread unless a docstring names
+another:
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
@@ -35,56 +35,47 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 
 
 class Strategy(ABC):
-    """Base of the strategies. See the head of this module for the order of calls."""
+    """Base of the strategies."""
 
     name: ClassVar[str]
-    """Name in `distribute(strategy=...)` and in the proposal."""
     synchronous: ClassVar[bool]
-    """True: all members take each step together. If a member is lost, the others stop until they
-    have agreed on a new generation. False: members train on through every change; only the
-    generation in their token changes."""
+    """True: all members take each step together. False: members train on through every change."""
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: True if members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
-    """True if `torch.compile` may be called on the distributed model: passes call the user's model
-    as a whole."""
+    """True if `torch.compile` may be called on the distributed model."""
     trains_several: ClassVar[bool] = False
-    """True if several models and optimizers may be distributed, as `SeveralModels`."""
+    """True if several models and optimizers may be distributed."""
     changes_batch_size: ClassVar[bool] = False
-    """True if a job may continue from a checkpoint with another batch size, at the next sample."""
+    """True if a job may continue from a checkpoint with another batch size."""
     syncs_batchnorm: ClassVar[bool] = False
-    """True if BatchNorm may normalise over the samples of all members, see
-    `shoal.layouts.synced_batchnorm`."""
+    """True if BatchNorm may normalise over the samples of all members."""
     shares_samples: ClassVar[bool] = False
-    """Synchronous strategies: True if several members work on the same samples."""
+    """True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
-    """True if members have shares of one batch, and a step combines the gradients of all shares."""
+    """True if members have shares of one batch, with one gradient of all shares."""
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
-    """True if state that a script registers is committed with its steps; see `carry`."""
+    """True if registered state is committed with the steps; see `carry`."""
     initialises: ClassVar[bool] = False
-    """True if `distribute` accepts a model on the meta device, whose weights one member
-    initialises. Other strategies get models with their weights in memory."""
+    """True if `distribute` accepts a model on the meta device."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Return the model and optimizer to train with; the same objects over all generations.
 
-        Checks all that can be checked without communication and raises RefusedError
-        (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
+        Called once. Raises RefusedError for all that can be checked without communication.
         """
 
     def use_backend(self, backend: Backend) -> None:  # noqa: B027 - not all have collectives
-        """Use this backend for collectives. Called before `distribute`, for synchronous strategies
-        only."""
+        """Use this backend for collectives. Called before `distribute`, if `synchronous`."""
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         """Write checkpoints, and start from one if no member has state. Called before `distribute`.
 
-        Raises InvalidSpec for a strategy whose members do not hold the state, and for a bucket that
-        cannot store checkpoints.
+        Raises InvalidSpec if members do not hold the state, or the bucket cannot store checkpoints.
         """
         raise InvalidSpec(
             f"strategy {self.name} writes no checkpoints",
@@ -92,9 +83,10 @@ class Strategy(ABC):
         )
 
     def carry(self, registered: RegisteredState) -> None:
-        """Commit this state with each step, restore it if a step fails, and send it along with the
-        model's state. Called before `distribute`; called again, with the same object, for each
-        registration after `distribute`. Raises InvalidSpec for a strategy whose `carries` is False.
+        """Commit this state with each step, restore it if a step fails, and send it with the
+        model's state.
+
+        Called before `distribute`, and again, with the same object, for each later registration.
         """
         if not self.carries:
             raise InvalidSpec(
@@ -107,49 +99,50 @@ class Strategy(ABC):
 
     @property
     def schedule_option(self) -> str:
-        """The option for a learning-rate schedule that follows the updates of all members, unlike a
-        schedule that the script steps. Empty if there is no such option."""
+        """Option for a learning-rate schedule by the updates of all members; "" if none."""
         return ""
 
     @property
     def given_schedule(self) -> LRScheduler | None:
-        """The schedule that the script gave by `schedule_option`; None if it gave none."""
+        """Schedule given by `schedule_option`, if any."""
         return None
 
     @property
     def unscales(self) -> bool:
-        """True if losses may be scaled by a registered GradScaler: the strategy unscales gradients,
-        and skips the step if a gradient overflowed on any member."""
+        """True if losses may be scaled by a registered GradScaler."""
         return False
 
     def gradients_lack(self) -> str:
-        """Description of the gradients after a backward pass, if torch's `clip_grad_norm_` cannot
-        measure them; empty if they cover the whole model and batch."""
+        """Description of the gradients if torch's `clip_grad_norm_` cannot measure them; else
+        empty.
+        """
         return ""
 
     def gathers_lack(self) -> str:
-        """The obstacle to gathering members' rows within a step; empty if there is none."""
+        """Obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
             return "members that take their own steps, with models that differ meanwhile"
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
-        """Note that the script has finished the latest step. Synchronous strategies: called by all
-        members at the same step. Raises what `end_step` raises; also RegisteredStateDiffers, on all
-        members."""
+        """Note that the script has finished the latest step. Called by all members at the same
+        step.
+
+        Raises what `end_step` raises; also RegisteredStateDiffers, on all members.
+        """
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
         """Set what determines the order of samples: global batch, dataset, seed, shuffle.
 
-        Called once, before the first generation; never if the script makes its own batches.
-        Checkpoints contain it, see `shoal.checkpoint.samples`. May refuse hooks on gradients that
-        the script has added since `distribute`, with InvalidSpec.
+        Called once, before the first generation; never if the script makes its own batches. May
+        raise InvalidSpec for hooks on gradients that the script has added since `distribute`.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
         """Return the steps of the newest complete checkpoints that this member sees, at most 100.
-        Called on the membership's thread if no member of a roster holds the job's state. Raises
-        InvalidSpec if the storage cannot be listed."""
+
+        Called on the membership's thread. Raises InvalidSpec if the storage cannot be listed.
+        """
         return ()
 
     @property
@@ -159,23 +152,28 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if members write checkpoints. They also write one if a member leaves and no other
-        member replaces it."""
+        """True if members write checkpoints, also when a member leaves unreplaced."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
         """True if this member has to leave after the latest step, and no further generation
-        follows. Returns once the checkpoint of that step is written, or has failed."""
+        follows.
+
+        Returns once the checkpoint of that step is written, or has failed.
+        """
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
-        """Write a checkpoint of the latest step, if this member holds the whole state. Called if
-        the member is to leave and no generation runs in which members could write one together."""
+        """Write a checkpoint of the latest step, if this member holds the whole state.
+
+        Called if the member is to leave and no generation runs.
+        """
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of this member's last checkpoint, known after its last step; None if that
-        checkpoint was written."""
+        """The error of this member's last checkpoint, known after its last step; None if there is
+        none.
+        """
         return None
 
     @property
@@ -185,21 +183,20 @@ class Strategy(ABC):
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
-        """Values for the proposal that all members must have in common for this strategy.
+        """Values for the proposal that all members must have in common.
 
-        At least "schema" and "optimizer" digests. The session adds fields of its own, such as
-        strategy, torch, device, dataset, global_batch and seed.
+        At least "schema" and "optimizer" digests.
         """
 
     def refuses(self, world_size: int) -> str:
-        """The reason why this number of members cannot train the model; empty if it can.
+        """Reason why this number of members cannot train the model; empty if it can.
 
-        Called on the membership's thread for every roster, and on the trainer's thread: be quick.
+        Called on the membership's thread, too: be quick.
         """
         return ""
 
     def attach(self, context: Context) -> None:
-        """Set the context. Called once, after `distribute`; this process is a member by then."""
+        """Set the context. Called once, after `distribute`."""
         self.context = context
 
     @abstractmethod
@@ -207,52 +204,53 @@ class Strategy(ABC):
         """Bring the generation up; return once its first collective (if any) has completed.
 
         Raises GenerationBroken, or an error for which `is_failure` is True, if the generation
-        breaks meanwhile; the session waits for the next.
+        breaks.
         """
 
     def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
-        """Make every wait for a peer, in this and earlier generations and also in `enter`, raise
-        soon. Runs on any thread, such as the membership's: be quick, raise nothing."""
+        """Make every wait for a peer, in this and earlier generations and in `enter`, raise soon.
+
+        Runs on any thread: be quick, raise nothing.
+        """
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
-        """Copy state that only leaving members hold to members that stay. The generation stops here
-        by agreement.
+        """Copy state that only leaving members hold to members that stay.
 
-        Called by all members of the generation, at the same step, before any of them abandons it.
-        `leaving`: names of the members that leave, the same on all members.
+        Called by all members, at the same step, before any of them abandons the generation.
+        `leaving`: names of the members that leave.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave the generation, whether it broke or not. The state is as after the last commit.
+        """Leave the generation, whether it broke or not; the state is as after the last commit.
 
         Quick, raises nothing, may be called twice.
         """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare a step. Afterwards no parameter has a gradient, and the parameters have the
-        values to compute the step with. Synchronous strategies: the values after the last committed
-        step. Others: the member's own values, or the values last pulled. May raise the errors of a
-        pull."""
+        """Prepare a step: drop gradients, and set parameters to the values to compute with.
+
+        May raise the errors of a pull.
+        """
 
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
-        """Begin part `index` of `num_parts` of this member's share; the next pass is for that part.
-        Gradients need to be reduced over members only after the last part."""
+        """Begin part `index` of `num_parts` of this member's share.
+
+        Gradients have to be reduced only after the last part.
+        """
 
     @abstractmethod
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.
 
-        `weight`: weight of this member's share. Weights average to one over the members, so the
-        mean of the members' weighted gradients is the gradient of the mean over the global batch.
-        May be called several times in a step; gradients add up.
+        `weight`: weight of this member's share; weights average to one over the members. May be
+        called several times in a step; gradients add up.
         """
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
-        The step's gradients are the gradients of the mean over all units in all members' passes.
         Raises InvalidSpec if the strategy weights losses by samples only.
         """
         raise InvalidSpec(
@@ -266,8 +264,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def local_model(self) -> nn.Module:
-        """The modules that this member's passes compute with, and whose buffers they change.
-        Cheap."""
+        """The modules that this member's passes call, and whose buffers passes change. Cheap."""
 
     @property
     @abstractmethod
@@ -286,10 +283,11 @@ class Strategy(ABC):
         return loss.detach()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the step's gradients, after all backward passes, so that their common 2-norm over
-        the whole model is at most `max_norm`. Returns the norm before scaling.
+        """Scale the step's gradients to a common 2-norm of at most `max_norm`; return the norm
+        before.
 
-        This implementation is for members that hold the whole model.
+        Called after all backward passes. This implementation is for members that hold the whole
+        model.
         """
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm
@@ -297,20 +295,27 @@ class Strategy(ABC):
     @abstractmethod
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the whole model by name, as of the last committed step or round of local steps.
-        If `state_is_spread`, all members call this at the same step."""
+
+        If `state_is_spread`, all members call this at the same step.
+        """
 
     def weights(self) -> HeldWeights:
-        """Return this member's part of the model after the last committed step or round of local
-        steps; not copied. Raises GenerationBroken outside a generation (only if synchronous), and
-        InvalidSpec if the strategy does not publish its weights."""
+        """Return this member's part of the model after the last committed step or round; not
+        copied.
+
+        Raises GenerationBroken outside a generation, and InvalidSpec if the strategy does not
+        publish its weights.
+        """
         raise InvalidSpec(
             f"strategy {self.name} does not publish its weights",
             expected="one of Shoal's own strategies; or publish(model=...) of a module",
         )
 
     def own_weights(self) -> HeldWeights:
-        """Return what `weights` returns, without the part that is on parameter servers. Called for
-        a series with tables. Raises InvalidSpec if the strategy publishes no tables."""
+        """Return what `weights` returns, without the part that is on parameter servers.
+
+        Raises InvalidSpec if the strategy publishes no tables.
+        """
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",
@@ -318,35 +323,32 @@ class Strategy(ABC):
         )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
-        """Raise TrainingFailed if training has no usable result. Called at the end of the
-        session's block, if the job is complete."""
+        """Raise TrainingFailed if training has no usable result, once the job is complete."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most strategies have nothing to check
-        """Check forward passes between two steps; called by all members. Raises InvalidSpec on all
-        of them if members that split layers computed with different layers."""
+        """Check forward passes between two steps; called by all members.
+
+        Raises InvalidSpec, on all members, if members that split layers computed with different
+        layers.
+        """
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
-        """Return the index of this member's share of each batch, and the number of shares.
-
-        Called once the generation is entered.
-        """
+        """Return the index of this member's share of each batch, and the number of shares."""
         return generation.rank, generation.world_size
 
     @abstractmethod
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
-        Calls `acknowledged`, on any thread and possibly later, once the step is committed, or its
-        round of local steps has ended; never if it is rolled back before that. Raises
-        NonFiniteGradient with parameter and step, refusals of the step and, if a peer was lost,
-        GenerationBroken or an error for which `is_failure` is True.
+        Calls `acknowledged`, on any thread and possibly later, once the step, or its round of local
+        steps, can no longer be rolled back. Raises NonFiniteGradient, refusals of the step and, if
+        a peer was lost, GenerationBroken or an error for which `is_failure` is True.
         """
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of committed steps: of the job, or under asynchronous strategies of this
-        member."""
+        """Number of committed steps: of the job, or of this member if asynchronous."""
 
     @property
     @abstractmethod
@@ -358,37 +360,36 @@ class Strategy(ABC):
         return ""
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
-        """The error in the members' scripts for which the generation was ended; else None. See
-        `ScriptPoints`."""
+        """The error in the members' scripts for which the generation was ended; else None."""
         return None
 
     def note_coordinator_wait(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins or stops waiting for the coordinator's decision on how to go
-        on. Cheap."""
+        """Note that the trainer begins or stops waiting for the coordinator. Cheap."""
 
     def note_loading(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins or stops waiting for a batch to be loaded. Cheap."""
+        """Note that the trainer begins or stops waiting for a batch. Cheap."""
 
     def has_leftovers(self) -> bool:
-        """True if results of collectives may be incomplete: an aborted collective may have ended
-        without an error."""
+        """True if results of collectives may be incomplete after an abort without an error."""
         return False
 
     def is_failure(self, error: BaseException) -> bool:
-        """True if the error means that a peer failed; False for the script's own errors. Called for
-        a RuntimeError in a synchronous step, and for errors in `enter`."""
+        """True if the error means that a peer failed; False for the script's own errors."""
         return False
 
     def redoes(self, error: BaseException) -> bool:
-        """True if this member alone has to repeat the step that ended with this error, with the
-        same samples and the same `step`. Called before anything else handles the error."""
+        """True if this member alone has to repeat the step that ended with this error.
+
+        Called before anything else handles the error.
+        """
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Wait until every member has committed the steps that this member has committed: if a
-        member is lost before that, the others need this member to take steps again. Asynchronous
-        strategies get the final values instead. Called after the job's final step, and again if a
-        member was lost meanwhile. Raises what `between_steps` raises."""
+        """Wait until every member has committed the steps that this member has committed.
+
+        If a member is lost before that, the others need this member to take steps again.
+        Asynchronous strategies get the final values instead. Raises what `between_steps` raises.
+        """
 
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, such as "staleness". Cheap; thread-safe."""
@@ -400,8 +401,7 @@ class Strategy(ABC):
         return ""
 
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
-        """Note that this member has no samples for now: others need not wait for its next step.
-        Called repeatedly while that lasts."""
+        """Note that this member has no samples for now: others need not wait for it."""
 
     def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
         """Wait until every step ended so far is acknowledged."""

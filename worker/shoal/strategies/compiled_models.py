@@ -1,4 +1,4 @@
-"""Models that a script has compiled, wholly or in part, before or after it distributes them."""
+"""Models that a script has compiled, wholly or in part."""
 
 from torch import nn
 
@@ -12,8 +12,7 @@ def in_place(model: nn.Module) -> nn.Module:
 
 
 def not_compiled(strategy: str, module: str) -> InvalidSpec:
-    """Build the error for a compiled wrapper of a distributed model that is never called as a
-    whole."""
+    """Build the error for a compiled wrapper of a model that is never called as a whole."""
     return InvalidSpec(
         f"strategy {strategy} cuts a model into parts: a wrapper around the model compiles"
         " none of them",

@@ -33,5 +33,8 @@ class LeasingStrategy(Strategy):
 
     @abstractmethod
     def lease_samples(self, order: Order, coordinators: Coordinators) -> SampleLeases:
-        """Lease ranges of the order's samples for this member, until the members together have
-        trained on all samples. Called once, after the first `enter`."""
+        """Lease ranges of the order's samples until the members together have trained on all of
+        them.
+
+        Called once, after the first `enter`.
+        """

@@ -10,11 +10,10 @@ from shoal_proto.numbers_given import as_number
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """SGD step along the change of a round, which takes the role of a negative gradient."""
+    """SGD step along the change of a round, which replaces a negative gradient."""
 
     lr: float = 1.0
-    """Outer learning rate. With 1, and without momentum, the outer step gives the mean of all
-    members' parameters."""
+    """Outer learning rate; 1 without momentum gives the mean of all members' parameters."""
     momentum: float = 0.0
     nesterov: bool = False
 
@@ -33,8 +32,10 @@ class OuterStep:
             )
 
     def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the change to apply, and the new velocity (None without momentum). `mean`: the
-        members' mean change."""
+        """Return the change to apply, and the new velocity (None without momentum).
+
+        `mean`: the members' mean change.
+        """
         if not self.momentum:
             return mean * self.lr, None
         velocity = mean.clone() if velocity is None else velocity * self.momentum + mean

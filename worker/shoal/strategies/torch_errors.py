@@ -1,4 +1,4 @@
-"""Errors that torch raises in a step, reworded to say what a script can do about them."""
+"""Errors that torch raises in a step, reworded for the script's author."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +71,6 @@ def _written_in_place(state: StepState) -> InvalidSpec:
 
 
 def _parts_and_wholes(state: StepState) -> InvalidSpec:
-    """Build the refusal of a script that computes with parameters as if they were whole."""
     return InvalidSpec(
         "the step computed with parameters that are sharded over the members under"
         f" {state.strategy}",
@@ -88,4 +87,3 @@ _REFUSALS: dict[str, Callable[[StepState], InvalidSpec]] = {
     "Trying to backward through the graph a second time": _second_backward,
     "has been modified by an inplace operation": _written_in_place,
 }
-"""Functions that build the refusal, by a part of the text of torch's error."""

@@ -1,10 +1,8 @@
 """Private names of torch, one module for each part of torch.
 
-All names exist in torch 2.13 and 2.15. Names that 2.9 and 2.11 lack are replaced here; 2.10,
-2.12 and 2.14 were not tried. To raise these versions, begin here, with `make test TORCH=2.15.0`; to
-lower the oldest one, with `make test TORCH=2.9.1`.
-`shoal_server` does not import the worker: its modules that call the fused kernels of `torch.optim`
-name these kernels themselves.
+All names exist in torch 2.13 and 2.15. Names that 2.9 and 2.11 lack are replaced here. To raise
+these versions, begin here, with `make test TORCH=2.15.0`. `shoal_server` does not import the
+worker: it names fused kernels of `torch.optim` itself.
 """
 
 import re
@@ -14,7 +12,6 @@ import torch
 from shoal_proto.errors import InvalidSpec
 
 _OLDEST = (2, 9)
-"""The oldest version that the tests pass with. Older ones were not tried."""
 
 
 def check_version(version: str) -> None:

@@ -1,7 +1,7 @@
 """Numbers of torch's GradScaler, as last read to the host.
 
-The scaler keeps its scale, and the number of steps since the scale changed, on the GPU: each read
-waits for all work queued on the GPU. In a session only the session changes these numbers.
+Each read from the GPU waits for all work queued there. In a session only the session changes these
+numbers.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _Marks = tuple[Tensor, int, Tensor, int]
-"""The scale and the growth tracker, each with its number of writes."""
 
 _known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = WeakKeyDictionary()
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Return `scaler.state_dict()`. Waits for the GPU only if the scaler's numbers were written to
-    since the last call of this function or of `load_scaler_state`."""
+    """Return `scaler.state_dict()`; waits for the GPU only after other writes to the scaler's
+    numbers.
+    """
     marks = _marks_of(scaler)
     if marks is None:
         return scaler.state_dict()
@@ -54,8 +54,7 @@ def load_scaler_state(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) ->
 
 
 def _marks_of(scaler: torch.amp.GradScaler) -> _Marks | None:
-    """Return the scaler's marks; None before the first scaled loss, for a disabled scaler, and for
-    a class with a `state_dict` of its own."""
+    """None before the first scaled loss, if disabled, and for a class with its own `state_dict`."""
     if type(scaler).state_dict is not torch.amp.GradScaler.state_dict or not scaler.is_enabled():
         return None
     scale, tracker = scaler._scale, scaler._growth_tracker

@@ -26,7 +26,6 @@ reduce_scatter_single: Any = (
 """torch 2.13 renamed these two functions, and warns of the old names."""
 
 bucket_assignment = _compute_bucket_assignment_by_size
-"""DDP's assignment of parameters to buckets."""
 pg_config_info = _c10d._World.pg_config_info
 """The only property of torch's table of groups that is computed, not stored."""
 
@@ -52,11 +51,7 @@ CAN_RECONFIGURE = hasattr(_native, "ReconfigureOptions")
 
 
 class ReconfigurableGloo:
-    """A Gloo group that connects to its members each time it is reconfigured.
-
-    Does what `init_process_group(enable_reconfigure=True)` and `_reconfigure` do with a default
-    group. The group keeps the store that it was made with.
-    """
+    """A Gloo group that can connect to other members; it keeps its store."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, address: str, timeout_s: float
@@ -99,9 +94,10 @@ def backend_on(group: Any, device: torch.device) -> Any:
 
 
 def takes_batches(group: Any, device: torch.device) -> bool:
-    """True if the backend on this device can run several operations as one, as NCCL can. If they
-    were issued one by one, each operation would wait on the stream for the previous one. Such a
-    backend connects at the first operation of a group."""
+    """True if the backend on this device can run several operations as one, as NCCL can.
+
+    Issued one by one, each operation would wait on the stream for the previous one.
+    """
     try:
         return bool(backend_on(group, device).supports_coalescing)
     except RuntimeError:
@@ -134,10 +130,9 @@ def replace_groups_table(table: Any) -> None:
 
 
 def forget_groups() -> None:
-    """Remove all groups from torch's table without ending their operations.
+    """Remove all groups from torch's table without waiting for their operations.
 
-    `destroy_process_group` alone would wait for the operations of each group that has a name, so
-    the names are removed first. `_abort_process_group` would wait for each abort in turn.
+    torch's own functions would wait.
     """
     _c10d._world.pg_names.clear()
     _c10d.destroy_process_group()

@@ -14,7 +14,7 @@ except ModuleNotFoundError:
 __all__ = ["FsspecReader", "FsspecWriter", "StorageInfo", "StoragePrefix", "flatten_state_dict"]
 
 StorageInfo = _StorageInfo
-"""File, offset and length of an entry, as `.metadata` pickles it."""
+"""File, offset and length of an entry."""
 
 StoragePrefix = _StoragePrefix
-"""The prefix of the names of a writer's files, as its plan sets it."""
+"""Prefix of the names of a writer's files."""

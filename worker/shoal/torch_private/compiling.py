@@ -1,7 +1,7 @@
-"""Private parts of torch.compile: compile a new module like another one, and exclude functions.
+"""Private parts of torch.compile, as of torch 2.13.
 
-Written for torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: a script that
-compiles has imported it already.
+Nothing here imports `torch._dynamo`, which takes seconds: a script that compiles has imported it
+already.
 """
 
 import functools
@@ -19,7 +19,6 @@ _eval_frame: Any = _c_dynamo.eval_frame
 P = ParamSpec("P")
 R = TypeVar("R")
 _IN_PLACE = "_compiled_call_impl"
-"""The attribute in which `module.compile()` keeps the compiled call."""
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -29,15 +28,16 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget_ddp_forward() -> None:
-    """Clear torch's mark of a DDP forward pass in progress. A pass ends by restoring the mark that
-    was there before. If passes of two threads overlap, the mark of one may stay for good, and
-    torch.compile would split all later graphs at the buckets of that DDP."""
+    """Clear torch's mark of a DDP forward pass in progress.
+
+    If passes of two threads overlap, a mark may stay, and torch.compile would split all later
+    graphs.
+    """
     DistributedDataParallel._active_ddp_module = None
 
 
 def compiled_in_place(model: Any) -> nn.Module:
-    """Compile the wrapped module in place with the wrapper's compiler; return it. Its parameters
-    have no prefix, and another wrapper around it needs no new compilation."""
+    """Compile the wrapped module in place with the wrapper's compiler; return it."""
     original: nn.Module = model._orig_mod
     original._compiled_call_impl = model.dynamo_ctx(_call_of(original))
     return original
@@ -55,20 +55,19 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def compile_alike(compiled: nn.Module, module: Any) -> None:
-    """Compile `module` in place with the compiler and options of `compiled`. torch reuses compiled
-    code for modules of the same class, shapes and settings."""
+    """Compile `module` in place with the compiler and options of `compiled`."""
     module._compiled_call_impl = compiled_alike(compiled, _call_of(module))
 
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, compiled with the compiler and options of a compiled module."""
+    """Return the function, compiled as a compiled module is."""
     compiled_function: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
     return compiled_function
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run the parts of the model uncompiled within the block, to trace them for instance."""
+    """Run the parts of the model uncompiled within the block."""
     parts = [part for part in model.modules() if is_compiled_in_place(part)]
     compiled = [(part, part.__dict__.pop(_IN_PLACE)) for part in parts]
     try:
@@ -79,8 +78,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def _call_of(module: Any) -> Callable[..., Any]:
-    """Return the function of a module to compile. torch compiles its own modules, such as
-    nn.Sequential, only inside another function."""
+    """Return the function to compile. torch compiles its own modules only inside another
+    function.
+    """
     dynamo = sys.modules["torch._dynamo"]
     call: Callable[..., Any] = module._call_impl
     if dynamo.trace_rules.check(module.forward):
@@ -89,7 +89,6 @@ def _call_of(module: Any) -> Callable[..., Any]:
 
 
 def _compiler_of(call: Any) -> Callable[[Any], Any]:
-    """Return the compiler that made this compiled function."""
     context = sys.modules["torch._dynamo"].eval_frame._TorchDynamoContext
     cells = [cell.cell_contents for cell in call.__closure__ or ()]
     compiler: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
@@ -117,15 +116,17 @@ class _ThreadCallback(threading.local):
     """State by thread, as in torch."""
 
     callback: Any = None
-    """The compiler that was active when `routing` was called; None: none was."""
 
 
 _thread_state = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the function so that torch.compile skips it. Of the calls that the function makes, only
-    calls through `call_compiling` are compiled, if the caller compiles."""
+    """Wrap the function so that torch.compile skips it.
+
+    Of the calls that the function makes, only calls through `call_compiling` are compiled, if the
+    caller compiles.
+    """
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -148,8 +149,10 @@ def is_routing_compiled() -> bool:
 
 
 def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
-    """Call the module within `routing`, compiled if the caller compiles. In DDP only the inner
-    module is compiled: the wrapper communicates with other ranks."""
+    """Call the module within `routing`, compiled if the caller compiles.
+
+    In DDP only the inner module is compiled: the wrapper communicates with other ranks.
+    """
     callback, _thread_state.callback = _thread_state.callback, None
     if not callback:
         return module(*args, **kwargs)
@@ -166,8 +169,6 @@ def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, compiled by the compiler that was active when `routing` was called."""
-
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         before = _eval_frame.set_eval_frame(callback)
         try:
@@ -179,8 +180,7 @@ def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _excluded(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark the function as torch's `disable` does: its frame is neither compiled nor inlined into
-    another."""
+    """Mark the function as torch's `disable` does: its frame is neither compiled nor inlined."""
     marked: Any = function
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)

@@ -14,12 +14,15 @@ from torch.utils.data import dataloader, get_worker_info
 from torch.utils.data._utils import worker
 
 LOCK_S = 1.0
-"""Limit of the wait for a lock that a loader process holds for microseconds while it lives."""
+"""Limit of the wait for a lock that a live loader process holds for microseconds."""
 
 
 def end_iteration(iterator: Any) -> None:
-    """Return once the loader processes of an iterator have ended. Processes that do not end within
-    seconds are killed: multiprocessing would wait for them when the trainer exits."""
+    """Return once the loader processes of an iterator have ended.
+
+    Processes that do not end within seconds are killed: multiprocessing would wait for them at
+    exit.
+    """
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         is_over: Any = iterator._workers_done_event
         if is_over._cond.acquire(timeout=LOCK_S):
@@ -33,7 +36,7 @@ def end_iteration(iterator: Any) -> None:
 
 
 def kill_processes(iterator: Any) -> None:
-    """Kill the loader processes, and wait for their end. SIGKILL ends processes that hang, too."""
+    """Kill the loader processes, also hanging ones, and wait for their end."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         for process in iterator._workers:
             process.kill()
@@ -47,9 +50,11 @@ def has_timed_out(error: BaseException) -> bool:
 
 
 def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
-    """Install a handler in this loader process: if a thread of multiprocessing fails to pickle a
-    batch or to open a socket, `answer(batch, error)` is sent instead. By default multiprocessing
-    prints the error, and the trainer waits forever."""
+    """Install a handler in this loader process that sends `answer(batch, error)` for an unsent
+    batch.
+
+    By default multiprocessing prints the error, and the trainer waits forever.
+    """
     answered: set[int] = set()
 
     def on_error(self: Any, error: BaseException, unsent: Any) -> None:
@@ -73,12 +78,13 @@ def processes_of(iterator: Any) -> list[int]:
 
 
 def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
-    """Return the ids of the loader processes that have ended or were killed. Waits for the first,
-    for at most `within_s`."""
+    """Return the ids of the loader processes that have ended. Waits up to `within_s` for the
+    first.
+    """
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return []
-    # A process closes its files, the sentinel among them, before its parent can reap it. A child
-    # of the process can hold the sentinel open.
+    # A process closes its sentinel before its parent can reap it; a child of the process can hold
+    # the sentinel open.
     closed = wait([each.sentinel for each in iterator._workers], within_s)
     ended = [e for e in iterator._workers if e.sentinel in closed or not e.is_alive()]
     return [int(each.pid or 0) for each in ended]
@@ -87,8 +93,7 @@ def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
 def defer_process_errors(iterator: Any) -> None:
     """Report the end of a loader process within `raise_on_process_end` only.
 
-    torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment, for
-    instance in a collective.
+    torch's handler of SIGCHLD raises wherever the main thread is.
     """
     is_multiprocessing = isinstance(iterator, dataloader._MultiProcessingDataLoaderIter)
     if is_multiprocessing and iterator._worker_pids_set:
@@ -98,8 +103,7 @@ def defer_process_errors(iterator: Any) -> None:
 
 @contextmanager
 def raise_on_process_end(iterator: Any) -> Iterator[None]:
-    """Raise RuntimeError in the main thread as soon as a loader process ends, within the block.
-    Elsewhere torch checks for that every five seconds while it waits for a batch."""
+    """Raise RuntimeError in the main thread as soon as a loader process ends, within the block."""
     _set_worker_pids(id(iterator), tuple(processes_of(iterator)))
     try:
         yield
@@ -115,7 +119,7 @@ def set_dataset_of_worker(dataset: Any) -> None:
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """Make `get_worker_info()` return None within the block, as outside loader processes."""
+    """Make `get_worker_info()` return None within the block."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield

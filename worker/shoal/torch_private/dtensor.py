@@ -26,19 +26,17 @@ except ImportError:
 
 
 def clear_sharding_cache() -> None:
-    """Drop cached sharding derivations, which may be for meshes that are gone."""
+    """Drop cached sharding derivations, which may be for old meshes."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 local_shape_and_offset = compute_local_shape_and_global_offset
-"""Computes the sizes and offsets of this rank's part of a DTensor."""
 
 
 def cut_as(cut: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the shape and sharding of `cut`, of which `local` is this rank's part.
 
-    `local` has no graph. Does what `DTensor.from_local` does in a third of the time, and leaves a
-    tensor of the host on the host, even with a mesh of GPUs.
+    `local` has no graph. Takes a third of the time of `DTensor.from_local`.
     """
     spec: DTensorSpec = cut._spec
     if local.dtype != cut.dtype:
@@ -53,8 +51,10 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, outside of autograd. `to_local` takes ten times as long
-    if gradients are computed."""
+    """Return this rank's part of a DTensor, outside of autograd.
+
+    `to_local` takes ten times as long if gradients are computed.
+    """
     local: Tensor = tensor._local_tensor
     return local
 
@@ -67,9 +67,7 @@ def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
     """Return the gradient with the sharding of the parameter.
 
-    From torch 2.13 on each gradient has it already. In older releases some gradients are whole on
-    each rank: if strides differ, autograd copies a gradient into a new tensor, which is not
-    sharded. Sharding this tensor sends no message.
+    Before torch 2.13 some gradients are whole on each rank.
     """
     if gradient.placements == parameter.placements:
         return gradient
@@ -79,8 +77,7 @@ def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
 def forget_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the mesh and its root mesh refer to.
 
-    Modules sharded over the mesh are in reference cycles with it: a group would live on, with its
-    connections and threads, until Python collects the cycles (seen in 2.13 and 2.15).
+    A group would live on in reference cycles with sharded modules (seen in 2.13 and 2.15).
     """
     held: Any = mesh
     for each in (held, getattr(held, "_root_mesh", None)):
@@ -97,8 +94,10 @@ def mark_meshes_by(descriptor: Any | None) -> None:
 
 
 def serialise_shape_derivation(on: bool) -> None:
-    """Derive shapes in one thread at a time, or in any number again: torch derives them in a mode
-    that two threads must not enter at once."""
+    """Derive shapes in one thread at a time, or in any number again.
+
+    torch's derivation is not thread-safe.
+    """
     _propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()
 
 
@@ -123,9 +122,8 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 def keep_device_guard(on: bool) -> None:
     """Keep torch from replacing its guard of CUDA devices, or allow it again.
 
-    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) replaces the guard at each shape
-    derivation, to derive shapes of GPU tensors, and crashes by SIGSEGV if two threads do so. On
-    such a machine, ranks that are threads use tensors on the host only.
+    A CUDA build without a GPU (torch 2.11 to 2.15) replaces the guard at each shape derivation. The
+    process crashes by SIGSEGV if two threads do so.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard

@@ -17,12 +17,11 @@ from torch.torch_version import TorchVersion
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
 REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
-"""True if gradients are reduced in the dtype of their parameters by default. Before 2.15 they were
-reduced in the dtype that layers compute with."""
+"""True if gradients are reduced in their parameters' dtype by default."""
 
 
 def state_of(module: nn.Module) -> Any:
-    """Return the state that fully_shard keeps of a module that it wraps; None for others."""
+    """Return fully_shard's state of a module; None for others."""
     find: Any = getattr(module, "_get_fsdp_state", None)
     return find() if find else None
 
@@ -36,18 +35,17 @@ def groups_of(state: Any) -> Any:
 
 
 def is_in_backward(state: Any) -> bool:
-    """True if the backward pass of a module with this state has begun and not ended."""
+    """True if the backward pass of a module with this state is in progress."""
     return bool(state._training_state == TrainingState.PRE_BACKWARD)
 
 
 def gathering_hook(state: Any) -> Any:
-    """Return the hook of an output's gradient that gathers the module's groups for backward."""
+    """Return the hook of an output's gradient that gathers the module's groups."""
     return state._pre_backward
 
 
 def disable_backward_marks(group: Any) -> None:
-    """Keep torch from registering, in forward passes, the hook that runs at the end of the group's
-    backward pass."""
+    """Disable the hook that runs at the end of the group's backward pass."""
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
@@ -59,7 +57,7 @@ def has_run(module: nn.Module) -> bool:
 def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
     """Free weights that forward passes without a backward left gathered; reset the pass's state.
 
-    The gradients of these parameters stay: torch 2.15 would drop them, 2.13 does not.
+    The gradients of these parameters stay, unlike in torch 2.15.
     """
     kept = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     if hasattr(root, "reset_iter_state"):
@@ -71,8 +69,7 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 
 
 def _reset_pass(root: Any) -> None:
-    """Wait for collectives in progress and discard them; shard all parameters again. Does what
-    `reset_iter_state` does, which torch has from 2.13 on."""
+    """Replacement for `reset_iter_state`, which torch has from 2.13 on."""
     stream = root._device_handle.current_stream()
     collectives, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
@@ -120,8 +117,7 @@ def heads_of(module: nn.Module) -> list[Any]:
 
 
 def parameters_of(head: nn.Module) -> Iterator[Any]:
-    """Yield torch's FSDPParam of each parameter that is gathered with this module, with its
-    `sharded_param` and `all_gather_outputs`."""
+    """Yield torch's FSDPParam of each parameter that is gathered with this module."""
     for group in groups_of(state_of(head)):
         yield from group.fsdp_params
 
@@ -133,8 +129,7 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the sharded and the whole parameter, for each parameter within the module that was ever
-    gathered. The whole one replaces the sharded one while it is gathered."""
+    """Yield the sharded and the whole parameter, for each parameter ever gathered."""
     for part in fsdp_parameters(module):
         whole = whole_parameter(part)
         if whole is not None:
@@ -149,8 +144,7 @@ def mesh_of_rows(part: Any) -> Any:
 def give_memory(part: Any, device: torch.device) -> None:
     """Give uninitialised memory to this rank's part of a parameter that is on the meta device.
 
-    Does what `Module.to_empty` does, in a third of the time: DTensor would derive the empty tensor
-    anew for each parameter. Padding, which makes the part as large as the other ranks', is zero.
+    Takes a third of the time of `Module.to_empty`. Padding is zero.
     """
     meta: Any = part.sharded_param
     padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
@@ -166,14 +160,16 @@ def give_memory(part: Any, device: torch.device) -> None:
 
 
 def whole_parameter(part: Any) -> Any:
-    """Return the whole parameter: always the same object, without memory while it is not gathered;
-    None before it was first gathered."""
+    """Return the whole parameter, which has memory only while gathered; None before the first
+    time.
+    """
     return getattr(part, "_unsharded_param", None)
 
 
 def is_unmodified(part: Any) -> bool:
-    """False if torch has counted a write to the whole parameter since it was gathered, or if the
-    parameter has other memory than it was gathered into; else True, also if that is unknown."""
+    """False if the whole parameter is known to have been written to, or moved, since it was
+    gathered.
+    """
     whole, memory = whole_parameter(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True
@@ -182,7 +178,7 @@ def is_unmodified(part: Any) -> bool:
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:
-    """True if the parameter has a gradient that was not reduced yet."""
+    """True if the parameter has an unreduced gradient."""
     whole = whole_parameter(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)
@@ -193,11 +189,10 @@ lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
 
 
 def lay_out_for_sum(gradients: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-    """Fill the input of a reduce-scatter. For each rank it holds the rank's rows of each gradient,
-    padded with zeros to the first rank's number of rows.
+    """Fill the input of a reduce-scatter: for each rank its rows of each gradient, padded with
+    zeros.
 
-    On a CPU, torch (2.13, 2.15) first makes a padded copy of the whole gradient, and then copies
-    that copy: 0.26 ms instead of 0.11 ms for 4 MB.
+    On a CPU, torch (2.13, 2.15) makes a further copy: 0.26 ms instead of 0.11 ms for 4 MB.
     """
     uneven = any(gradient.size(0) % world_size for gradient in gradients)
     alike = all(gradient.dtype == reduce_scatter_input.dtype for gradient in gradients)

@@ -13,20 +13,19 @@ from shoal.torch_private.watching import before_calls
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of parameters, by name. Entries can be written: torch neither
-    checks them nor calls hooks."""
+    """Return the module's own table of parameters. Writes to it are not checked, and call no
+    hooks.
+    """
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of buffers, by name. Entries can be written, as in
-    `parameter_table`."""
+    """Return the module's own table of buffers; see `parameter_table`."""
     return module._buffers
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own table of children, by name. Entries can be written, as in
-    `parameter_table`."""
+    """Return the module's own table of children; see `parameter_table`."""
     return module._modules
 
 
@@ -34,35 +33,36 @@ _CONTENTS = attrgetter("_modules", "_parameters")
 
 
 def contents_of(modules: Iterable[nn.Module]) -> list[object]:
-    """Return the entries of `child_table` and `parameter_table` of all modules, in order, in half
-    of the time that calls of the two functions take."""
+    """Return the entries of `child_table` and `parameter_table` of all modules, in order."""
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Install `look`, which is called with each module that is about to be wrapped in a
-    DistributedDataParallel. Only the first call of this function has an effect."""
+    """Install `look`, called with each module that is about to be wrapped in a DDP.
+
+    Only the first call of this function has an effect.
+    """
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
 def transient_buffers(module: nn.Module) -> Set[str]:
-    """Return the names of the module's own buffers that its state_dict leaves out."""
+    """Return the names of the buffers that the module's state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """True if the module's buffers are running statistics of batches, as in BatchNorm."""
+    """True if the module's buffers are running statistics, as in BatchNorm."""
     return isinstance(module, _NormBase)
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
-    """Make a module use the tables of another, so that both always have the same contents."""
+    """Make a module use the tables of another."""
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[table] = other.__dict__[table]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if the module has hooks on its forward pass, or hooks after its backward pass."""
+    """True if the module has hooks on its forward pass, or after its backward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
@@ -77,8 +77,10 @@ def copy_with_tables(
     buffers: dict[str, Tensor | None],
     children: dict[str, nn.Module | None],
 ) -> nn.Module:
-    """Return a copy of the module with the same parameters, these buffers and these children. Its
-    tables are its own: writes to them do not reach the original."""
+    """Return a copy of the module with the same parameters, these buffers and these children.
+
+    Writes to the copy's tables do not reach the original.
+    """
     copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.
     tables = {"_parameters": dict(module._parameters), "_buffers": buffers, "_modules": children}

@@ -1,4 +1,4 @@
-"""Stages and schedules of torch's pipelining, without checks and copies that old releases make."""
+"""Stages and schedules of torch's pipelining, without checks of old releases."""
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 class UncheckedStage(PipelineStage):
-    """A stage whose outputs are not checked: the last stage may return anything, as in torch 2.13.
-    Releases up to 2.11 compare tensors with the announced shapes."""
+    """A stage whose outputs are not checked: the last stage may return anything.
+
+    Releases up to 2.11 compare tensors with the announced shapes.
+    """
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Do nothing: the stages agreed on their messages."""
@@ -20,8 +22,9 @@ class UncheckedStage(PipelineStage):
         """Do nothing: the last stage returns a loss, which is sent to no other stage."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the messages that connect neighbours, all of one dtype and shape: torch 2.9 sends
-        them with another dtype and shape than it receives."""
+        """Return the messages that connect neighbours, all of one dtype and shape, unlike torch
+        2.9.
+        """
         ops = super()._get_init_p2p_neighbors_ops()
         for op in ops:
             op.tensor = op.tensor.new_zeros(1, dtype=torch.float32)
@@ -35,8 +38,7 @@ _MAY_LEAVE_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe.step).p
 def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **options: Any) -> Any:
     """Make a schedule of this kind for `count` micro-batches.
 
-    torch 2.9 demands at least one micro-batch for each stage, which GPipe does not need: the stage
-    reports a smaller number of stages while torch checks.
+    torch 2.9 demands one micro-batch for each stage, which GPipe does not need.
     """
     num_stages = stage.num_stages
     if kind is ScheduleGPipe:

@@ -26,17 +26,15 @@ def bucket_size(bucket_mb: float) -> float:
 
 
 class ReplicatedModule(DistributedDataParallel):
-    """Torch's wrapper, whose caller calls `begin_backward` and `end_backward` around each backward
-    pass. If it is not notified of passes (`is_notified_of_passes`), it behaves as torch's own.
+    """Torch's wrapper, with calls of `begin_backward` and `end_backward` around each backward pass.
 
-    Torch prepares the reducer after the forward pass. Here it is prepared when the loss is known:
-    the parameters to reduce are found from the loss itself. So a loss may come from several forward
-    passes, and a step may have several losses of different parts of the model.
+    Torch prepares the reducer after the forward pass. Here the parameters to reduce are found from
+    the loss. So a loss may come from several forward passes, and a step may have several losses of
+    different parts of the model. Without `is_notified_of_passes` it behaves as torch's own.
 
     A reentrant checkpoint runs autograd within autograd: a parameter of a block that is used twice
-    gets two gradients, and the search from the loss does not find the parameter. Gradients of such
-    a pass are reduced after the pass. Some ranks may reduce during a pass and others after it: all
-    send the same buckets.
+    gets two gradients, and is not found from the loss. Gradients of such a pass are reduced after
+    the pass.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class ReplicatedModule(DistributedDataParallel):
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if ranks communicate in a forward pass with gradients: they broadcast buffers, if
-        there are any, and in the second pass they agree on the order of buckets."""
+        """True if ranks broadcast buffers, or agree on the order of buckets, in a forward pass."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return is_first_step or syncs
 
@@ -73,8 +70,9 @@ class ReplicatedModule(DistributedDataParallel):
         return output
 
     def begin_step(self) -> None:
-        """Begin a step. Gradients of its losses are reduced only if the wrapper had a forward pass
-        in the step: otherwise the loss is another module's."""
+        """Begin a step. Gradients are reduced only if the wrapper has a forward pass in the
+        step.
+        """
         if self._is_notified:
             self._was_called = False
             self.require_forward_param_sync = True
@@ -100,8 +98,10 @@ class ReplicatedModule(DistributedDataParallel):
             zero_loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Drop the reducer and `unfinished`: a traceback may keep the wrapper alive for long, and
-        the last reference to a reducer joins Gloo's threads. May be called twice."""
+        """Drop the reducer and `unfinished`. May be called twice.
+
+        The last reference to a reducer joins Gloo's threads.
+        """
         if hasattr(self, "reducer"):
             del self.logger, self.reducer, self._unfinished
 
@@ -142,7 +142,6 @@ class _ThreadCheckpoints(threading.local):
     """State of each thread: members may be threads of one process."""
 
     num_checkpoints = 0
-    """Number of reentrant checkpoints made, in all modules."""
 
 
 _thread_state = _ThreadCheckpoints()

@@ -1,5 +1,4 @@
-"""Private parts of torch itself: trees and lists of tensors, autograd's task in progress, hooks on
-gradient clipping, and the counts behind mean losses."""
+"""Private parts of torch itself: tensors, backward passes, clipping and mean losses."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by `factor` in place. The list may be empty: a rank may hold none."""
+    """Multiply each tensor by `factor` in place. The list may be empty."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
@@ -59,9 +58,11 @@ _WATCHED = "_shoal_watched"
 
 
 def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
-    """Install `look`, which is called with the parameters and the maximum norm, each time before
-    torch's `clip_grad_norm_` scales gradients, and after it has computed their norm. Only the first
-    call of this function has an effect."""
+    """Install `look`, called with parameters and maximum norm before `clip_grad_norm_` scales
+    gradients.
+
+    Only the first call of this function has an effect.
+    """
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
         return
@@ -77,9 +78,10 @@ def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
 
 
 def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
-    """Install `look`, which is called with each weight whose rows an embedding's `max_norm` is
-    about to scale down, in layers and in torch's functions. Only the first call of this function
-    has an effect."""
+    """Install `look`, called with each weight whose rows an embedding's `max_norm` may scale down.
+
+    Only the first call of this function has an effect.
+    """
     name = "_no_grad_embedding_renorm_"
     before_calls(functional, name, lambda weight, *_, **__: look(weight))
 
@@ -95,19 +97,19 @@ def mixes_parts_and_wholes(error: BaseException) -> bool:
 
 
 _MEAN, _SUM = 1, 2
-"""Values of `_saved_reduction`."""
 
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them. The last one occurs in torch's `cross_entropy`, which
-weights its two parts if labels are smoothed; a multiplication by the script has another node."""
+"""Nodes that add terms without scaling them."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
-    """Return the weight of each target in a mean negative log likelihood, as in `cross_entropy`: 0
-    if it is ignored, else 1 or the weight of its class. Return None for any other node. The graph
-    must not have had its backward pass."""
+    """Return the weight of each target in a mean negative log likelihood, as in `cross_entropy`.
+
+    0 for an ignored target, else 1 or the weight of its class. None: another node. The graph must
+    not have had its backward pass.
+    """
     if getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     ignored: int | None = getattr(node, "_saved_ignore_index", None)
@@ -123,8 +125,10 @@ def counted_targets(node: Any) -> Tensor | None:
 
 
 def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
-    """Yield the shape that is summed over, for each of torch's sum losses (`reduction="sum"`) in
-    this loss. Sums that were multiplied or divided afterwards are left out."""
+    """Yield the shape that each sum loss (`reduction="sum"`) in this loss sums over.
+
+    Sums that were multiplied or divided afterwards are left out.
+    """
     nodes: list[Any] = [loss.grad_fn]
     for node in nodes:
         if node is not None and node.name() in _ADDING:
@@ -144,6 +148,8 @@ def in_backward() -> bool:
 
 def after_backward(call: Callable[[], None]) -> None:
     """Call `call` at the end of the backward pass in progress, on the streams of the pass's caller.
-    `backward` returns after `call`, and raises its errors. Valid only within a pass."""
+
+    `backward` raises its errors. Valid only within a pass.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

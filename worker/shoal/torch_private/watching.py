@@ -10,9 +10,11 @@ _WATCHED = "_shoal_watched"
 def before_calls(
     owner: Any, name: str, look: Callable[..., None], *, failed: Callable[[], None] = lambda: None
 ) -> None:
-    """Install `look`, which is called before each call of `owner.name`, with its arguments; if
-    `look` raises, the call is not made. `failed` is called after a call that raised. Only the first
-    hook on a function has an effect."""
+    """Install `look`, called with the arguments before each call of `owner.name`.
+
+    If `look` raises, the call is not made. `failed` is called after a call that raised. Only the
+    first hook on a function has an effect.
+    """
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -27,8 +29,10 @@ def before_calls(
 
 
 def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
-    """Install `look`, which is called after each call of `owner.name`, even if the call raised.
-    Only the first hook on a function has an effect."""
+    """Install `look`, called after each call of `owner.name`, even if the call raised.
+
+    Only the first hook on a function has an effect.
+    """
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

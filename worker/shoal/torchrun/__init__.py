@@ -19,9 +19,9 @@ def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
 
     Raises InvalidSpec for invalid options, RendezvousConnectionError if no coordinator answers,
     RendezvousClosedError if the job is finished, MemberDrained if the node is asked to leave before
-    it has joined, and RendezvousStateError for other refusals."""
-    # Imported late: torchrun loads every plug-in at every start, whatever the backend, and only
-    # logs a warning if that fails.
+    it has joined, and RendezvousStateError for other refusals.
+    """
+    # Imported late: torchrun loads every plug-in at every start, whatever the backend.
     from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415
 
     return ShoalRendezvousHandler.joined(parameters)

@@ -43,12 +43,14 @@ class NodeConfig:
     join_timeout_s: float = 600.0
     """Longest time of one rendezvous; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """Time that the first generation waits for more nodes when it has enough, but fewer than the
-    maximum. 0: the coordinator decides."""
+    """Time that the first generation waits for more nodes once it has enough.
+
+    0: the coordinator decides.
+    """
     close_timeout_s: float = 30.0
-    """Time for which the node tries to notify the coordinator that it leaves."""
+    """Time for which the node tries to tell the coordinator that it leaves."""
     connect_timeout_s: float = ADMISSION_S
-    """Time within which a coordinator has to answer; otherwise the node does not start."""
+    """Time within which a coordinator has to answer when the node starts."""
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":
@@ -97,7 +99,7 @@ def _has_port(address: str) -> bool:
 
 
 def _seconds(given: Mapping[str, object]) -> dict[str, float]:
-    """Return the options of --rdzv-conf that have an effect, by the name of their field."""
+    """Return the options of --rdzv-conf that have an effect."""
     known = {*_HONOURED, *_WITHOUT_EFFECT, _SET_BY_TORCHRUN}
     unknown = sorted(set(given) - known)
     if unknown:

@@ -40,8 +40,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
     def __init__(self, node: Node) -> None:
         self._node = node
         # torchrun does not shut the handler down when a signal ends the agent, or when it drops the
-        # handler. The node leaves in these cases too: otherwise only its silence would show that it
-        # has ended.
+        # handler.
         self._leave_at_exit = partial(_leave_at_exit, node, os.getpid())
         atexit.register(self._leave_at_exit)
         dropped = weakref.finalize(self, _leave_dropped, node, self._leave_at_exit)
@@ -67,8 +66,11 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Enter the next generation. Raises Drained, which ends the agent, if this node was asked
-        to leave; else RendezvousClosedError, RendezvousTimeoutError or another RendezvousError."""
+        """Enter the next generation.
+
+        Raises Drained, which ends the agent, if this node was asked to leave; else
+        RendezvousClosedError, RendezvousTimeoutError or another RendezvousError.
+        """
         if self._node.is_closed:
             raise RendezvousClosedError(f"job {self._node.job} is over for this node")
         with drained(), self._leaving_drained(), _torchrun_errors():
@@ -76,8 +78,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(entry.store, entry.rank, entry.world_size, entry.bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes; above 0 also if the generation is over, so that the
-        agent enters the next one at once."""
+        """Return the number of waiting nodes; above 0 also if the generation is over."""
         return self._node.num_waiting()
 
     def is_closed(self) -> bool:
@@ -122,15 +123,13 @@ def _leave_at_exit(node: Node, process: int) -> None:
 
 
 def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
-    """Leave the job, and end the threads of a handler that was garbage-collected. Runs on a new
-    thread, as any thread may collect garbage."""
+    """Leave the job, on a new thread, as any thread may collect garbage."""
     atexit.unregister(at_exit)
     threading.Thread(target=at_exit, name="shoal-leave", daemon=True).start()
 
 
 @contextmanager
 def _torchrun_errors(*, connecting: bool = False) -> Iterator[None]:
-    """Convert Shoal's errors to the errors that torchrun documents for its interface."""
     try:
         yield
     except ShoalError as error:

@@ -33,10 +33,8 @@ log = structlog.get_logger(__name__)
 STEP = 0
 MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
-"""Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up. If the coordinator does not answer in this
-time, it learns this from the closed stream."""
+"""Time to notify the coordinator that this node gave up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +48,11 @@ class NodeRank:
 
 
 class Node:
-    """Membership of one agent. All methods are for the agent's thread, except that `leave` may be
-    called by any thread, and `_on_break` runs on the membership's thread.
+    """Membership of one agent. All methods are for the agent's thread; `leave` is for any thread.
 
-    The coordinator may end the membership (after too long a silence, or if no generation formed in
-    time), and the node may withdraw. The node then joins again, with a new incarnation, when its
-    agent asks for the next generation."""
+    If the membership has ended, the node joins again, with a new incarnation, when its agent asks
+    for the next generation.
+    """
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -63,18 +60,15 @@ class Node:
         self._member.spec.last_call_s = config.last_call_timeout_s
         self._membership = self._new_membership()
         self._is_member = False
-        """True if this node has joined and not left since."""
         self._proposed = False
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
         self._server: TCPStore | None = None
-        """The workers' store. It is kept after the membership has ended, while workers may run."""
+        """Kept after the membership has ended, while workers may run."""
         self._give_up_s = math.inf
-        """Latest end of the rendezvous in progress, by `time.monotonic()`."""
         self._finished = False
         self._closed = False
         self._unanswered = False
-        """True if the coordinator did not answer the last message of this node."""
         self._left = False
         self._leave_acknowledged = False
 
@@ -85,8 +79,11 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, a RetryError if no coordinator
-        answers, and InvalidSpec if `last_call_timeout` is too long for the coordinator's limits."""
+        """Become a member.
+
+        Raises the coordinator's refusal, a RetryError if no coordinator answers, and InvalidSpec if
+        `last_call_timeout` is too long for the coordinator's limits.
+        """
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -104,10 +101,12 @@ class Node:
         log.info("job_joined", job=self.job, member=self._member.member_id)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
-        """End the membership. Returns True if the coordinator has acknowledged that, or there was
-        no membership to end. Later calls do nothing, and return the same.
+        """End the membership; return True if the coordinator has acknowledged that, or there was
+        none.
 
-        Tries for `close_timeout`, less the time for which no coordinator has answered already."""
+        Tries for `close_timeout`, less the time for which no coordinator has answered already.
+        Later calls return the same.
+        """
         if self._left:
             return self._leave_acknowledged
         self._left = True
@@ -123,9 +122,11 @@ class Node:
         return has_left or membership.failure is not None
 
     def close(self, reason: str) -> None:
-        """Close the job to new nodes and new generations. The nodes that train, including this one,
-        continue. Does nothing if the job is closed. Raises a RetryError if no coordinator answers
-        for `close_timeout`, and refusals."""
+        """Close the job to new nodes and new generations; do nothing if it is closed.
+
+        The nodes that train, including this one, continue. Raises a RetryError if no coordinator
+        answers for `close_timeout`, and refusals.
+        """
         if self.is_closed:
             return
         self._give_up_s = time.monotonic() + self._config.close_timeout_s
@@ -146,10 +147,10 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """Report that this node's workers are done. The end of this node then does not disturb the
-        others.
+        """Report that this node's workers are done: the node's end then does not disturb others.
 
-        Raises Unavailable if no coordinator answers for `close_timeout`."""
+        Raises Unavailable if no coordinator answers for `close_timeout`.
+        """
         self._finished = True
         membership, now_s = self._membership, time.monotonic()
         close_s = self._config.close_timeout_s
@@ -171,7 +172,8 @@ class Node:
         """Wait until each other node has finished or has gone on to a generation without this node.
 
         Raises DeadlineExceeded after `timeout_s`; Unavailable if no coordinator has answered for
-        `close_timeout` before that."""
+        `close_timeout` before that.
+        """
         membership, close_s = self._membership, self._config.close_timeout_s
         give_up_s = time.monotonic() + timeout_s
         if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
@@ -200,7 +202,8 @@ class Node:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
         Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
-        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it."""
+        of the coordinator. After `join_timeout` no generation waits for this node.
+        """
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
             try:
@@ -213,10 +216,10 @@ class Node:
                 log.info("rendezvous_continued", job=self.job, reason=str(error))
 
     def num_waiting(self) -> int:
-        """Return the number of nodes that wait for another rendezvous; 1 if this generation is
-        over, or if ranks in it were assumed (see `AgentStore`).
+        """Return the number of nodes that wait for another rendezvous.
 
-        If it is above 0, the agent stops its workers and enters the next generation."""
+        1 if this generation is over, or if ranks in it were assumed (see `AgentStore`).
+        """
         membership = self._membership
         if self.is_closed or self._finished or not self._is_member:
             return 0
@@ -230,11 +233,9 @@ class Node:
 
     @property
     def _number(self) -> int:
-        """Number of this node's generation, or of its last one."""
         return self._record.roster.generation
 
     def _become_member(self) -> None:
-        """Join if this node is not a member, or is not one any more."""
         failure = self._membership.failure
         if failure is not None and not isinstance(failure, (RetryError, RejoinError)):
             raise failure
@@ -250,15 +251,12 @@ class Node:
         self._membership.give_up_at(self._give_up_s)
 
     def _withdraw(self, reason: str, *, completed: bool = False) -> None:
-        """Leave the job until the next call of `_become_member`."""
         if self._is_member:
             timeout_s = LAST_TRY_S if self._membership.away_s else WITHDRAW_S
             self._membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
         self._is_member = False
 
     def _agree(self) -> GenerationRecord:
-        """Propose, or stop in the current generation; return the record of the next generation once
-        it is agreed."""
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(
@@ -313,8 +311,6 @@ class Node:
         )
 
     def _bring_up(self, record: GenerationRecord) -> NodeRank:
-        """Enter an agreed generation with all its nodes, and exchange the address of the workers'
-        store."""
         membership, limits = self._membership, self._membership.limits
         entries = record.roster.entries
         world_size, own_id = len(entries), self._member.member_id
@@ -357,8 +353,7 @@ class Node:
 
 
 def shares_store() -> bool:
-    """True if rank 0's agent serves the workers' store. Otherwise rank 0 itself does, as with
-    torch's own backends."""
+    """True if rank 0's agent serves the workers' store; otherwise rank 0 itself does."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 

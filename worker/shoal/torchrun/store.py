@@ -27,16 +27,15 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 TERMINAL_STATE = "torchelastic/agent/terminal_state"
-"""Prefix of the keys of the barrier at which an agent waits when its workers are done."""
+"""Prefix of the keys of the agents' final barrier."""
 
 
 class StoreTimeout(DeadlineExceeded, DistStoreError):
-    """A key was not set in time. Also an instance of the type that torch's stores raise then."""
+    """A key was not set in time; also of the type that torch's stores raise."""
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers. Also an instance of the type that a `TCPStore` raises if its host is
-    gone."""
+    """No coordinator answers; also of the type that a `TCPStore` raises."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -56,13 +55,9 @@ class AgentEnding(Protocol):
 class AgentStore(RendezvousStore):
     """A generation's keys, for the agent of one node.
 
-    After `next_rendezvous` the agents exchange their worker counts. An error in that exchange ends
-    a torchrun agent, so the loss of a node in those milliseconds would end all other agents too.
-    Instead this node gets ranks as if all nodes ran as many workers as it does, and `made_up` is
-    set: the agent stops these workers as soon as it checks for changes.
-
-    The coordinator implements the barrier at which agents wait at the end, because it knows which
-    nodes have finished, including nodes of later generations.
+    After `next_rendezvous` the agents exchange their worker counts. An error in that exchange would
+    end a torchrun agent. If a node is lost meanwhile, this node gets ranks as if all nodes ran as
+    many workers as it does, and `made_up` is set: the agent then stops these workers.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.
@@ -156,7 +151,7 @@ class AgentStore(RendezvousStore):
 
 @contextmanager
 def _as_torch() -> Iterator[None]:
-    """Raise errors of the store as torch's types too, for callers that know only torch's types."""
+    """Raise errors of the store as torch's types too."""
     try:
         yield
     except (RetryError, RejoinError) as error:

@@ -1,1 +1,1 @@
-"""Values that a script logs, once for each step of the job, and the trackers that store them."""
+"""Values that a script logs at each step, and the trackers that store them."""

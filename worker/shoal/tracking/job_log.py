@@ -1,11 +1,9 @@
 """Log of a script's values: each is written once, despite losses, joins and repeated steps.
 
-Every member keeps the values that its own script logged in its newest committed steps. The writer
-is the member whose state the generation started from: it has committed every step that any member
-has committed. Under an asynchronous strategy, rank 0 is the writer. The writer writes within a
-second, and before each planned change of members. If it is killed, the next writer writes its own
-kept values, except those that the trackers already have (see `Tracker`). Values of a repeated step
-are not written again."""
+Every member keeps the values of its newest committed steps. The writer is the member whose state
+the generation started from, or rank 0 under an asynchronous strategy. If the writer is killed, the
+next one writes its own kept values, except those that the trackers already have.
+"""
 
 import math
 import threading
@@ -29,9 +27,8 @@ FLUSH_WITHIN_S = 5.0
 """Longest time that a planned change of members, or a checkpoint, waits for trackers."""
 CLOSE_WITHIN_S = 30.0
 MAX_KEPT = 10_000
-"""Number of steps whose values a member keeps."""
 MAX_DROPPED = 100_000
-"""Number of the newest dropped steps that are remembered until a tracker shows if it has them."""
+"""Number of dropped steps that are remembered until a tracker shows if it has them."""
 
 
 class JobLog:
@@ -41,16 +38,13 @@ class JobLog:
         self._job = job
         self._member_id = member_id
         self._attempt: dict[str, float] = {}
-        """Values of the step in progress."""
         self._newest: dict[str, tuple[int, float]] = {}
-        """Newest step and value of each name, for up to MAX_LOGGED names."""
         self.is_writer = False
         """True if this member writes to the trackers, and reports for the whole job."""
         self._run: Run | None = None
         self._sinks = [_Sink(tracker, MAX_KEPT) for tracker in trackers]
         self._changed = threading.Condition()
         self._wanted, self._done = 0, 0
-        """Numbers of flushes that were requested and that are done."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -59,8 +53,10 @@ class JobLog:
     def log(
         self, values: Mapping[str, Scalar], *, step: int, in_step: bool, counts: bool = True
     ) -> None:
-        """See `Session.log`; `step` is the newest committed step. If `counts` is False, the values
-        are only checked: this member has no sample of the step."""
+        """See `Session.log`; `step` is the newest committed step.
+
+        `counts`: False if this member has no sample of the step: values are only checked.
+        """
         numbers = scalars(values)
         if not counts:
             return
@@ -70,7 +66,7 @@ class JobLog:
             self._keep(step, numbers)
 
     def begins(self) -> None:
-        """Begin an attempt of a step, and discard the values of an attempt that failed."""
+        """Begin an attempt of a step; discard a failed attempt's values."""
         self._attempt = {}
 
     def committed(self, step: int) -> None:
@@ -94,8 +90,10 @@ class JobLog:
     # --- events of the job ---
 
     def record_generation(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
-        """Note that a generation runs: determine its writer, and at the first call the run. `step`:
-        number of steps that this member has committed."""
+        """Note that a generation runs: determine its writer, and at the first call the run.
+
+        `step`: number of steps that this member has committed.
+        """
         roster = record.roster
         by_id = {entry.member_id: entry for entry in roster.entries}
         first = min(roster.entries, key=lambda entry: entry.rank).member_id
@@ -113,8 +111,10 @@ class JobLog:
         return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Wait until each tracker has written all kept values or has failed. After `limit_s`, only
-        log a warning. Does nothing unless this member is the writer."""
+        """Wait until each tracker has written all kept values or has failed.
+
+        After `limit_s`, only logs a warning. Does nothing unless this member is the writer.
+        """
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return
@@ -125,8 +125,10 @@ class JobLog:
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
-        """Write the remaining values if this member is the writer, and close the trackers; wait for
-        at most `CLOSE_WITHIN_S`. May be called twice."""
+        """Write the remaining values if this member is the writer, and close the trackers.
+
+        Waits for at most `CLOSE_WITHIN_S`. May be called twice.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -173,24 +175,20 @@ class JobLog:
 
 
 class _Sink:
-    """A tracker, and the values that are kept for it."""
-
     def __init__(self, tracker: Tracker, max_kept: int) -> None:
         self._tracker = tracker
         self._name = type(tracker).__name__
         self._max_kept = max_kept
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
-        """Time of the first value, and all values, by step."""
         self._open: OpenRun | None = None
         self._written = WriteProgress()
         self.busy = False
-        """True while another process still writes the run."""
         self._is_failing = False
         self._dropped: deque[int] = deque(maxlen=MAX_DROPPED)
-        """Steps that were dropped while this process could not write. The process that wrote the
-        run before may have stored some of them."""
+        """Steps that were dropped while this process could not write; an earlier writer may have
+        some.
+        """
         self._num_lost = 0
-        """Number of dropped steps that the tracker lacks."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Keep a step's values. The first value of a name counts. Called under the log's lock."""
@@ -232,7 +230,6 @@ class _Sink:
         return sorted(item for item in self._kept.items() if item[0] >= written_step)
 
     def _num_dropped(self, before: float = math.inf) -> int:
-        """Return the number of dropped steps, below this one, that the tracker lacks."""
         return sum(self._written.step < step < before for step in self._dropped)
 
     def _write(self, opened: OpenRun, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
@@ -252,8 +249,10 @@ class _Sink:
         self.end()
 
     def end(self, *, writes: bool = False) -> None:
-        """Close the run, so that another process may write it. `writes`: True if this process is
-        the last writer; it then reports values that are not written as lost."""
+        """Close the run, so that another process may write it.
+
+        `writes`: this process is the last writer; values that are not written are reported as lost.
+        """
         if writes:
             num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
             if num_lost := self._num_lost + self._num_dropped() + num_unwritten:

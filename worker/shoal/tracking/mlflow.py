@@ -14,15 +14,16 @@ from shoal_proto.errors import InvalidSpec
 JOB, RUN = "shoal.job", "shoal.run"
 """Names of a run's tags: for its job, and for its name within the job."""
 AT_ONCE = 500
-"""Number of values in one call; MLflow accepts up to 1000."""
 
 
 @dataclass(frozen=True)
 class MLflow(Tracker):
-    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`. A
-    member that writes to a folder or SQLite file holds the job's lock in that folder; a server has
-    no such lock. Raises InvalidSpec if the package mlflow is not installed, or does not accept
-    `uri`."""
+    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`.
+
+    A member that writes to a folder or SQLite file holds the job's lock in that folder; a server
+    has no such lock. Raises InvalidSpec if the package mlflow is not installed, or does not accept
+    `uri`.
+    """
 
     uri: str
     """Address of the tracking server, or `file:` or `sqlite:` and a path that all hosts see."""
@@ -34,8 +35,6 @@ class MLflow(Tracker):
         self._client()
 
     def _client(self) -> Any:
-        """Make a client, without contacting a server. Raises InvalidSpec for a URI that MLflow does
-        not accept."""
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra, and slow
         from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
@@ -58,7 +57,6 @@ class MLflow(Tracker):
             return _OpenMLflow(client, run_id, held.pop_all())
 
     def _run_id(self, client: Any, run: Run) -> str:
-        """Return the id of the run, which is created if it does not exist."""
         present = client.get_experiment_by_name(self.experiment)
         experiment = present.experiment_id if present else client.create_experiment(self.experiment)
         runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
@@ -96,7 +94,6 @@ class _OpenMLflow(OpenRun):
 
 
 def _folder(uri: str) -> Path | None:
-    """Return the folder that holds the values; None if a server does."""
     if uri == "databricks":  # MLflow's name for the server in the user's Databricks profile.
         return None
     parsed = urlparse(uri)

@@ -10,7 +10,6 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import plain_number
 
 MAX_NAMES = 1000
-"""Limit of names in one call."""
 MAX_NAME_LENGTH = 100
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")

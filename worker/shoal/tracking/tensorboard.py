@@ -10,10 +10,10 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 
 @dataclass(frozen=True)
 class TensorBoard(Tracker):
-    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`. Raises
-    InvalidSpec if the package tensorboard is not installed.
+    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`.
 
     Each run of a job has a folder, JOB/run-MILLISECONDS, with a file for each member that wrote.
+    Raises InvalidSpec if the package tensorboard is not installed.
     """
 
     directory: str | Path
@@ -57,7 +57,7 @@ class _OpenTensorBoard(OpenRun):
 
 
 def _written(folder: Path) -> WriteProgress:
-    """Read the progress from the newest file with a value in it; newer files have higher steps."""
+    """Read the progress from the newest file with a value."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
         written = WriteProgress()
@@ -69,7 +69,6 @@ def _written(folder: Path) -> WriteProgress:
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:
-    """Yield step and name of each value. A last value that a kill has cut off is left out."""
     from tensorboard.backend.event_processing.event_file_loader import (  # noqa: PLC0415
         EventFileLoader,
     )

@@ -1,9 +1,8 @@
 """Interface of an experiment tracker, to which a job logs.
 
-One member writes at a time. The next writer reads which values are stored, and continues after
-them. So no value is missing or written twice, even if a member is killed between two writes. This
-requires storage that all hosts share, or a server. A lock on storage keeps two processes from
-writing at once; the system releases the lock when its process dies."""
+One member writes at a time. The next writer continues after the stored values, so that none is
+missing or written twice. This requires storage that all hosts share, or a server.
+"""
 
 import fcntl
 import re
@@ -19,11 +18,11 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of a job, from its first step to its end, over all restarts."""
+    """A run of a job, over all restarts."""
 
     job: str
     begun_unix_s: float | None
-    """Time when the run began; None on members that joined later: they continue the newest run."""
+    """None on members that joined later: they continue the newest run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +30,8 @@ class WriteProgress:
     """Position up to which a run is written. Steps are written in order."""
 
     step: int = -1
-    """The highest step written."""
     names: frozenset[str] = frozenset()
-    """Names whose values of that step are written."""
+    """Names with written values of that step."""
 
     def unwritten(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values that are not written yet."""
@@ -52,7 +50,6 @@ class OpenRun(ABC):
     """A run that this process writes."""
 
     written: WriteProgress
-    """Progress of the run when it was opened."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
@@ -60,7 +57,7 @@ class OpenRun(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when all written values are stored and would survive the end of this process."""
+        """Return when all written values would survive the end of this process."""
 
     @abstractmethod
     def close(self) -> None:
@@ -74,7 +71,8 @@ class Tracker(ABC):
     def open(self, run: Run) -> OpenRun:
         """Open the run, or create it. The writer calls this on a thread of its own.
 
-        Raises RunInUse while another process still writes the run."""
+        Raises RunInUse while another process still writes the run.
+        """
 
 
 class RunInUse(Exception):
@@ -82,7 +80,7 @@ class RunInUse(Exception):
 
 
 def require(module: str, *, tracker: str, extra: str) -> None:
-    """Raise InvalidSpec, which says what to install, if a tracker's package is not installed."""
+    """Raise InvalidSpec, which says what to install, if a package is missing."""
     parents = module.split(".")
     if any(find_spec(".".join(parents[: n + 1])) is None for n in range(len(parents))):
         raise InvalidSpec(
@@ -94,8 +92,10 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 
 
 class Lock:
-    """Lock on a file, held by the process that writes a run. The system releases it when the
-    process dies, and forked processes do not inherit it."""
+    """Lock on a file, held by the process that writes a run.
+
+    The system releases the lock when the process dies; forked processes do not inherit it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Acquire the lock. Raises RunInUse if another process holds it."""
@@ -123,8 +123,10 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
-    """Return the name of the run. It is the newest of the names found if that run began no earlier
-    than this one, or if this member does not know when this run began; else a new name."""
+    """Return the name of the run: the newest of the names found, or a new name.
+
+    The newest counts unless its run is known to have begun before this one.
+    """
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:

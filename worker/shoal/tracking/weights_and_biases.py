@@ -11,8 +11,7 @@ from typing import Any, Literal
 from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 
 SETTLED_S = 1.0
-"""Time without growth after which a run's file is complete: wandb's own process still writes for a
-moment after the process that logged was killed."""
+"""Time without growth after which a run's file is complete."""
 STEP = "step"
 _BLOCK_BYTES = 32768
 _FILE_HEADER_BYTES = 7
@@ -23,11 +22,11 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class WandB(Tracker):
-    """Stores values as the history of a Weights & Biases run, over the metric `step`. Raises
-    InvalidSpec if the package wandb is not installed.
+    """Stores values as the history of a Weights & Biases run, over the metric `step`.
 
     A run's id is JOB-run-MILLISECONDS. If several members wrote a run one after another in offline
-    mode, upload their files in that order with `wandb sync --append`.
+    mode, upload their files in that order with `wandb sync --append`. Raises InvalidSpec if the
+    package wandb is not installed.
     """
 
     project: str
@@ -70,9 +69,11 @@ class WandB(Tracker):
 
 
 class _OpenWandB(OpenRun):
-    """Run with a journal. wandb keeps values in the memory of its own process for up to 15 seconds,
-    and a kill may lose them. So values are also written to a journal, and the next writer logs the
-    values again that wandb's files lack."""
+    """Run with a journal, from which the next writer logs values that wandb's files lack.
+
+    wandb keeps values in the memory of its own process for up to 15 seconds, and a kill may lose
+    them.
+    """
 
     def __init__(self, run: Any, written: WriteProgress, journal: Path, lock: Lock) -> None:
         self._run = run
@@ -113,13 +114,11 @@ def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _folders(folder: Path, run_id: str) -> list[Path]:
-    """Return the folders that members created for a run, oldest first."""
     return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _written(folders: list[Path]) -> WriteProgress:
-    """Wait until no process writes the files, and read the progress from the newest file that has
-    a value."""
+    """Wait until no process writes; read the progress from the newest file with a value."""
     for folder in reversed(folders):
         written = WriteProgress()
         for path in _settled(folder):
@@ -132,8 +131,10 @@ def _written(folders: list[Path]) -> WriteProgress:
 
 
 def _settled(folder: Path) -> list[Path]:
-    """Return the folder's files once they and the folder have not changed for SETTLED_S. The
-    folder's name contains the second of its creation, so the next folder gets another name."""
+    """Return the folder's files once they and the folder have not changed for SETTLED_S.
+
+    The folder's name contains the second of its creation, so the next folder gets another name.
+    """
     while True:
         files = list(folder.glob("run-*.wandb"))
         newest_s = max(path.stat().st_mtime for path in (folder, *files))
@@ -144,7 +145,6 @@ def _settled(folder: Path) -> list[Path]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
-    """Yield step and names of each row of a run's file."""
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
 
     for data in records(path):
@@ -159,10 +159,9 @@ def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Yield the complete records of a run's file, which may be incomplete or still being written.
+    """Yield the complete records of a run's file, which may still be being written.
 
-    wandb stores a run as protobuf records, framed as in LevelDB's log. Frames never cross the end
-    of a 32 KiB block; longer records are cut into several frames. See
+    wandb stores protobuf records, framed as in LevelDB's log: see
     https://github.com/google/leveldb/blob/main/doc/log_format.md. wandb's file begins with seven
     more bytes, which count as part of the first block.
     """

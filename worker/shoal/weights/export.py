@@ -1,7 +1,7 @@
 """Export of a version to a directory that engines load: safetensors files in Hugging Face's format.
 
-With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
-`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed."""
+With format "sglang" each version has a directory of its own, `weight_v000057/`.
+"""
 
 import json
 import os
@@ -21,10 +21,9 @@ from shoal_proto.incarnation import new_incarnation
 
 Format = Literal["safetensors", "sglang"]
 FILE_BYTES = 5_000_000_000
-"""Limit of the bytes of tensors in one file; a larger tensor has a file of its own."""
+"""Limit of the bytes of tensors in one file; a larger tensor has its own file."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-"""Suffixes of files with weights, which are not copied from the base directory."""
 _DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,19 +47,19 @@ def export(
     format: Format = "safetensors",  # noqa: A002 - as the option of the command is called
     base: Path | str | None = None,
 ) -> Path:
-    """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
-    directory's path.
+    """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return its
+    path.
 
-    `weights`: fetched without `into`; with `into` they contain no tensors. Rows of embedding tables
-    are not written. A tied tensor is written under its first name only, as by Hugging Face. `base`:
-    a directory from which all files except weights are copied too, such as config.json; its folders
-    are not copied.
+    `weights`: fetched without `into`. Rows of embedding tables are not written. A tied tensor is
+    written under its first name only. `base`: a directory from which all files except weights are
+    copied too, such as config.json; its folders are not copied.
 
-    The directory appears as a whole or not at all, even if this process is killed; then a hidden
-    folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
-    Raises InvalidSpec for an unknown format, for Weights without tensors, for a dtype or a name
-    that cannot be written, and if the directory exists without this version; OSError if files
-    cannot be written."""
+    The directory appears as a whole or not at all; if this process is killed, a hidden folder,
+    `.NAME.*.draft`, may be left. A version that is exported already is not written again. Raises
+    InvalidSpec for an unknown format, for Weights without tensors, for a dtype or a name that
+    cannot be written, and if the directory exists without this version; OSError if files cannot be
+    written.
+    """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec(
             "unknown export format", seen=repr(format), expected="safetensors, sglang"
@@ -102,8 +101,10 @@ def export_series(
     format: Format = "safetensors",  # noqa: A002 - as `export`
     base: Path | str | None = None,
 ) -> Path:
-    """Fetch a version, by default the newest one, and export it, as `shoal weights export` does.
-    Raises what `subscribe`, `Subscription.fetch` and `export` raise."""
+    """Fetch a version, by default the newest one, and export it.
+
+    Raises what `subscribe`, `Subscription.fetch` and `export` raise.
+    """
     with subscribe(series, coordinator=coordinator) as subscription:
         weights = subscription.fetch("newest" if version is None else version)
         return export(weights, directory, format=format, base=base)
@@ -163,8 +164,10 @@ def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write and sync a safetensors file. Raises InvalidSpec for a dtype or a name that
-    cannot be written."""
+    """Write and sync a safetensors file.
+
+    Raises InvalidSpec for a dtype or a name that cannot be written.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():

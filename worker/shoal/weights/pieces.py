@@ -1,7 +1,6 @@
 """Parts of a version: the elements that each rank publishes, and their offsets in its segment.
 
-Each rank computes its part from the tensors that it holds, without communication. Together the
-parts have each element exactly once, which the coordinator verifies.
+Together the parts have each element exactly once, which the coordinator verifies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,7 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold the same chunk, bit for bit, and divide its publication among them. This rank
-    is not among them if only other ranks publish the chunk."""
+    """Ranks that hold the same chunk, and divide its publication among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +72,10 @@ def replicated_weights(
     world_size: int,
     tied: Mapping[str, str],
 ) -> HeldWeights:
-    """Return a rank's weights of a model that every rank holds as a whole. Parameters are the same
-    on all ranks, bit for bit; the first rank publishes its buffers."""
+    """Return a rank's weights of a model that every rank holds as a whole.
+
+    Parameters are the same on all ranks, bit for bit; the first rank publishes its buffers.
+    """
     everybody = range(world_size)
     held = {
         name: HeldTensor(shard=TensorShard.whole(each.detach()), replicas=ranks)
@@ -91,11 +91,9 @@ class PublishedPiece:
 
     name: str
     chunk: Chunk
-    """Position in the whole tensor."""
     tensor: Tensor
     """View of the rank's tensor, whose dtype may differ from the published one."""
     dtype: torch.dtype
-    """Published dtype."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,13 +106,11 @@ class RankPart:
 
     pieces: Sequence[PublishedPiece]
     offsets: Sequence[int]
-    """Offset of each piece in the segment, in bytes."""
     layout: Layout
-    """Layout of this rank's tensors and slices, with one segment."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the segment in bytes; at least 1, as shared memory cannot be empty."""
+        """Size of the segment in bytes; at least 1."""
         return int(self.layout.segment_bytes[0])
 
     @torch.no_grad()
@@ -158,8 +154,10 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
-    """Yield the share of the rank at `index` among `count` ranks that hold the same pieces. Shares
-    are disjoint and about equal in bytes. Tensors are cut only between rows."""
+    """Yield the share of the rank at `index` among `count` ranks that hold the same pieces.
+
+    Shares are disjoint and about equal in bytes. Tensors are cut only between rows.
+    """
     if count == 1:
         yield from (piece for piece in pieces if piece.num_bytes)
         return
@@ -179,8 +177,6 @@ def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterat
 
 
 def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
-    """Yield the pieces that this rank publishes, grouped by the ranks that hold them. The ranks of
-    a group divide its tensors among them."""
     groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
@@ -213,7 +209,7 @@ def _check_readable(name: str, tensor: Tensor) -> None:
 
 
 def _rows_of(chunk: Chunk) -> tuple[int, int]:
-    """Return the dimension along which a chunk can be cut into contiguous parts, and its size."""
+    """Return the dimension along which a chunk can be cut contiguously, and its size."""
     return next(((dim, size) for dim, size in enumerate(chunk.sizes) if size > 1), (0, 1))
 
 
@@ -226,8 +222,7 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is published: the wanted one for floating point values,
-    else the tensor's own."""
+    """Return the published dtype: the wanted one for floating point tensors, else their own."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 

@@ -1,7 +1,7 @@
 """Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
-Segments are staged and verified before tensors are read from them. A tensor that is stored in one
-slice is a view of its segment; a tensor that several ranks have published is assembled."""
+Segments are staged and verified before tensors are read from them.
+"""
 
 import math
 import os
@@ -27,11 +27,9 @@ Target = Mapping[str, Tensor] | nn.Module
 _PACKED = (torch.float4_e2m1fn_x2,)
 """Floating point dtypes into which torch converts no values."""
 MAX_THREADS = 4
-"""Maximum number of threads that write an installation's tensors."""
 THREAD_BYTES = 32 * 1024 * 1024
-"""Minimum number of bytes for each of these threads."""
+"""Minimum number of bytes for each writing thread."""
 NAMED = 5
-"""Limit of the names in an error's list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,6 @@ class StoredSlice:
     chunk: Chunk
     segment: int
     at: int
-    """Offset in the segment, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class StoredTensor:
         return raw.view(self.dtype).view(part.chunk.sizes)
 
     def read(self, segments: Mapping[int, Tensor]) -> Tensor:
-        """Return the tensor: a view of its segment if it is stored in one slice, else a copy."""
+        """Return the tensor: a view of its segment if possible, else a copy."""
         if len(self.slices) == 1:
             return self.view(self.slices[0], segments)
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -67,8 +64,10 @@ class StoredTensor:
         return whole
 
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype. To
-        be called without grad mode if the target requires a gradient."""
+        """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype.
+
+        Called without grad mode if the target requires a gradient.
+        """
         if len(self.slices) == 1 and self.slices[0].chunk == chunk:
             target.copy_(self.view(self.slices[0], segments))
             return
@@ -83,7 +82,8 @@ class VersionLayout:
     """Positions of a version's tensors in its segments.
 
     Raises MalformedMessage if a dtype is unknown, a name occurs twice, a slice exceeds its tensor
-    or its segment or is not aligned, or if elements are missing or occur twice."""
+    or its segment or is not aligned, or if elements are missing or occur twice.
+    """
 
     def __init__(self, layout: weights_pb2.Layout) -> None:
         self.segment_bytes: Sequence[int] = tuple(layout.segment_bytes)
@@ -134,8 +134,10 @@ class VersionLayout:
         return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """Return the byte ranges (start, stop) that hold these chunks, by segment. A range covers a
-        slice's rows from the first wanted row to the last."""
+        """Return the byte ranges (start, stop) that hold these chunks, by segment.
+
+        A range covers a slice's rows from the first wanted row to the last.
+        """
         ranges: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
@@ -156,12 +158,12 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written. The constructor checks all tensors
-    before any tensor is changed.
+    """A reader's tensors, into which a version is to be written.
 
-    Raises InvalidSpec if names differ, a value is not a tensor that can be written, or a DTensor
-    has an unsupported placement; ShapeMismatch or DtypeMismatch if a tensor cannot hold the
-    published one."""
+    The constructor checks all tensors before any is changed. Raises InvalidSpec if names differ, a
+    value is not a tensor that can be written, or a DTensor has an unsupported placement;
+    ShapeMismatch or DtypeMismatch if a tensor cannot hold the published one.
+    """
 
     def __init__(self, layout: VersionLayout, into: Target) -> None:
         self._layout = layout
@@ -178,8 +180,7 @@ class Installation:
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
-        """Install the version: write all tensors, from verified segments. Several threads write, if
-        torch's copy of one tensor leaves processors free."""
+        """Install the version: write all tensors, from verified segments."""
         shares = _shares(self._shards)
         with ThreadPoolExecutor(len(shares), thread_name_prefix="shoal-install") as pool:
             others = [pool.submit(self._write, names, segments) for names in shares[1:]]
@@ -200,9 +201,11 @@ class Installation:
 
 
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
-    """Divide the tensors among threads, about equally in bytes. The first share, which the caller's
-    thread writes, has all tensors that may depend on its state, such as its current stream, and all
-    that share memory with others, which have to be written in order: the last one counts."""
+    """Divide the tensors among threads, about equally in bytes.
+
+    The first share, for the caller's thread, has all tensors that may depend on its state, and
+    those that share memory: these have to be written in order.
+    """
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in plain.values())
@@ -225,12 +228,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write the tensors of a version into the tensors of the same names; of a DTensor, this rank's
-    slice is written. Returns the names in `into` that the version lacks: their tensors are not
-    changed.
+    """Write a version's tensors into those of the same names; return the names that the version
+    lacks.
 
-    Raises InvalidSpec, ShapeMismatch or DtypeMismatch as `Installation` does, before any tensor is
-    changed."""
+    Of a DTensor, this rank's slice is written. Raises what `Installation` raises, before any tensor
+    is changed.
+    """
     shards = {name: _own_shard(name, into[name]) for name in into if name in tensors}
     for name, shard in shards.items():
         given = tensors[name]
@@ -272,8 +275,7 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise InvalidSpec for a tensor whose elements cannot all be written. Writing to it would have
-    no effect, or would fail after other tensors were written."""
+    """Raise InvalidSpec for a tensor whose elements cannot all be written."""
     reason = ""
     if tensor.is_meta:
         reason = "is on the meta device, which has no memory"
@@ -351,8 +353,10 @@ def _malformed(seen: str) -> MalformedMessage:
 
 
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Return the version's tensors by name. A tensor that is stored in one slice is a view of its
-    segment. All names of a tied tensor map to one object."""
+    """Return the version's tensors by name; all names of a tied tensor map to one object.
+
+    A tensor that is stored in one slice is a view of its segment.
+    """
     tensors: dict[str, Tensor] = {}
     by_slices: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
@@ -370,7 +374,7 @@ def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[st
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
-    """Merge the layouts of all ranks, given in order of rank, as the coordinator does."""
+    """Merge the layouts of all ranks, in order, as the coordinator does."""
     whole = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):

@@ -15,11 +15,9 @@ class RowChanges:
     """Rows that differ from an earlier version. Ids are sorted."""
 
     ids: Tensor
-    """Ids of rows that are new or have new values, int64."""
     values: Tensor
-    """Values of these rows, in the order of `ids`."""
     removed: Tensor
-    """Ids of rows that were evicted since the earlier version, int64."""
+    """Ids of rows that were evicted since the earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,6 @@ class PublishedRows:
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
         """`shards`: the columns of each shard. Raises MalformedMessage if a column is missing."""
         self.shards: dict[int, ShardRows] = {}
-        """Rows of each shard of the table, by index."""
         for index, columns in sorted(shards.items()):
             if set(columns) != {IDS, BIRTHS, VALUES}:
                 raise MalformedMessage(
@@ -64,8 +61,9 @@ class PublishedRows:
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
-        If there is no earlier version, or if it has other shards, copies all rows and lists none as
-        removed."""
+
+        All rows if there is no earlier version, or if it has other shards.
+        """
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}
@@ -111,7 +109,6 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> Tensor:
-    """True for each row that is the same bit for bit."""
     if one.shape[1] == 0 or not len(one):
         return torch.ones(len(one), dtype=torch.bool)
     return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all(dim=1)

@@ -1,5 +1,4 @@
-"""Publisher of a series: weights are copied, and the copy is sent in the background. The trainer
-waits for the copy, and before it for earlier publications if too many are in progress."""
+"""Publisher of a series: weights are copied, and the copy is sent in the background."""
 
 import math
 import os
@@ -31,23 +30,18 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 IN_FLIGHT = 2
-"""Limit of publications in progress if several ranks publish: it bounds their memory. The next
-publication waits for the oldest, which is the same publication on all ranks."""
+"""Limit of publications in progress if several ranks publish."""
 ORDER_S = 1.0
-"""Limit of a part's wait for the end of the previous publication, once this rank's part of the
-previous publication is on its servers. After this time the part is contributed all the same: the
-previous publication may never get all its parts."""
+"""Limit of a part's wait for the end of the previous publication, which may lack parts for good."""
 CLOSE_S = 30.0
 """Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
-"""Interval of checks if a version is on the servers' disks, and if a generation is over."""
 PREPARING_NICENESS = 5
-"""Increase of the nice value of the thread that allocates memory for the next segment."""
+"""Increase of the nice value of the thread that prepares the next segment."""
 MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
-"""Limits of the coordinator, which would refuse each publication with larger options."""
+"""Limits of the coordinator."""
 STEP_PUBLICATIONS = 1 << 16
-"""Publication numbers that are reserved for each step: a limit of its publications."""
 
 Level = Literal["replicated", "committed", "durable"]
 
@@ -63,8 +57,9 @@ class SeriesOptions:
     dtype: torch.dtype | None = None
     """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """True: publish the rows of embedding tables, too. A version is then one cut through the
-    servers."""
+    """True: publish the rows of embedding tables, too; a version is then one cut through the
+    servers.
+    """
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
@@ -107,8 +102,10 @@ class Contributor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherRank:
-    """The generation and rank from which a process publishes. If it changes, publications in
-    progress are abandoned."""
+    """The generation and rank from which a process publishes.
+
+    A change abandons publications in progress.
+    """
 
     number: int
     """Number of the generation; constant for a plain script."""
@@ -128,13 +125,11 @@ class PendingPublication:
         step: int,
         look: "Callable[[int, float], WeightVersion] | None" = None,
     ) -> None:
-        """`look(number, timeout_s)` asks the coordinator for a version, with its present
-        durability."""
+        """`look(number, timeout_s)` asks the coordinator for a version."""
         self._look = look
         self.publication = publication
         self.step = step
         self.version: int | None = None
-        """Number of the version, once it is committed."""
         self.failure: ShoalError | None = None
         """The error with which the publication failed; None: no failure so far."""
         self._record: weights_pb2.VersionRecord | None = None
@@ -152,8 +147,8 @@ class PendingPublication:
 
         Raises InvalidSpec for another level, DeadlineExceeded after `timeout` seconds, or the error
         with which the publication failed. For "durable" also raises VersionGone if the version is
-        dropped before it is durable, and DeadlineExceeded after 10 minutes without a
-        coordinator."""
+        dropped before it is durable, and DeadlineExceeded after 10 minutes without a coordinator.
+        """
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
                 "a publication has no such level",
@@ -220,15 +215,15 @@ class PendingPublication:
         self._ended.wait(timeout)
 
     def await_turn(self, timeout: float) -> None:
-        """Wait until this rank's part is on its servers, and then until the publication is over,
-        for at most `timeout` seconds."""
+        """Wait until this rank's part is on its servers, and then up to `timeout` s for the end."""
         self._replicated.wait()
         self._ended.wait(timeout)
 
 
 class PreparedWriters:
-    """Memory for the next segment, allocated and faulted in during training: the first access to a
-    page takes longer than copying to it."""
+    """Memory for the next segment, prepared during training: page faults take longer than
+    copying.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -246,8 +241,7 @@ class PreparedWriters:
         return SegmentWriter.prepare(num_bytes)
 
     def prepare(self, num_bytes: int) -> None:
-        """Prepare the next writer in the background. Any thread may call this. Nothing is done
-        after `close`, nor while another writer is prepared or in preparation."""
+        """Prepare the next writer in the background. Any thread may call this."""
         with self._lock:
             is_preparing = self._preparing is not None and self._preparing.is_alive()
             if self._is_closed or is_preparing or self._next is not None:
@@ -272,7 +266,6 @@ class PreparedWriters:
             self._next = writer
 
     def _await_next(self) -> SegmentWriter | None:
-        """Wait for the writer in preparation, and return the prepared writer."""
         with self._lock:
             preparing = self._preparing
         if preparing is not None:
@@ -291,8 +284,6 @@ class PreparedWriters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
-    """A rank's part of a publication in progress."""
-
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
@@ -320,14 +311,12 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """Connections, one for each publication that may be in progress."""
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
-        """Publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
-        """The step of the last publication, and the number of earlier publications of that step."""
+        """Step of the last publication, and the number of earlier publications of that step."""
 
     def publish(
         self,
@@ -341,14 +330,12 @@ class Publications:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
-        is made from the step. First waits while `IN_FLIGHT` publications are in progress; if this
-        rank is the only one, while one publication is. If `is_over` returns True meanwhile, because
-        a rank was lost or the series is released, the new publication and all in progress are
-        abandoned, so that the trainer can enter the next generation. In this case the returned
-        publication has failed.
+        is made from the step. First waits while as many publications are in progress as there may
+        be. If `is_over` returns True meanwhile, this publication and all in progress fail.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
-        `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy."""
+        `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
+        """
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
@@ -376,7 +363,6 @@ class Publications:
         return ticket
 
     def _await_turn(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until another publication may begin; return False if the generation ends first."""
         while True:
             self._tickets = [each for each in self._tickets if not each.is_over]
             if len(self._tickets) < len(self._contributors):
@@ -398,9 +384,9 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Return the next number. It is above all earlier numbers of this generation. It is the
-        same on all ranks, as all ranks publish after the same steps. Raises InvalidSpec if the step
-        has no number left: the next one is the next step's first."""
+        """Return the next number, above all earlier ones of this generation and the same on all
+        ranks.
+        """
         last, count = self._numbers
         count = count + 1 if step == last else 0
         if count == STEP_PUBLICATIONS:
@@ -413,8 +399,10 @@ class Publications:
         return step * STEP_PUBLICATIONS + count + 1
 
     def _enter(self, publisher: PublisherRank) -> None:
-        """Connect as this generation and rank, unless already connected so. The only rank of a
-        generation sends one publication at a time."""
+        """Connect as this generation and rank, unless already connected so.
+
+        The only rank of a generation sends one publication at a time.
+        """
         if self._contributors and publisher == self._publisher:
             return
         self._drop()
@@ -434,8 +422,8 @@ class Publications:
     def _send(self, publication: _Publication) -> None:
         ticket = publication.ticket
         try:
-            # Digest after the copy, not during it: the trainer waits for the copy, and a digest
-            # would take processors from it.
+            # Not during the copy: the trainer waits for the copy, and a digest would take
+            # processors from it.
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:
@@ -507,10 +495,12 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
 def held_state(
     state: Mapping[str, Tensor] | nn.Module, *, step: int, rank: int, world_size: int
 ) -> HeldWeights:
-    """Return a rank's weights of a script's own tensors. Plain tensors are the same on all ranks; a
-    rank holds its slice of a DTensor. Several names of one tensor object are tied.
+    """Return a rank's weights of a script's own tensors.
 
-    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str."""
+    Plain tensors are the same on all ranks; a rank holds its slice of a DTensor. Several names of
+    one tensor object are tied. Raises InvalidSpec for a value that is not a tensor, and for a name
+    that is not a str.
+    """
     named_tensors = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}
@@ -538,8 +528,9 @@ def held_state(
 
 
 def _ranks_with(tensor: DTensor) -> Sequence[int]:
-    """Return the ranks of the mesh that hold the same slice of the tensor as this rank; none if
-    this rank is not in the mesh."""
+    """Return the mesh's ranks with this rank's slice of the tensor; none if it is not in the
+    mesh.
+    """
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:

@@ -1,8 +1,8 @@
 """Readers of a series: outside the roster, and without cost for trainers.
 
-A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
-arrives, and all wanted chunks are staged before a tensor of the reader is written. The tensors of
-`Weights` change only if their reader writes to them."""
+A fetch holds a lease on the version. All wanted chunks are verified and staged before a tensor of
+the reader is written.
+"""
 
 import asyncio
 import os
@@ -57,7 +57,8 @@ class Weights(Mapping[str, Tensor]):
     """The tensors of one version by name, verified. Without tensors if `fetch` installed them.
 
     A tensor that is stored in one slice is a view of the segment's memory. Writing to it changes
-    only this process's copy of the pages."""
+    only this process's copy of the pages.
+    """
 
     def __init__(
         self,
@@ -71,8 +72,9 @@ class Weights(Mapping[str, Tensor]):
         self.tables: Mapping[str, PublishedRows] = tables or {}
         """Embedding tables by name, in a subscription with `tables`."""
         self.changes: Mapping[str, RowChanges] = changes or {}
-        """Rows that differ from the version that this subscription had installed, by table; all
-        rows if none was installed."""
+        """Rows that differ from this subscription's installed version, by table; all rows if none
+        was.
+        """
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -105,7 +107,6 @@ class Subscription:
         self.series = series
         self._has_tables = tables
         self._rows: Mapping[str, PublishedRows] = {}
-        """Rows of the installed version."""
         self._reader = reader
         self._layouts: dict[bytes, VersionLayout] = {}
         self._installing = threading.RLock()
@@ -126,23 +127,30 @@ class Subscription:
         return versions[-1] if versions else None
 
     def versions(self) -> list[WeightVersion]:
-        """Return the versions that servers keep, oldest first. Raises DeadlineExceeded after 10
-        minutes without a coordinator, or the coordinator's refusal; so does `newest`."""
+        """Return the versions that servers keep, oldest first.
+
+        Raises DeadlineExceeded after 10 minutes without a coordinator, or the coordinator's
+        refusal; so does `newest`.
+        """
         return [WeightVersion(record) for record in self._reader.view().versions]
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
-        """Wait for a version newer than `newer_than`, by default the installed one; then return the
-        newest version.
+        """Wait for a version newer than `newer_than`, by default the installed one; return the
+        newest.
 
-        Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds (None:
-        never), the coordinator's refusal, or Unavailable once the subscription is closed."""
+        Raises DeadlineExceeded after `timeout` seconds (None: never), the coordinator's refusal, or
+        Unavailable once the subscription is closed.
+        """
         bound = self.version if newer_than is None else newer_than
         return WeightVersion(self._reader.wait(bound, timeout))
 
     def __iter__(self) -> Iterator[WeightVersion]:
         """Yield the newest version, if it is newer than the installed one, and then newer ones,
-        without end. Of several that are published meanwhile only the newest is yielded. Raises what
-        `wait` raises."""
+        without end.
+
+        Of several that are published meanwhile only the newest is yielded. Raises what `wait`
+        raises.
+        """
         last = self.version
         while True:
             version = self.wait(last)
@@ -156,17 +164,16 @@ class Subscription:
 
         With `into`, a module or tensors by name, the version is installed there and reported, and
         the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
-        fetched. No tensor changes before all of these are staged and verified.
-
-        If the newest version is dropped meanwhile, "newest" fetches the next version, if there is
-        one within 3 s.
+        fetched. No tensor changes before all of these are staged and verified. If the newest
+        version is dropped meanwhile, "newest" fetches the next version, if there is one within 3 s.
 
         Raises VersionGone if the version is not kept; if it is newer than all known versions, only
         after 3 s. With `into`, raises Regressed if the version is older than the installed one, and
-        InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into`. Raises InvalidSpec if
-        the version lacks tables in a subscription with `tables`, and, in a relay or with tables, if
+        InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit. Raises InvalidSpec if the
+        version lacks tables in a subscription with `tables`, and, in a relay or with tables, if
         `into` holds slices. Also raises the coordinator's refusals, and a RetryError or
-        CorruptError if calls fail for long."""
+        CorruptError if calls fail for long.
+        """
         with self._installing:
             while True:
                 record = self._record_of(version)
@@ -198,8 +205,7 @@ class Subscription:
                     expected="a subscription without tables, or tensors that are whole",
                 )
             numbers = layout.segments_of(tables=self._has_tables)
-            # An installation copies the tensors, so that only the base refers to staged memory.
-            # Rows of tables stay views of that memory.
+            # An installation copies the tensors; rows of tables stay views of the staged memory.
             reuses_memory = target is not None and not self._has_tables
             segments = self._staged(record, numbers, ranges, reuses_memory=reuses_memory)
             took_s = time.perf_counter() - started_s
@@ -221,8 +227,11 @@ class Subscription:
         return Weights(version, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
-        """Report that the reader has installed the version. Raises Regressed if a newer version is
-        installed, and InvalidSpec for a WeightVersion in a subscription with tables."""
+        """Report that the reader has installed the version.
+
+        Raises Regressed if a newer version is installed, and InvalidSpec for a WeightVersion in a
+        subscription with tables.
+        """
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
@@ -357,9 +366,11 @@ class Subscription:
             yield version
 
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
-        """Yield versions newer than the installed one as they are committed: each time the newest
-        version or, with `every`, all versions that are still kept and whose numbers are multiples
-        of `every`. Raises what `wait` raises; also InvalidSpec if `every` is below 1."""
+        """Yield versions newer than the installed one as they are committed.
+
+        Each time yields the newest version or, with `every`, all kept versions with numbers that
+        are multiples of `every`. Raises what `wait` raises; also InvalidSpec if `every` is below 1.
+        """
         if every is not None:
             every = as_index("every", every)
             if every < 1:
@@ -409,8 +420,7 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, float], WeightVersion]:
-    """Return a function that asks the coordinator for a version, within a time in seconds. It
-    raises VersionGone, or DeadlineExceeded after that time or 10 minutes without a coordinator."""
+    """Return a function that asks the coordinator for a version, within a time in seconds."""
 
     def look(number: int, timeout_s: float) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())

@@ -20,7 +20,7 @@ class WeightVersion:
 
     @property
     def step(self) -> int:
-        """Number of steps committed before the publication; for a script, the number it gave."""
+        """Number of steps committed before the publication; for a script, its own number."""
         return self.record.step
 
     @property
@@ -52,12 +52,12 @@ class WeightVersion:
 
     @property
     def is_durable(self) -> bool:
-        """True if the version was on its servers' disks, too, when this record was read."""
+        """True if the version was on its servers' disks when this record was read."""
         return self.record.durable
 
     @property
     def rolled_back_to(self) -> int | None:
-        """Number of the version with the same bytes, if this one is a rollback to it; else None."""
+        """Number of the version that this one is a rollback to; else None."""
         return self.record.rolled_back_to or None
 
     def __eq__(self, other: object) -> bool:

@@ -1,7 +1,7 @@
 """`shoal.distribute` without a session: a fixed set of ranks that torchrun or mpiexec starts.
 
-The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. The
-strategy does its work in the forward pass and in hooks on the optimizer's step."""
+The strategy does its work in the forward pass and in hooks on the optimizer's step.
+"""
 
 import atexit
 import gc
@@ -108,16 +108,14 @@ class FixedRanksTraining:
 
 
 _trainings: weakref.WeakSet[FixedRanksTraining] = weakref.WeakSet()
-"""Trainings whose groups are freed when the process ends."""
 
 
 def _free_at_exit(training: FixedRanksTraining) -> None:
-    """Free the training's groups when the process ends, by its last line, an error or `sys.exit`.
+    """Free the training's groups when the process ends.
 
     After a collective, a Gloo thread frees its tensors under Python's lock. If the interpreter ends
-    meanwhile, the process aborts, even after successful training (torch 2.13: "terminate called
-    without an active exception", SIGABRT). Freeing a group waits for its threads, but
-    `destroy_process_group()` does not free a group that a model refers to.
+    meanwhile, the process aborts with SIGABRT (torch 2.13). `destroy_process_group()` does not free
+    a group that a model refers to.
     """
     # Registered again, to run before all functions registered so far, such as waits for groups.
     atexit.unregister(_free_groups)
@@ -140,8 +138,8 @@ def make_layout(
 ) -> Layout:
     """Return the layout of a strategy over a fixed set of ranks.
 
-    Raises InvalidSpec for a strategy that needs a session, or the error with which the strategy
-    refuses the model or the optimizer."""
+    Raises InvalidSpec for a strategy that needs a session, or the strategy's own refusal.
+    """
     if isinstance(strategy, LayoutStrategy):
         strategy.check_layers(meta_model.model, optimizer)
         strategy.check(meta_model.model, optimizer)
@@ -162,19 +160,18 @@ def distribute(
 ) -> tuple[nn.Module, Optimizer]:
     """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
-    Every rank calls `distribute` with the same model, and gets the weights of rank 0. The set of
-    ranks is fixed: the loss of a rank ends the job, and the launcher may start the job again. For
-    elastic training use `shoal.join`.
+    Every rank calls `distribute` with the same model, and gets the weights of rank 0. The loss of a
+    rank ends the job; for elastic training use `shoal.join`.
 
     The loss is a mean over a rank's own samples, and every rank has the same number of samples.
     Under "tensor" and "pipeline" all ranks have the same samples, under "fsdp-tensor" and "hybrid"
-    the ranks of a group: see `data_share`.
-    A compiled Keras model with its own optimizer still trains by `fit`: see
-    `shoal.integrations.keras`.
-    `backend`: "gloo", "nccl" or "mpi"; None: chosen by the device and the launcher.
+    the ranks of a group: see `data_share`. A compiled Keras model with its own optimizer still
+    trains by `fit`: see `shoal.integrations.keras`. `backend`: "gloo", "nccl" or "mpi"; None:
+    chosen by the device and the launcher.
 
     Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
-    the optimizer."""
+    the optimizer.
+    """
     if is_trained_by_fit(model, optimizer):
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
@@ -187,18 +184,19 @@ def distribute(
 def forward_backward(
     model: nn.Module, inputs: Any, targets: Any, loss_function: LossFunction
 ) -> Tensor:
-    """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
-    loss, detached.
+    """Run forward and backward in one call, as strategies with a pipeline require.
 
-    `model`: the model that `shoal.distribute` returned. Raises InvalidSpec for another model, as do
-    `clip_grad_norm`, `state_dict` and `data_share`. Call `optimizer.step()` afterwards as usual."""
+    Returns the mean loss, detached. Raises InvalidSpec for a model that `shoal.distribute` did not
+    return, as do `clip_grad_norm`, `state_dict` and `data_share`. Call `optimizer.step()`
+    afterwards.
+    """
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a distributed model to a total 2-norm of at most `max_norm`.
 
-    Returns the norm before scaling. Collective; call it between backward and `optimizer.step()`.
+    Returns the norm before scaling. Collective; called between backward and `optimizer.step()`.
     """
     return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 
@@ -209,8 +207,7 @@ def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """Return (index, count): the index of this rank's share of each batch, and the number of
-    shares."""
+    """Return the index of this rank's share of each batch, and the number of shares."""
     layout = _static(model).layout
     return layout.data_index, layout.data_count
 

@@ -1,4 +1,4 @@
-"""Memory and traffic of a strategy with a model, computed before anything runs."""
+"""Memory and traffic of a strategy, computed before anything runs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,12 +27,13 @@ def plan(
 ) -> Plan:
     """Compute groups, bytes per rank and collectives of a step; `print` shows them as tables.
 
-    Trains nothing and makes no connection: the model may be on the meta device, on any machine.
-    With `optimizer` (the model's) the figures include its state. With `inputs` (a global batch;
-    meta tensors suffice) they include the messages with which ranks exchange activations.
+    Trains nothing and makes no connection: the model may be on the meta device. With `optimizer`
+    (the model's) the figures include its state. With `inputs` (a global batch; meta tensors
+    suffice) they include the messages with which ranks exchange activations.
 
     Raises UnknownStrategy, InvalidSpec for a strategy without figures, and the errors of the
-    strategy's own checks of model and optimizer. `distribute` makes more checks."""
+    strategy's own checks of model and optimizer.
+    """
     world_size = as_index("world_size", world_size)
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
@@ -57,8 +58,7 @@ def plan(
 
 
 def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
-    """Return the function that computes the figures of a strategy, or None if it has none; see
-    `PlannableStrategy`."""
+    """Return the function that computes the figures of a strategy; None if it has none."""
     if isinstance(strategy, DDP):
         return partial(_ddp_figures, strategy)
     own_method: Callable[[PlanInput], Plan] | None = getattr(strategy, "figures", None)
@@ -66,7 +66,6 @@ def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
 
 
 def _ddp_figures(ddp: DDP, subject: PlanInput) -> Plan:
-    """Compute the figures of DDP; gradients are counted without compression."""
     figures = ReplicatedFigures(
         subject, ddp.bucket_mb, find_unused_parameters=ddp.find_unused_parameters
     )

@@ -1,2 +1,1 @@
-"""Registered state of the script, such as schedulers, averages and samplers. It is committed with
-each step, as the model is."""
+"""Registered state of the script: schedulers, averages and samplers, committed with each step."""

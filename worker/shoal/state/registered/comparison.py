@@ -1,4 +1,4 @@
-"""Comparison of registered state between members that are at the same step."""
+"""Comparison of registered state between members at the same step."""
 
 import json
 import math
@@ -12,21 +12,21 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative difference that is allowed: hosts with other instruction sets round sums differently."""
+"""Allowed relative difference: hosts with other instruction sets round sums differently."""
 SMALL = 1e-14
-"""Absolute difference that is allowed. A schedule that ends at 0 may subtract a cosine from 1. Near
-its end only the cosine's rounding error remains, which depends on the host's math library."""
+"""Allowed absolute difference: 1 minus a cosine may be a rounding error instead of 0."""
 UNTRAINED = -1
-"""Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
 
 
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Check, by a collective, that members at the same step hold the same registered state. `own`:
-    this member's state by the objects' names; None: this member is not compared. `members`: by
-    rank. Raises RegisteredStateDiffers, on all members."""
+    """Check, by a collective, that members at the same step hold the same registered state.
+
+    `members`: by rank. `own`: this member's state by the objects' names; None: this member is not
+    compared. Raises RegisteredStateDiffers, on all members.
+    """
     if len(members) == 1:
         return
     text = json.dumps([step, own], sort_keys=True)
@@ -46,7 +46,7 @@ def compare(
 
 
 def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
-    """Return the first path at which holders differ, and the value of each; None if none differ."""
+    """Return the first path at which holders differ, and their values; None if none differ."""
     own, *others = holders.values()
     for other in others:
         path = _first_path_that_differs(own, other, ())
@@ -57,7 +57,6 @@ def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
 
 
 def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDiffers:
-    """Return the error that names the object, the path in its state and each member's value."""
     path, shown = found
     name, _, inside = path.partition(".")
     inside = inside.partition(".")[2] or "its state"
@@ -78,7 +77,6 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
 
 
 def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the path at which the two differ first; None if they are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -93,8 +91,10 @@ def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tup
 
 
 def are_close(one: Any, other: Any, tolerance: float) -> bool:
-    """True if two values of JSON are the same, or are numbers, or lists of these, that differ by
-    `tolerance` (relative) or SMALL at most. Integers have to be equal; NaN is the same as NaN."""
+    """True if two values of JSON are equal, or numbers that differ by at most `tolerance` or SMALL.
+
+    Lists are compared element by element. Integers have to be equal; NaN equals NaN.
+    """
     if isinstance(one, list) and isinstance(other, list):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(are_close(*both, tolerance) for both in pairs)

@@ -20,11 +20,9 @@ log = structlog.get_logger(__name__)
 
 MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
-"""Limit for all objects together. The state is copied at each step, so that steps can be undone."""
+"""Limit for all objects together: their state is copied at each step."""
 GROUPS = "param_groups"
-"""Name, in the state, of the settings of the optimizer's groups, which schedulers change."""
 KINDS = "registered_kinds"
-"""Key of the objects' classes in a state's values."""
 _BLOCK_ELEMENTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -45,15 +43,13 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name, and those of the optimizer's groups under GROUPS. They
-    refer to tensors by path."""
+    """Plain values by the object's name, and under GROUPS; they refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """The class of each object, by name."""
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "CapturedState":
-        """Return a copy, in the memory of the tensors of `into` if they fit."""
+        """Return a copy, in the memory of `into` if it fits."""
         return replace(
             self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
         )
@@ -71,16 +67,17 @@ def enabled_scaler(registered: object) -> torch.amp.GradScaler | None:
 
 
 class RegisteredState:
-    """Registered objects of one session; false while nothing is registered. If a step is undone,
-    each object is restored to its state at the time when the script asked for that step's batch.
-    That state includes the script's changes since the last committed step."""
+    """Registered objects of one session; false while nothing is registered.
+
+    If a step is undone, each object has its state from when the script asked for the step's batch.
+    """
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._optimizer: Optimizer | None = None
         self._committed: CapturedState | None = None
         self._is_attempt = False
-        """True from the start of a step to its commit: `_committed` is then the valid state."""
+        """`_committed` is the valid state from the start of a step to its commit."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -90,10 +87,12 @@ class RegisteredState:
         return any(each is registered for each in self._objects.values())
 
     def add(self, name: str, registered: Stateful) -> None:
-        """Register this object under this name. Raises InvalidSpec for an invalid or used name, for
-        an object that is registered already or whose state cannot be sent to another member, and
-        beyond MAX_OBJECTS or MAX_TENSOR_BYTES. Errors of `state_dict()` are raised unchanged. After
-        an error nothing is registered."""
+        """Register an object. After an error nothing is registered.
+
+        Raises InvalidSpec for an invalid or used name, an object that is registered already, a
+        state that cannot be sent, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES. Errors of
+        `state_dict()` are raised unchanged.
+        """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "state cannot be registered under this name",
@@ -144,14 +143,14 @@ class RegisteredState:
 
     @property
     def description(self) -> str:
-        """Names and classes of the objects: they must be the same on all members."""
+        """Names and classes of the objects; must be the same on all members."""
         kinds = (f"{name}: {type(each).__name__}" for name, each in sorted(self._objects.items()))
         return ", ".join(kinds)
 
     # --- steps ---
 
     def keep(self) -> None:
-        """Record the objects' current state as the state after the last committed step."""
+        """Record the objects' current state as committed."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
@@ -163,33 +162,33 @@ class RegisteredState:
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Defer this call until the optimizer has stepped; it is dropped if the step is undone."""
+        """Defer this call until the optimizer has stepped; dropped if the step is undone."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
-        """Make the calls that were deferred in this step, after the optimizer has stepped."""
+        """Make the deferred calls."""
         while self._deferred:
             self._deferred.pop(0)()
 
     def committed(self) -> None:
-        """Mark the step committed. The script's changes until the next batch still belong to it."""
+        """Mark the step committed. The script's changes until the next batch belong to it."""
         self._is_attempt = False
 
     def undo(self) -> None:
-        """Undo the step. The next `restore` undoes what the script changes after this call."""
+        """Undo the step, and whatever the script changes until the next `restore`."""
         self._deferred.clear()
         self._is_attempt = True
         self.restore()
 
     def restore(self) -> None:
-        """Restore the objects to the last committed state, unless the step is committed."""
+        """Restore the last committed state, unless the step is committed."""
         if self._is_attempt and self._committed is not None:
             self._load(self._committed)
 
     # --- from member to member, and to disk ---
 
     def current(self) -> CapturedState:
-        """Return a copy of the state after the last committed step."""
+        """Return a copy of the last committed state."""
         return self._now().copied()
 
     def _now(self) -> CapturedState:
@@ -198,9 +197,12 @@ class RegisteredState:
         return self._capture()
 
     def adopt(self, captured: CapturedState) -> None:
-        """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
-        if an object is of another class, or if `load_state_dict` fails: then some objects may have
-        the new state. A MemoryError or OSError of `load_state_dict` is raised unchanged."""
+        """Load this state into the objects.
+
+        Raises InvalidSpec if an object's state is missing or of another class, or if
+        `load_state_dict` fails: then some objects may have the new state. A MemoryError or OSError
+        of `load_state_dict` is raised unchanged.
+        """
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(
@@ -216,8 +218,7 @@ class RegisteredState:
         self._is_attempt = False
 
     def _check_kinds(self, captured: CapturedState) -> None:
-        """Check the classes: torch's schedulers accept any state as attributes, so a scheduler of
-        another class would silently start from its beginning."""
+        """Refuse state of another class: torch's schedulers would accept it, and start over."""
         for name, each in self._objects.items():
             kind = captured.kinds.get(name, type(each).__name__)
             if kind != type(each).__name__:
@@ -236,8 +237,9 @@ class RegisteredState:
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """Return the values that must be the same on all members, by name: plain values, and
-        figures that describe the tensors."""
+        """Return the values that must be the same on all members, by name; figures stand for
+        tensors.
+        """
         now = self._now()
         found: dict[str, Json] = {}
         for name in self._objects:
@@ -285,8 +287,6 @@ class RegisteredState:
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: CapturedState) -> None:
-        """Raise InvalidSpec if a tensor has changed its shape or dtype since the last step, or does
-        not exist any more: copies and checkpoints of all steps must agree."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
@@ -376,9 +376,10 @@ def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
 
 
 def _figures(tensor: Tensor) -> list[Json]:
-    """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
-    sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
-    so that rounding is small relative to it."""
+    """Return outline, sum of magnitudes, and sums that depend on signs and on positions.
+
+    Each sum is about as large as the sum of magnitudes, so rounding is relatively small.
+    """
     # In blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
     size = signed = weighted = 0.0

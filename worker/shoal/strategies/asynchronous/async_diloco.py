@@ -1,14 +1,12 @@
 """The strategy `async-diloco`: members step alone for a round, then push their change.
 
 The parameter servers take the outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) for
-each member's round as it arrives, not for the mean of all. No member waits for another (as in Liu
-et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
-continues from the values right after its own push, which include other members' pushes.
+each member's round as it arrives (as in Liu et al. 2024, "Asynchronous Local-SGD Training for
+Language Modeling", arXiv:2401.09135).
 
-- Each member steps its own optimizer, any of torch's except LBFGS, and keeps its state.
-- A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
-  the work since its last push is lost: other members train on those samples again. A member that
-  drains, or whose loop without `session.batches` ends, pushes its round first.
+A round's samples count once its push is acknowledged. If a member is lost, or ends with an error,
+other members train on the samples since its last push again. A member that drains, or whose loop
+without `session.batches` ends, pushes its round first.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +29,10 @@ KINDS = ("damp", "none", "scale")
 
 
 class AsyncDiLoCo(AsyncSGD):
-    """Strategy "async-diloco", see the head of this module."""
+    """Strategy "async-diloco": members step alone for a round, then push their change.
+
+    A member's optimizer may be any of torch's except LBFGS.
+    """
 
     name: ClassVar[str] = "async-diloco"
     pushes_rows: ClassVar[bool] = False
@@ -47,17 +48,13 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round has `every_steps` steps. It has fewer if this member gets no further samples: the
-        coordinator distributes samples evenly, and a member without samples ends its round. The
-        servers take one outer step for each member's push.
+        """A round has `every_steps` steps, or fewer if this member gets no further samples.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number. It lowers the momentum first, so that the settings of
-        "diloco" suit several members. "scale" divides the rate by their number, if it is above
-        1. "none" ignores them, so `outer_lr` and `outer_momentum` have to be chosen for the number
-        of members.
-
-        `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
+        outer step down by their number, so that the settings of "diloco" suit several members.
+        "scale" divides the rate by their number, if it is above 1. "none" ignores them: `outer_lr`
+        and `outer_momentum` have to be chosen for the number of members. `compression`: as for
+        `shoal.DiLoCo`.
 
         Raises InvalidSpec for values out of range.
         """
@@ -123,7 +120,6 @@ class AsyncDiLoCo(AsyncSGD):
             self._losses.judge_window(self._step)
 
     def _end_round(self) -> None:
-        """Push the round's change, and continue from the servers' new values."""
         if not self._steps_of_round:
             return
         diff = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
@@ -146,5 +142,4 @@ class AsyncDiLoCo(AsyncSGD):
 
 
 def _on_host(parameter: Tensor) -> Tensor:
-    """Copy the values to the host."""
     return parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,18 +1,13 @@
 """The strategy `async-sgd`: every member trains at its own pace against the parameter servers.
 
-A step computes gradients on the member's present values, pushes them, and receives the values right
-after the push, in one exchange with every server. The optimizer runs on the servers, once for all
-members. The parameters of the script's model are overwritten in place. The learning rates of its
-optimizer object are sent with every push, unless the servers step a schedule themselves.
+A step pushes its gradients and receives the values right after the push, in one exchange with every
+server. The optimizer runs on the servers, once for all members.
 
-- The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
-  decay, no momentum, no step counted. Changes by other members still arrive.
-- A gradient is stale if other members have changed the values since it was computed: see
-  `staleness_policy.py`.
-- Buffers, such as running means, and the state of modules with `get_extra_state` are not shared:
-  each member keeps its own. A member that joins begins with those that the script made.
-- Training starts from the values of rank 0 of the first generation. If that member is lost or late
-  before it has created all shards, another member creates the rest, from its own initial values.
+- A parameter that has no gradient in a step is skipped, as by `torch.optim`. Changes by other
+  members still arrive.
+- Buffers, and the state of modules with `get_extra_state`, are not shared.
+- Training starts from the values of rank 0 of the first generation. If that member is lost or late,
+  another member creates the missing shards from its own initial values.
 """
 
 import math
@@ -73,55 +68,41 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec, StalenessPolicy
 log = structlog.get_logger(__name__)
 
 LEVELS = ("applied", "replicated", "durable")
-"""Acknowledgements that a push may wait for."""
 MAX_REDONE = 16
-"""Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Number of steps of all members together. If a member's first values include the updates of this
-many steps or more, it does not watch the loss: it joined too late to know the initial loss."""
+"""Number of steps of all members after which a joining member does not watch the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """A member's copy of the model that all members train together."""
+    """Copy of the model that all members train together."""
 
     model: nn.Module
     optimizer: Optimizer
     values: SharedValues
-    """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
-    """The optimizer with which the servers apply pushes."""
     gradients: StepGradients
-    """Gradients of the whole model; a step begins with none."""
     compressor: PushCompressor | None = None
-    """Compressor of the member's gradients; None: they are pushed uncompressed."""
+    """None: gradients are pushed uncompressed."""
     followed: FollowedSchedule | None = None
-    """The schedule that this member steps, and whose rates are sent with each push, if any."""
+    """Schedule that this member steps, to send its rates with each push."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
-        """Parameters that are not shared: the optimizer does not train them. By name."""
+        """Parameters that the optimizer does not train, by name."""
         shared = self.values.parameters
         return {name: each for name, each in self.model.named_parameters() if name not in shared}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions:
-    """The options of a script's pushes."""
-
     policy: StalenessPolicy
-    """The treatment of stale gradients."""
     schedule: LRScheduler | None
-    """The schedule of learning rates, by the job's updates. None: the optimizer's own rates are
-    sent with each push."""
+    """None: the optimizer's own rates are sent with each push."""
     acknowledgement: Acknowledgement.ValueType
-    """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
-    """The time that a step waits until a server of a lost shard has returned."""
     must_fall: bool = False
-    """True if a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
-    """The compression of gradients before they are pushed."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lost_wait_s",))
@@ -155,28 +136,26 @@ def acknowledgement_level(acknowledge: str) -> Acknowledgement.ValueType:
 
 
 class StepRefusals:
-    """Refusals of the step in progress as too stale: which shards refused it, and how often."""
+    """Refusals of the step in progress as too stale."""
 
     def __init__(self) -> None:
         self.shards: frozenset[int] = frozenset()
-        """The shards that refused the last push of the step; the others have applied it."""
+        """The shards that refused the last push; the others have applied it."""
         self.num_redone = 0
         self._snapshot = StepSnapshot()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-        """Begin a step that may be refused. `undo_refused_step` then undoes its changes to the
-        model's buffers and to the untrained parameters; the trained ones come from the servers
-        again."""
+        """Begin a step that may be refused: `undo_refused_step` undoes its changes to untrained
+        tensors.
+        """
         self._snapshot.begin(model, untrained)
 
     @property
     def may_redo(self) -> bool:
-        """True unless the step was refused more than MAX_REDONE times."""
         return self.num_redone <= MAX_REDONE
 
     def undo_refused_step(self, stale: Mapping[int, StalePush], step: int) -> None:
-        """Undo the refused step. `step`: number of steps before it. Raises StateLost if
-        `check_whole` does."""
+        """Undo the refused step. Raises StateLost if `check_whole` does."""
         self.shards = frozenset(stale)
         self.num_redone += 1
         self._snapshot.restore()
@@ -189,7 +168,7 @@ class StepRefusals:
             self._snapshot.commit()
 
     def raise_refusal(self, step: int, refusal: StalePush) -> NoReturn:
-        """Raise the refusal; after too many, a StalePush that says how many there were."""
+        """Raise the refusal; after too many, a StalePush with their number."""
         if self.may_redo:
             raise refusal
         raise StalePush(
@@ -201,13 +180,11 @@ class StepRefusals:
 
 
 class AsyncSGD(LeasingStrategy):
-    """Strategy "async-sgd", see the head of this module."""
+    """Strategy "async-sgd": each member trains at its own pace against the parameter servers."""
 
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
-    """True if each step pushes the rows of embedding tables."""
     watch_counts: ClassVar[str] = "updates"
-    """Unit in which the watch on the loss counts."""
 
     def __init__(
         self,
@@ -226,31 +203,23 @@ class AsyncSGD(LeasingStrategy):
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
-        `staleness`: "damp", "none", "scale", "compensate" or "reject", see
-        `staleness_policy.py`; `reject_above`: the staleness, in updates, above which a gradient is
-        refused under any of these policies. `compensation`: DC-ASGD's lambda_0, or its lambda if
-        not `adaptive`.
+        `staleness`: "damp", "none", "scale", "compensate" or "reject", see `staleness_policy.py`;
+        `reject_above`: the staleness, in updates, above which a gradient is refused under any of
+        these policies. `compensation`: DC-ASGD's lambda_0, or its lambda if not `adaptive`.
 
-        `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
-        updates of all members together; the script does not step it. The servers step it if they
-        know its class. Otherwise (a LambdaLR, for example) each member steps it, to the number of
-        updates that the member knows of, and sends the rates with its pushes.
+        `schedule`: one of torch's schedules of the distributed optimizer, by the number of updates
+        of all members together; the script does not step it. If the servers do not know its class,
+        each member steps it, and sends the rates with its pushes.
 
         `acknowledge`: the acknowledgement that a push waits for. "applied": the shard's primary has
         applied the push, which may be lost with this server. "replicated": every backup has it too,
         if there is one. "durable": it is also in the journal on the primary's disk.
 
-        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
-        compression leaves out is added to later gradients. Not with "compensate". See
-        docs/compression.md.
-
-        `lost_wait_s`: if every server of a shard is gone, the time that a step waits for a server
-        to return with its journal. It includes the time until the shard is declared lost, which
-        may take 15 minutes. After this time the step raises StateLost. 0: it does not wait.
-
-        `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
-        at first. A loss that is not finite is always an error. Do not set it if the loss need not
-        fall, as in adversarial training or with rewards.
+        `compression`: as for `shoal.DDP`; not with "compensate". `lost_wait_s`: if every server of
+        a shard is gone, the time that a step waits for a server to return with its journal. The
+        time includes up to 15 minutes until the shard is declared lost. Then the step raises
+        StateLost. `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not
+        lower than at first. A loss that is not finite is always an error.
 
         Raises InvalidSpec for options that are out of range or contradict each other.
         """
@@ -320,15 +289,12 @@ class AsyncSGD(LeasingStrategy):
         return self._options.schedule
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
-        """Describe the optimizer for the servers."""
         return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:
-        """Further fields that all members must have in common."""
         return {}
 
     def _rates(self) -> list[float]:
-        """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             self._shared.followed.step_to(self._num_updates)
         elif self._options.schedule is not None:
@@ -364,8 +330,10 @@ class AsyncSGD(LeasingStrategy):
         return 1
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in this member's first generation; do nothing in later ones. Raises what
-        `await_servers` and `first_values` raise."""
+        """Get the values in this member's first generation.
+
+        Raises what `await_servers` and `first_values` raise.
+        """
         if self._has_state:
             return
         client = self._connected()
@@ -419,8 +387,11 @@ class AsyncSGD(LeasingStrategy):
         return self._shared.model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        """Push the gradients; see the base class. Raises StalePush if the step has to be repeated
-        (see `redoes`) or was refused too often, and what `ParameterClient.push` raises."""
+        """Push the gradients.
+
+        Raises StalePush if the step has to be repeated (see `redoes`) or was refused too often, and
+        what `ParameterClient.push` raises.
+        """
         refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()
@@ -451,7 +422,6 @@ class AsyncSGD(LeasingStrategy):
 
     @property
     def _num_updates(self) -> int:
-        """Number of updates of the shard with the most, as far as this member knows."""
         # New shards have version 1.
         return max(self._connected().versions.values(), default=1) - 1
 
@@ -492,7 +462,6 @@ class AsyncSGD(LeasingStrategy):
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
-        """Pull fresh values and raise StalePush, after some shards have refused the step."""
         self._refusals.undo_refused_step(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
@@ -502,7 +471,7 @@ class AsyncSGD(LeasingStrategy):
         return isinstance(error, StalePush) and self._refusals.may_redo
 
     def finish(self) -> None:
-        """Get the present values: after the last sample, the job's final ones."""
+        """Get the job's final values."""
         self._clock.rest()
         # Embedding rows that are looked up after this have the present values, too.
         self._tables.begin_step()
@@ -512,7 +481,6 @@ class AsyncSGD(LeasingStrategy):
         self._clock.rest()
 
     def _refresh(self) -> None:
-        """Get the present values."""
         with waiting:
             self._connected().pull(self._shared.values.writable(), wait_s=0.0)
         self._counts.rollbacks.compare_versions(self._connected().versions)
@@ -527,9 +495,10 @@ class AsyncSGD(LeasingStrategy):
         return self._has_state
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the values that this member computes with, on the host. After the last sample
-        these are the job's final values; before that, the values of the member's last step or pull.
-        Buffers are the member's own. Optimizer state on servers is not included."""
+        """Return the values that this member computes with, on the host.
+
+        After the last sample these are the job's final values. Buffers are the member's own.
+        """
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:

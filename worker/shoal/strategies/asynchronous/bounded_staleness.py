@@ -8,13 +8,13 @@ from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 class SSP(AsyncSGD):
     """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead of the
-    slowest member that has samples."""
+    slowest.
+    """
 
     name: ClassVar[str] = "ssp"
 
     def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
-        """`staleness_bound`: in rounds. `options`: see `AsyncSGD`; without `consistency`. Raises
-        what `AsyncSGD` raises."""
+        """`staleness_bound`: in rounds. `options`: see `AsyncSGD`; without `consistency`."""
         super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
 
 
@@ -24,5 +24,5 @@ class BSP(AsyncSGD):
     name: ClassVar[str] = "bsp"
 
     def __init__(self, **options: Any) -> None:
-        """`options`: see `AsyncSGD`; without `consistency`. Raises what `AsyncSGD` raises."""
+        """`options`: see `AsyncSGD`; without `consistency`."""
         super().__init__(consistency="bsp", **options)

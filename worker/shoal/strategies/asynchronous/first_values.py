@@ -1,4 +1,4 @@
-"""The first values of a member: pulled from the servers, or created there from its own model."""
+"""The first values of a member: pulled from the servers, or created there."""
 
 import threading
 import time
@@ -14,18 +14,16 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 log = structlog.get_logger(__name__)
 
 PATIENCE_SHARE = 0.25
-"""Share of the time limit after which any member creates values that are still missing."""
+"""Share of the time limit after which any member creates missing values."""
 LOOK_S = 0.5
-"""Interval at which a member that waits asks for servers again, or checks if its generation
-broke."""
 
 
 def await_servers(
     place_shards: Callable[[], object], *, limit_s: float, is_broken: Callable[[], bool]
 ) -> None:
-    """Place the job's shards, as soon as there is a parameter server to hold them.
+    """Place the job's shards, as soon as there is a parameter server.
 
-    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of placing.
+    Raises NoServers after `limit_s`, GenerationBroken, and the errors of placing.
     """
     began_s = time.monotonic()
     waits = False
@@ -72,8 +70,7 @@ def first_values(
     """Pull the job's values into `values`; create them from `values` if no other member does.
 
     `creates`: create them at once if they are missing. Raises ShardNotReady after `limit_s`,
-    GenerationBroken, the errors with which the servers refuse the optimizer, and what `pull`
-    raises.
+    GenerationBroken, refusals of the optimizer, and what `pull` raises.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s
@@ -88,8 +85,7 @@ def first_values(
 
 
 def _pull(client: ParameterClient, values: SharedValues, wait_s: float, give_up_s: float) -> bool:
-    """Pull the values. Return False if they do not exist yet; raise ShardNotReady after
-    `give_up_s`."""
+    """Return False if the values do not exist yet; raise ShardNotReady after `give_up_s`."""
     try:
         client.pull(values.writable(), wait_s=wait_s)
     except ShardNotReady:

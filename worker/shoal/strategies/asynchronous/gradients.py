@@ -11,9 +11,11 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Return the gradients by name, on the host and contiguous, without parameters that have none.
-    Raises DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is
-    sent."""
+    """Return the gradients by name, on the host and contiguous; parameters without one are left
+    out.
+
+    Raises DtypeMismatch or NonFiniteGradient.
+    """
     gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in gradients.items():
         dtype = parameters[name].dtype
@@ -37,8 +39,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Name the gradients with NaN or Inf.
 
-    A sum is finite only if all its terms are, and is much cheaper than a check of each gradient. If
-    the sum is not finite, each gradient is checked, since finite numbers may have overflowed.
+    A sum is much cheaper than a check of each gradient, but finite numbers may overflow in it.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():

@@ -12,23 +12,19 @@ from shoal_proto.errors import TrainingFailed
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
-"""Number of this member's steps in a window; a window is judged by its mean loss."""
 NUM_RECENT = 3
-"""Number of newest windows that are compared with the first one."""
 EXPECTED_SHARE = 0.97
-"""Recent losses should be below this share of the first window's loss."""
 RISE_SHARE = 0.1
-"""A loss that is higher by this share of the first window's loss is called rising."""
 FIX = (
     "Lower the learning rate or the momentum, or train with fewer members:"
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""Ratio of the first window's mean to its first loss. Above it the loss rose within the window, and
-later losses are compared with the first loss."""
+"""Ratio of the first window's mean to its first loss, above which the first loss is the
+baseline.
+"""
 PATIENCE_UPDATES = 200
-"""Number of updates of all members since the first window before which a finite loss is not
-reported. Under async-diloco "updates" are this member's own steps, here and below."""
+"""Number of updates since the first window before which a finite loss is not reported."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",
@@ -41,17 +37,13 @@ class Stagnation:
     """A loss that has not fallen, has risen, or is not finite."""
 
     first: float
-    """Mean loss of the member's first window; its first loss if the loss rose within the window."""
+    """Mean loss of the first window, or its first loss (see BLOW_UP)."""
     recent: float
-    """Mean loss of the member's last steps."""
     num_updates: int
-    """Number of updates since this member's first window."""
     counted: str = "updates"
-    """Unit of `num_updates`, as in `LossMonitor`."""
 
     @property
     def event(self) -> str:
-        """The event's name in the log."""
         if not math.isfinite(self.recent):
             return "loss_not_finite"
         is_higher = self.recent > self.first + RISE_SHARE * abs(self.first)
@@ -69,10 +61,7 @@ class Stagnation:
 
 
 class LossWatch:
-    """Comparison of a member's mean loss in recent windows with the first window's."""
-
     def __init__(self, counted: str = "updates") -> None:
-        """`counted`: see `LossMonitor`."""
         self._counted = counted
         self._first: float | None = None
         self._began = 0
@@ -81,10 +70,10 @@ class LossWatch:
     def judge_loss(
         self, mean_loss: float, num_updates: int, first_loss: float = math.inf
     ) -> Stagnation | None:
-        """Judge the mean loss of a window that ended at `num_updates` of the job. `first_loss`: the
-        first loss in the window.
+        """Judge the mean loss of a window that ended at `num_updates` of the job.
 
-        Returns the problem; None if the loss falls, or it is too early to tell.
+        `first_loss`: the first loss in the window. None: the loss falls, or it is too early to
+        tell.
         """
         if self._first is None:
             is_finite = math.isfinite(mean_loss)
@@ -115,8 +104,9 @@ class LossMonitor:
     """Monitor of one member's losses; logs a warning when the loss stops falling."""
 
     def __init__(self, policy: str, counted: str = "updates") -> None:
-        """`policy`: the job's treatment of staleness, for the log. `counted`: the unit of
-        `num_updates`, for messages."""
+        """`policy`: the job's treatment of staleness, for the log. `counted`: unit of
+        `num_updates`.
+        """
         self._policy, self._counted = policy, counted
         self._watch = LossWatch(counted)
         self._losses: list[Tensor] = []
@@ -125,7 +115,7 @@ class LossMonitor:
 
     @property
     def warning(self) -> str:
-        """Text of the present problem's log line, for the health report; empty if there is none."""
+        """Text of the present problem's log line; empty if there is none."""
         return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:
@@ -133,7 +123,6 @@ class LossMonitor:
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:
-        """True if a window of steps is full."""
         return bool(self._losses) and not step % WINDOW_STEPS
 
     def judge_window(self, num_updates: int) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of a torch optimizer and its learning-rate schedule for the parameter servers."""
+"""Conversion of a torch optimizer and its schedule for the parameter servers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,10 +41,12 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if the servers lack it,
-    if it has stepped, or if its groups decay weights in different ways. Raises InvalidSpec for a
-    schedule that has begun already, belongs to another optimizer, follows a metric, or has settings
-    that the servers lack."""
+    """Describe the optimizer for the servers.
+
+    Raises UnsupportedOptimizer if the servers lack it, if it has stepped, or if its groups decay
+    weights in different ways. Raises InvalidSpec for a schedule that has begun already, belongs to
+    another optimizer, follows a metric, or has settings that the servers lack.
+    """
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -77,7 +79,6 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
 
 
 def _check_new(optimizer: Optimizer) -> None:
-    """Raise UnsupportedOptimizer if the optimizer has stepped: the servers begin without state."""
     for state in optimizer.state.values():
         # Adagrad has state before its first step.
         stepped = float(state["step"]) > 0 if "step" in state else bool(_held(state))
@@ -115,9 +116,10 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyperparameter differs from its value on the servers. Learning rates
-    may differ: pushes or a schedule set them. Raises UnsupportedOptimizer if the optimizer has
-    stepped."""
+    """Raise InvalidSpec if a hyperparameter other than a learning rate differs from the servers'.
+
+    Raises UnsupportedOptimizer if the optimizer has stepped.
+    """
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -136,8 +138,7 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
 
 
 class FollowedSchedule:
-    """A schedule that the servers cannot step. Each member steps its own schedule up to the job's
-    number of updates, and sends the rates with its pushes."""
+    """A schedule that the servers cannot step: each member steps its own, and sends the rates."""
 
     def __init__(self, schedule: LRScheduler) -> None:
         self._schedule = schedule
@@ -145,13 +146,12 @@ class FollowedSchedule:
 
     @staticmethod
     def follows(schedule: LRScheduler) -> bool:
-        """True if members have to step the schedule: the servers do not know its class."""
+        """True if the servers do not know the schedule's class."""
         parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
         return any(type(part) not in _PHASES for part in parts)
 
     def step_to(self, num_updates: int) -> None:
-        """Step the schedule, which sets the optimizer's rates, forward to this number of updates of
-        all members together; never back."""
+        """Step the schedule forward to this number of updates of all members."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond
         # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
@@ -161,7 +161,7 @@ class FollowedSchedule:
             self._num_steps += 1
 
     def __str__(self) -> str:
-        """Text of the settings that members must have in common; without the code of functions."""
+        """Text of the settings that members must have in common."""
         state = self._schedule.state_dict()
         shown = [f"{name}={state[name]}" for name in sorted(state) if _is_shown(state[name])]
         return f"{type(self._schedule).__name__}({', '.join(shown)}), stepped by each member"
@@ -174,8 +174,6 @@ def _is_shown(value: object) -> bool:
 
 
 def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise InvalidSpec for a schedule that is not this optimizer's, has been stepped, or follows a
-    metric."""
     if isinstance(schedule, ReduceLROnPlateau):
         raise InvalidSpec(
             "the schedule follows a metric, which differs between members",
@@ -194,8 +192,10 @@ def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def to_schedule(schedule: LRScheduler) -> Schedule:
-    """Describe the schedule for the servers, which count every member's updates. Raises InvalidSpec
-    for settings that the servers lack."""
+    """Describe the schedule for the servers.
+
+    Raises InvalidSpec for settings that the servers lack.
+    """
     if type(schedule) is not SequentialLR:
         return Schedule(phases=[_phase(schedule)])
     milestones = [_whole("milestone", milestone) for milestone in milestones_of(schedule)]
@@ -244,7 +244,6 @@ _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
 
 
 def message_text(message: Message) -> str:
-    """Text of a message in one line, for error messages about a conflict."""
     return " ".join(str(message).split())
 
 

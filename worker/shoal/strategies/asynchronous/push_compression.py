@@ -1,18 +1,13 @@
 """Compression of a member's gradients before they are pushed, and the residuals that it leaves.
 
-The codec leaves out a part of a shard's gradients: the residual. It is added to the gradients of
-the next step (error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). Residuals
-are kept by block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its
-residual stays.
+A residual, the part that the codec leaves out, is added to the gradients of the next step (error
+feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). A residual counts at most once,
+whatever the outcome of a push:
 
-A residual counts at most once, whatever the outcome of a push:
-
-- Encoding adds the residual to the gradients that are sent. Once the server has acknowledged the
-  shard's part as applied, the new residual is kept.
-- A part that was refused as too stale changed nothing: the old residual is restored. The step's
-  gradients for that shard are computed anew.
-- If a push failed for another reason, it is unknown which shards applied it: the residuals of
-  shards that have not acknowledged it are discarded.
+- Once the server has acknowledged the shard's part as applied, the new residual is kept.
+- A part that was refused as too stale changed nothing: the old residual is restored.
+- If a push failed for another reason, the residuals of shards that have not acknowledged it are
+  discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,15 +29,15 @@ Residuals = dict[tuple[str, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    """Residuals of one shard's blocks, before and after a push in progress."""
-
     before: Residuals
     after: Residuals
 
 
 class PushCompressor:
-    """Compressor of one member's gradients. Used by one thread at a time. Only the callback of
-    `EncodedPush`, for each shard that has applied the push, may run on other threads."""
+    """Compressor of one member's gradients.
+
+    Used by one thread at a time, except for the callback of `EncodedPush`.
+    """
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()
@@ -57,11 +52,11 @@ class PushCompressor:
         gradients: Mapping[str, Tensor],
         only: Collection[int] | None = None,
     ) -> EncodedPush:
-        """Encode the gradients of every shard, or of the shards `only`. The result lacks shards
-        that compression would not make smaller: their gradients are to be sent uncompressed.
+        """Encode the gradients of every shard, or of the shards `only`.
 
-        `gradients`: on the host, contiguous and finite. Raises NonFiniteGradient, before anything
-        is sent, for a gradient that the codec cannot represent.
+        `gradients`: on the host, contiguous and finite. The result lacks shards that compression
+        would not make smaller. Raises NonFiniteGradient, before anything is sent, for a gradient
+        that the codec cannot represent.
         """
         shapes = {spec.name: torch.Size(spec.shape) for spec in shard_map.parameters}
         encoded: dict[int, EncodedGradient] = {}
@@ -126,15 +121,14 @@ class PushCompressor:
             self._residuals |= in_flight.after
 
     def restore_residuals(self, shard_ids: Iterable[int]) -> None:
-        """Restore the residuals of these shards, which did not apply the push."""
+        """Restore the residuals of shards that did not apply the push."""
         for shard_id in shard_ids:
             in_flight = self._in_flight.pop(shard_id, None)
             if in_flight is not None:
                 self._residuals |= in_flight.before
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the bytes sent with the last push and with all pushes, and the compression ratio
-        of the last push."""
+        """Return the bytes of the last push and of all pushes, and the last compression ratio."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),

@@ -1,4 +1,4 @@
-"""Counts of a member's pushes for the health report, and a log line if updates were undone."""
+"""Counts of a member's pushes, and a log line if updates were undone."""
 
 import threading
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ MAX_LISTED = 8
 
 
 class RollbackWatch:
-    """Detector of shards that were rolled back to an earlier version while members train."""
+    """Detector of shards that were rolled back to an earlier version."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
     def compare_versions(self, versions: Mapping[int, int]) -> None:
-        """Compare each shard's version with the last one seen; log one line for all rollbacks."""
+        """Log one line for all shards with a lower version than last time."""
         seen, self._seen = self._seen, dict(versions)
         back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}
         if not back:

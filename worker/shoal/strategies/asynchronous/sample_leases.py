@@ -1,4 +1,4 @@
-"""Leases of ranges of samples from the coordinator, for members that train at their own pace."""
+"""Leases of ranges of samples from the coordinator."""
 
 import threading
 import time
@@ -15,25 +15,20 @@ from shoal_proto.errors import JobFinished, RejoinError
 log = structlog.get_logger(__name__)
 
 ASK_AGAIN_S = 0.5
-"""Interval of requests while the coordinator has no range for this member, whose trainer still has
-samples."""
+"""Interval of requests if the coordinator has no range, but the member still has samples."""
 TALK_EACH_S = 2.0
-"""Longest time without a request: an answer may ask this member to give back samples, for members
-that have joined."""
+"""Longest time without a request: an answer may ask this member to give back samples."""
 MAX_HELD_RANGES = 96
-"""Number of held ranges at which this member requests no range until some are acknowledged.
-Coordinators refuse a member with 128 held ranges or more."""
+"""Limit of held ranges. Coordinators refuse a member with 128 held ranges or more."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
 
 class Leases:
-    """Iterator over ranges to train on, until the members have trained on all samples of all
-    epochs.
+    """Iterator over ranges to train on, until all samples of all epochs are trained on.
 
-    A thread leases ranges ahead and reports completed ones; iterating raises the thread's
-    errors. While this member has no range left to begin, the iterator yields None every
-    `LOOK_UP_EACH_S` or sooner.
+    A thread leases ranges ahead and reports completed ones; iterating raises the thread's errors.
+    Without a range the iterator yields None every `LOOK_UP_EACH_S` or sooner.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -48,7 +43,6 @@ class Leases:
         self._given_back: list[SampleRange] = []
         self._is_waiting = False
         self._has_none = False
-        """True if the newest answer since the trainer began to wait had no range."""
         self._is_exhausted = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -71,9 +65,8 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # There may be no range for long: other members hold the remaining samples, or no
-                # coordinator answers. The trainer gets None meanwhile, so that it can follow
-                # changes of members.
+                # There may be no range for long. The trainer gets None meanwhile, so that it can
+                # follow changes of members.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()
@@ -99,8 +92,10 @@ class Leases:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report completed ranges and give back the others. Waits up to twice `REPORT_WITHIN_S`,
-        and logs a warning if no coordinator answers in time."""
+        """Report completed ranges and give back the others.
+
+        Waits up to twice `REPORT_WITHIN_S`; logs a warning if no coordinator answers.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -133,8 +128,6 @@ class Leases:
                 self._changed.notify_all()
 
     def _await_news(self) -> bool:
-        """Wait until there is something to request or report, for at most `TALK_EACH_S`. Return
-        False if leasing is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_message, TALK_EACH_S)
             return not self._is_over
@@ -165,8 +158,6 @@ class Leases:
                 )
 
     def _attempt(self) -> SampleLease:
-        """Request a lease once. The client sends completed ranges with this attempt, and again with
-        later ones if it fails."""
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []

@@ -1,9 +1,7 @@
-"""Reserve of samples that an asynchronous member leases ahead, to train on while no coordinator
-answers.
+"""Reserve of samples that an asynchronous member leases ahead.
 
-Pure: ranges and times are arguments. A member leases as many samples as it trains on in `AHEAD_S`
-seconds. It requests more once a quarter of them is used up, so that it holds few ranges. It gives
-back samples beyond the share that the coordinator allows it.
+Pure: ranges and times are arguments. The reserve lasts while no coordinator answers. A member
+refills the reserve only below three quarters, to hold few ranges.
 """
 
 from collections import deque
@@ -17,15 +15,14 @@ AHEAD_S = 900.0
 REFILL_BELOW = 0.75
 PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
-"""Limit of the samples in one request; coordinators lease no more at a time."""
 MAX_RANGES = 64
-"""Number of ranges in the reserve at which this member requests no further range. Coordinators
-refuse a member with 128 held ranges or more."""
+"""Limit of ranges in the reserve. Coordinators refuse a member with 128 held ranges or more."""
 
 
 class Pace:
-    """Samples trained on per second, averaged with weights that decay over `PACE_WINDOW_S`. The
-    time of waiting for samples does not count."""
+    """Average pace of training, with weights that decay over `PACE_WINDOW_S`; waits do not
+    count.
+    """
 
     def __init__(self) -> None:
         self._num_samples = 0.0
@@ -46,8 +43,7 @@ class SampleReserve:
     """Ranges that are leased and not begun, in order."""
 
     def __init__(self, step_samples: int, num_samples: int, *, round_samples: int = 0) -> None:
-        """`num_samples`: samples of the job. `round_samples`: samples that are trained on between
-        two acknowledgements."""
+        """`num_samples`: samples of the job. `round_samples`: samples per acknowledgement."""
         self.step_samples = step_samples
         self._round_samples = max(round_samples, step_samples)
         self.pace = Pace()
@@ -67,20 +63,17 @@ class SampleReserve:
 
     @property
     def _least(self) -> int:
-        """Number of samples in two rounds: the current round and the next."""
         return 2 * self._round_samples
 
     @property
     def wanted(self) -> int:
-        """Number of samples to lease ahead: as many as this member trains on in `AHEAD_S`, in whole
-        steps; at most the job's samples, but at least two rounds."""
+        """Number of samples to lease ahead, for `AHEAD_S`, in whole steps; at least two rounds."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """Number of samples to request, in whole steps; 0 if the reserve has enough samples, or
-        `MAX_RANGES` ranges."""
+        """Number of samples to request, in whole steps; 0 if the reserve has enough."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0
@@ -88,8 +81,7 @@ class SampleReserve:
         return max(lacking - lacking % self.step_samples, self.step_samples)
 
     def take(self, num_samples: int) -> SampleRange | None:
-        """Remove and return the next samples to train on, at most `num_samples`; None if there are
-        none."""
+        """Remove and return the next samples, at most `num_samples`; None if there are none."""
         if not self._ready:
             return None
         first = self._ready.popleft()
@@ -107,16 +99,17 @@ class SampleReserve:
         self._ready = deque(subtract_ranges(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
-        """Remove and return the newest samples that are to be given back. `share`: the number of
-        samples that this member may hold, so that other members have their shares; if it is unknown
-        (0), nothing is removed. `num_held`: the number of samples that this member holds, including
-        those that it has begun."""
+        """Remove and return the newest samples that are to be given back.
+
+        `share`: number of samples that this member may hold; 0: unknown, nothing is removed.
+        `num_held`: number that it holds, including those that it has begun.
+        """
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []
 
     def take_all(self) -> list[SampleRange]:
-        """Remove and return all ranges, when the member leaves."""
+        """Remove and return all ranges."""
         ranges, self._ready = list(self._ready), deque()
         return ranges
 

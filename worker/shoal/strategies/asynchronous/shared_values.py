@@ -14,8 +14,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class ParameterSlot:
-    """A parameter's bytes for reading and writing: its own memory, or a staging copy on the
-    host."""
+    """A parameter's bytes for reading and writing: its own memory, or a copy on the host."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -87,8 +86,6 @@ class SharedValues:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
-    """Return the optimizer's parameters by their names in the model, each with its group index.
-    Raises InvalidSpec for a parameter that is not the model's, and DtypeMismatch."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained: dict[str, tuple[nn.Parameter, int]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -112,5 +109,5 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Param
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -4,9 +4,8 @@
 - `ssp`, stale synchronous parallel: a step of round n uses values that include every live member's
   pushes up to round n - `bound` - 1. When a push of round n is applied, no member is in a round
   beyond n + `bound`.
-- `bsp`, bulk synchronous parallel: a bound of 0, and no member pushes in a round before all have
-  pulled that round's values. So every member's push of round n is applied before any pull of round
-  n + 1, and all members compute each round on the same values.
+- `bsp`, bulk synchronous parallel: every member's push of round n is applied before any pull of
+  round n + 1, and all members compute each round on the same values.
 
 No member waits for a member that is lost, drained or without samples.
 """
@@ -30,8 +29,10 @@ class StalenessClock:
     """Clock that decides when one member's steps may begin. Used on the trainer's thread."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
-        """`bound`: in rounds, for `ssp` only; 4 by default. Raises InvalidSpec for an unknown
-        consistency, and for a bound that is out of range or not for `ssp`."""
+        """`bound`: in rounds, for `ssp` only; 4 by default.
+
+        Raises InvalidSpec for an unknown consistency, or a wrong bound.
+        """
         if consistency not in CONSISTENCIES:
             raise InvalidSpec(
                 "there is no such consistency",
@@ -78,8 +79,10 @@ class StalenessClock:
         return self._consistency != "bsp"
 
     def begin(self) -> bool:
-        """Wait until a step may begin; True if newer values must be pulled for it. Raises Drained
-        if this member was asked to leave, and what `Clock.begin` raises."""
+        """Wait until a step may begin; True if newer values must be pulled for it.
+
+        Raises Drained if this member was asked to leave, and what `Clock.begin` raises.
+        """
         with drained(), waiting:
             return self._clock.begin() if self._clock is not None else False
 
@@ -95,7 +98,7 @@ class StalenessClock:
             self._clock.finished()
 
     def rest(self) -> None:
-        """Note that this member has no samples for now: others do not wait for it. Cheap."""
+        """Note that this member has no samples for now: others do not wait for it."""
         if self._clock is not None:
             self._clock.rest()
 

@@ -1,17 +1,14 @@
 """Staleness policies: the treatment of gradients computed on values that are not the newest.
 
-The staleness of a push is the number of updates since the values that it was computed on.
-
 - "damp", the default: slows the optimizer down, more for staler gradients. For SGD the effective
   rate, lr / (1 - momentum), is divided by 2 * staleness + 1: momentum is lowered, and lr only if
-  that is not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one
-  member nothing is stale, and nothing changes. So settings found with one process also train with
-  several.
+  that is not enough. For Adam and Adagrad the rate is divided by sqrt(1 + staleness). Settings
+  found with one process also train with several.
 - "none": steps on stale gradients unchanged.
 - "scale": divides the learning rate by a staleness above 1 (Zhang et al. 2016, arXiv:1511.05950).
 - "compensate": corrects a gradient for the change of the values since it was computed (Zheng et al.
   2017, DC-ASGD, arXiv:1609.08326). A push also carries the values that it was computed on: twice
-  the bytes. Its adaptive form, the default, trains even if uncorrected delay would ruin the result.
+  the bytes.
 - "reject": refuses gradients that are too stale; the step is taken again on fresh values.
 """
 
@@ -31,8 +28,7 @@ DECAY = 0.95
 def to_policy(
     staleness: str, reject_above: int | None, compensation: float | None, *, adaptive: bool
 ) -> StalenessPolicy:
-    """Make the policy for the servers. Raises InvalidSpec for options that are unknown, out of
-    range or contradict each other."""
+    """Make the policy for the servers. Raises InvalidSpec for wrong or contradictory options."""
     if staleness not in KINDS:
         raise InvalidSpec(
             "there is no such staleness policy",

@@ -32,7 +32,7 @@ from shoal.weights.pieces import HeldWeights, replicated_weights
 
 @dataclass(frozen=True)
 class ReplicaBinding:
-    """The layout of one generation, around the script's own model and optimizer."""
+    """Layout around the script's own model and optimizer."""
 
     layout: Layout
     held_parameters: Mapping[str, Tensor]
@@ -44,9 +44,8 @@ class DDP(LayoutStrategy):
 
     `bucket_mb`: size of the buckets in which gradients are sent while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: compresses gradients for a slow network: "fp16", "bf16", "int8",
-    "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
-    docs/compression.md.
+    `compression`: compresses gradients for a slow network: "fp16", "bf16", "int8", "one-bit",
+    "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See docs/compression.md.
     """
 
     name = "ddp"
@@ -129,7 +128,6 @@ class DDP(LayoutStrategy):
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Transfer the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
             own = with_registered(self._state.collect(self.step), self._registered.current())
@@ -168,13 +166,11 @@ class DDP(LayoutStrategy):
             self._checkpoints.write_alone(self.step, self._state_shard)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the bytes that this member sent for its gradients, and the compression ratio."""
         return self._traffic.metrics()
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the whole model on the host; the same on every member after the same step."""
         return state_dict_on_host(self._model)
 
     def weights(self) -> HeldWeights:

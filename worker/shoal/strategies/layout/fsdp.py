@@ -31,12 +31,11 @@ class FSDP(ShardedStrategy):
     `min_group_bytes`: minimum size of the groups in which layers are gathered, by default chosen
     for the model; with 0 each module is gathered alone. `param_dtype` ("bf16", "fp16"): the dtype
     that layers compute in, while the optimizer keeps the parameters' own. `reduce_dtype` ("fp32",
-    ...): the dtype in which gradients are summed. The default is `param_dtype`; from torch 2.15 on
-    it is the parameters' own dtype. `elementwise_optimizer=True` states that an optimizer that is
-    not torch's updates each element from that element's gradient and state alone.
-    `cpu_offload=True`: parameters, gradients and optimizer state are in host memory, and layers are
-    copied to the GPU for their passes; no effect on models on a CPU.
-    `copies` and `copy_every_steps`: see `ShardedStrategy`.
+    ...): the dtype in which gradients are summed; by default `param_dtype`, from torch 2.15 on the
+    parameters' own. `elementwise_optimizer=True` states that an optimizer that is not torch's
+    updates each element from that element's gradient and state alone. `cpu_offload=True`:
+    parameters, gradients and optimizer state are in host memory. `copies` and `copy_every_steps`:
+    see `ShardedStrategy`.
 
     All members must run the same modules in the same order in each step.
     """
@@ -127,9 +126,8 @@ class Zero3(FSDP):
 class Zero2(FSDP):
     """Strategy "zero2": gathered parameters stay in memory until their gradients are reduced.
 
-    Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
-    the optimizer writes only this member's part, which the next step gathers. Each step saves one
-    all-gather per group, but has whole parameters in memory. Options as for `FSDP`.
+    Each step saves one all-gather per group compared with "fsdp", but has whole parameters in
+    memory. Options as for `FSDP`.
     """
 
     name = "zero2"
@@ -137,15 +135,13 @@ class Zero2(FSDP):
 
 
 class HSDP(FSDP):
-    """Strategy "hsdp": groups of `shard` members each hold a copy of the model, sharded over the
-    group as with "fsdp".
+    """Strategy "hsdp": groups of `shard` members each hold a copy of the model, sharded as with
+    "fsdp".
 
-    Layers are gathered within a group, whose members have consecutive ranks: members of one host if
-    `shard` is the number of members on a host. Each member sends only its part of the gradients to
-    other groups. If `shard` does not divide the number of members, groups are larger, so that no
-    member holds more than 1/shard of the model: with shard=4, 8 members form two groups of 4, 10
-    members two of 5, and 7 members one of 7. Fewer members than `shard` form one group, and each
-    holds more. Options as for `FSDP`.
+    Members of a group have consecutive ranks: they are on one host if `shard` is the number of
+    members on a host. Each member sends only its part of the gradients to other groups. If `shard`
+    does not divide the number of members, groups are larger: with shard=4, 10 members form two
+    groups of 5. Options as for `FSDP`.
     """
 
     name = "hsdp"

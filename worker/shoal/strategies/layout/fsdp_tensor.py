@@ -1,5 +1,4 @@
-"""2D parallel: layers are split over each group of members; a member's part is sharded by rows over
-the groups."""
+"""2D parallel: layers are split within groups of members, and sharded by rows over the groups."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +19,13 @@ from shoal_proto.numbers_given import as_index
 
 
 class FSDPTensor(FSDP):
-    """Strategy "fsdp-tensor": layers are split over groups of `tensor` members, as with "tensor",
-    and each member's part is sharded by rows over the groups, as with "fsdp".
+    """Strategy "fsdp-tensor": layers are split over groups of `tensor` members, as with "tensor".
 
-    Members of a group have consecutive ranks: they are on one host if `tensor` is the number of
-    members on a host. All members of a group work on the same samples. If `tensor` does not divide
-    the number of members, groups are smaller: with tensor=4, 8 members form two groups of 4, 9
-    members three of 3, and 7 members train as with "fsdp". `plan`, `min_split_bytes`, `sequence`:
-    see `TensorParallel`. `options`: see `FSDP`, without `cpu_offload` and `elementwise_optimizer`.
+    Each member's part is sharded by rows over the groups, as with "fsdp". Members of a group have
+    consecutive ranks, and work on the same samples. If `tensor` does not divide the number of
+    members, groups are smaller: with tensor=4, 9 members form three groups of 3. `plan`,
+    `min_split_bytes`, `sequence`: see `TensorParallel`. `options`: see `FSDP`, without
+    `cpu_offload` and `elementwise_optimizer`.
     """
 
     name = "fsdp-tensor"
@@ -43,7 +41,7 @@ class FSDPTensor(FSDP):
         sequence: bool = False,
         **options: Any,
     ) -> None:
-        """`options`: see `FSDP`. Raises InvalidSpec for options out of range or not supported."""
+        """Raises InvalidSpec for options out of range or not supported."""
         tensor = as_index("tensor", tensor)
         min_split_bytes = as_index("min_split_bytes", min_split_bytes)
         for name, value, least in (("tensor", tensor, 2), ("min_split_bytes", min_split_bytes, 0)):
@@ -71,8 +69,7 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """Return the split of layers for a world size; it can be printed before anything runs.
-        Raises what `derive` raises."""
+        """Return the split of layers for a world size. Raises what `derive` raises."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,

@@ -1,4 +1,4 @@
-"""Pipeline, data and tensor parallel at once, over a mesh that is chosen by the world size."""
+"""Pipeline, data and tensor parallel at once, over a mesh chosen by the world size."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,21 +26,21 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 STATE_FACTOR = 4
-"""Bytes of parameters, gradients and two moments (AdamW), as a multiple of parameter bytes."""
+"""Bytes of parameters, gradients and two moments, as a multiple of parameter bytes."""
 
 
 class Hybrid(ShardedStrategy):
     """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
 
-    `pipeline`, `data`, `tensor`: sizes of the mesh. Sizes that are not given are chosen by the
-    world size, see `shoal.layouts.hybrid.mesh.mesh_for`. `max_rank_bytes`: prefer meshes within
-    this limit of a member's parameters, gradients and optimizer state, which are estimated as four
-    times its parameters. `plan`, `min_split_bytes` and `elementwise_optimizer`: see
-    `TensorParallel`; with tensor=1 the optimizer may also be one that needs a whole parameter at a
-    time. The other options: see `Pipeline`.
+    `pipeline`, `data`, `tensor`: sizes of the mesh; by default chosen by the world size, see
+    `shoal.layouts.hybrid.mesh.mesh_for`. `max_rank_bytes`: prefer meshes within this limit of a
+    member's parameters, gradients and optimizer state, which are estimated as four times its
+    parameters. `plan`, `min_split_bytes` and `elementwise_optimizer`: see `TensorParallel`; with
+    tensor=1 the optimizer may also be one that needs a whole parameter at a time. The other
+    options: see `Pipeline`.
 
-    `session.forward_backward(batch, loss_function)` works on every mesh; without stages
-    (pipeline=1) a step may also call the model and `session.backward(loss)`.
+    `session.forward_backward(batch, loss_function)` works on every mesh; with pipeline=1 a step may
+    also call the model and `session.backward(loss)`.
     """
 
     name = "hybrid"

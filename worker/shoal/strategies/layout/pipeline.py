@@ -25,7 +25,7 @@ from shoal_proto.numbers_given import as_index
 
 
 class StageSplit:
-    """The user's options for the cut into stages. One object for all generations of a session."""
+    """Options for the cut into stages; one object for all generations."""
 
     def __init__(
         self, *, balance: str = "bytes", split_at: Sequence[str] | None = None, example: Any = None
@@ -52,7 +52,7 @@ class StageSplit:
         return outline, self.splitter.stage_of(outline, num_stages, costs)
 
     def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
-        """Return an outline and the stage of each segment, for a plan before any measurement."""
+        """Return an outline and the stage of each segment, before any measurement."""
         outline = self.splitter.outline(model, num_stages)
         return outline, self.splitter.stage_of(outline, num_stages)
 

@@ -28,16 +28,13 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 
 class ShardedStrategy(LayoutStrategy):
-    """A strategy whose members hold shards of the state: each generation has a new layout, which is
-    filled from the shards that its members hold.
+    """A strategy whose members hold shards of the state.
 
     The state of a lost member comes from copies that its peers keep in host memory, each on
-    `copies` other members. The first copy is made after the first step of a generation. The number
-    of steps between later copies is chosen so that copying takes at most a twentieth of the time;
-    it is at most 10. `copy_every_steps` fixes this number. Training continues while a copy is made.
-    After a loss all members roll back by at most two such intervals, and train on the same samples
-    again.
-    With `copies=0`, only a checkpoint makes sure that training survives a loss.
+    `copies` other members. `copy_every_steps`: number of steps between copies; by default so many
+    that copying takes at most a twentieth of the time, but at most 10. After a loss all members
+    roll back by at most twice this number. With `copies=0`, training survives a loss only with a
+    checkpoint.
     """
 
     state_is_spread = True
@@ -113,14 +110,11 @@ class ShardedStrategy(LayoutStrategy):
         return layout
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
-        """Return this member's state after the last committed step."""
         self._transaction.snapshot.settle_buffers()
         own = with_registered(binding.collect(self.step), self._registered.current())
         return self._checkpoints.samples.add_position(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """Return, within a step, the state of `_collect` without the script's changes in the step.
-        Raises GenerationBroken if `StepSnapshot.state_at_step_start` does."""
         with self._transaction.snapshot.state_at_step_start(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())
@@ -134,9 +128,10 @@ class ShardedStrategy(LayoutStrategy):
         held: list[StateShard],
         binding: OptimizerBinding,
     ) -> StateShard:
-        """Return the newest state that the members hold together. If they hold no whole state, or
-        only that of step 0, return the newest checkpoint's, if there is one. Raises StateLost if
-        there is no checkpoint and the members hold no whole state."""
+        """Return the newest state that the members hold together, or else the newest checkpoint's.
+
+        A checkpoint also replaces a state of step 0.
+        """
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):

@@ -1,9 +1,7 @@
-"""The steps of the strategies whose members compute with a layout: DDP, ZeRO, FSDP and all other
-synchronous ones except local SGD.
+"""The steps of the strategies whose members compute with a layout.
 
-The rules of a step exist once, in this class: the order of passes, votes, reduction, checks, update
-and commit. A layout computes; `SynchronousStrategy` forms the groups, and `StepTransaction` commits
-a step or undoes it.
+These are all synchronous strategies except local SGD. `LayoutStrategy` has the order of passes,
+votes, reduction, checks, update and commit.
 """
 
 from abc import abstractmethod
@@ -56,8 +54,7 @@ class LayoutBinding(Protocol):
 class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
-    A subclass sets `_binding` in `_bring_up`, with the state that the generation starts from, and
-    clears it in `_release_training`.
+    A subclass sets `_binding` in `_bring_up`, and clears it in `_release_training`.
     """
 
     carries = True
@@ -76,16 +73,13 @@ class LayoutStrategy(SynchronousStrategy):
 
     @abstractmethod
     def _keep_model(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Keep what the generations need of the model and the optimizer; `distribute` calls it.
-        Raises what `distribute` raises."""
+        """Keep what the generations need of the model and the optimizer."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error if the strategy cannot train this model with this optimizer. `distribute`
-        calls it after checks of layers, optimizer and hooks; a plan calls it without those checks.
-        """
+        """Raise an error if the strategy cannot train this model with this optimizer."""
 
     def options(self) -> Mapping[str, str]:
-        """Options of the strategy that all members must have in common, for the proposal."""
+        """Options that all members must have in common, for the proposal."""
         return {}
 
     def _refuse_weights(self) -> None:
@@ -123,8 +117,7 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def check_layers(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error for layers, hooks or an optimizer with which several ranks would not train
-        the same model as one process, with or without a session."""
+        """Raise an error for what several ranks would not train alike. Needs no session."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, model)
         refuse_parameter_hooks(model)
@@ -153,7 +146,6 @@ class LayoutStrategy(SynchronousStrategy):
         )
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        """Lay out the model, or each of several models."""
         if not isinstance(model, SeveralModels):
             return self.lay_out(model, world)
         layouts: dict[str, Layout] = {}
@@ -214,8 +206,9 @@ class LayoutStrategy(SynchronousStrategy):
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
-        """Begin the layout's step. Called at the first forward pass, which then raises errors of
-        the group."""
+        """Begin the layout's step at the first forward pass, which then raises errors of the
+        group.
+        """
         if not self._begun:
             self._begun = True
             self._before_first_pass()
@@ -236,7 +229,6 @@ class LayoutStrategy(SynchronousStrategy):
             layout.backward(loss, weight)
 
     def _activate(self, optimizers: frozenset[str]) -> Layout:
-        """Activate these optimizers' models, if there are several; return the layout."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout.active = self._transaction.models(optimizers)
@@ -256,8 +248,6 @@ class LayoutStrategy(SynchronousStrategy):
             layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """Reduce and check the gradients that these optimizers use; return the layouts. Raises
-        InvalidSpec if some gradients are not reduced, and what `Layout.check` raises."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()
@@ -307,8 +297,6 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """Settle as `_settle` does. If possible, a member's vote also says if its gradients are
-        finite."""
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults
         # Not possible if the gradients of weighted losses still have to be scaled.
@@ -334,7 +322,6 @@ class LayoutStrategy(SynchronousStrategy):
         return clip(layout, max_norm)
 
     def _clip_chosen(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the chosen optimizers' parameters, if there are several."""
         layout = self._gradients_of(self._transaction.take("session.clip_grad_norm"))
         self._transaction.agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._transaction.parameters(self._optimizer)}

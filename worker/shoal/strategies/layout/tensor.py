@@ -26,12 +26,11 @@ class TensorParallel(ShardedStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
-    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: a module with smaller
-    weights stays whole, and so does a pair of modules whose weights together are smaller, unless
-    `plan` names them or they are tied to a larger module. `sequence=True`: between split layers of
-    a block each member computes only its positions of the sequence.
-    `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
-    element of a parameter separately.
+    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: a module, or a pair of
+    modules, with smaller weights stays whole, unless `plan` names it or it is tied to a larger
+    module. `sequence=True`: between split layers of a block each member computes only its positions
+    of the sequence. `elementwise_optimizer=True` states that an optimizer that is not torch's own
+    treats each element of a parameter separately.
     """
 
     name = "tensor"
@@ -60,8 +59,7 @@ class TensorParallel(ShardedStrategy):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """Return the split of the model over `degree` members; it can be printed before anything
-        runs. Raises what `derive` raises."""
+        """Return the split of the model over `degree` members. Raises what `derive` raises."""
         return derive(
             model,
             degree,
@@ -71,8 +69,10 @@ class TensorParallel(ShardedStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`. Raises InvalidSpec for a
-        `SelfSplittingModule`."""
+        """See `shoal.planning.figures.PlannableStrategy`.
+
+        Raises InvalidSpec for a `SelfSplittingModule`.
+        """
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model splits its layers itself, so their costs cannot be computed beforehand",

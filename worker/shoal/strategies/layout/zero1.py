@@ -21,16 +21,10 @@ from shoal.torch_private.replicated_module import bucket_size
 class Zero1(ShardedStrategy):
     """Strategy "zero1": as "ddp", with about 1/n of the optimizer's state on each of n members.
 
-    Parameters stay whole, for optimizers that need a whole parameter at a time; see
-    `shoal.layouts.zero1.Zero1Layout`.
-
-    `bucket_mb`: size of the buckets in which gradients are sent while backward still runs.
-    `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: compresses gradients for a slow network, as for `shoal.DDP`.
-    `per_parameter_optimizer=True` states that an optimizer that is not torch's own updates each
-    parameter by that parameter's gradient and state alone.
-    `copies`, `copy_every_steps`: copies of a member's optimizer state on other members, see
-    `ShardedStrategy`.
+    Parameters stay whole, for optimizers that need a whole parameter at a time. `bucket_mb`,
+    `find_unused_parameters` and `compression`: see `DDP`. `per_parameter_optimizer=True` states
+    that an optimizer that is not torch's own updates each parameter by that parameter's gradient
+    and state alone. `copies`, `copy_every_steps`: see `ShardedStrategy`.
     """
 
     name = "zero1"
@@ -82,8 +76,9 @@ class Zero1(ShardedStrategy):
         refuse_loss_weights(self._compression)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the bytes that this member sent for its gradients, and the compression ratio. The
-        parameters that owners broadcast after a step are not included."""
+        """Return the bytes sent for gradients, without broadcast parameters, and the compression
+        ratio.
+        """
         return self._traffic.metrics()
 
     def figures(self, subject: PlanInput) -> Plan:

@@ -1,2 +1,1 @@
-"""Strategies whose members train their own copies of the model and average them at the end of each
-round."""
+"""Strategies whose members train their own copies of the model and average them each round."""

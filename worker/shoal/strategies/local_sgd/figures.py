@@ -35,7 +35,6 @@ class OuterLoopFigures:
         )
 
     def _stepped(self) -> dict[str, Tensor]:
-        """Parameters that the optimizer may change, by name."""
         optimizer, parameters = self._subject.optimizer, self._subject.parameters
         if optimizer is None:
             return {name: p for name, p in parameters.items() if p.requires_grad}
@@ -43,7 +42,6 @@ class OuterLoopFigures:
         return {name: p for name, p in parameters.items() if p in own}
 
     def _means(self) -> dict[str, Tensor]:
-        """Buffers that are averaged too, such as running statistics."""
         return {name: buffer for name, buffer in self._buffers.items() if has_mean(buffer)}
 
     def _rank(self) -> RankFigures:
@@ -81,7 +79,6 @@ class OuterLoopFigures:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor], int]]:
-    """Group tensors into messages: (names, tensors, bytes in fp32 or wider)."""
     messages = []
     for names in buckets(tensors):
         own = [tensors[name] for name in names]

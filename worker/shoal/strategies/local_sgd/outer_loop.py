@@ -1,9 +1,7 @@
-"""The end of a round in which each member trained its own copy of the model: all agree on one state
-again.
+"""The end of a round in which each member trained its own copy of the model.
 
-All members started the round from the same parameters, and each took its own steps on its own
-samples. The members' changes are averaged, and an outer step applies the mean to the parameters
-from which the round started.
+The members' changes since the start of the round are averaged, and an outer step applies the mean
+to the parameters from that start.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,15 +25,13 @@ from shoal_proto.errors import InternalError, NonFiniteGradient
 
 BUCKET_BYTES = 32 * 1024 * 1024
 _VELOCITY = "/outer_velocity"
-"""Suffix of the velocity's name in a state, among the parameter's optimizer state."""
 
 
 class OuterLoop:
     """A member's side of its rounds, and the state agreed on at the end of the last round.
 
-    That state consists of copies of the model and of the optimizer's state, and of the outer
-    velocity, which changes only when a round ends. Changes are computed relative to it, a broken
-    round is rolled back to it, and a joining member receives it.
+    Changes are computed relative to that state, a broken round is rolled back to it, and a joining
+    member receives it.
     """
 
     def __init__(
@@ -62,15 +58,16 @@ class OuterLoop:
 
     @property
     def agreed(self) -> StateShard:
-        """The last state agreed on. Its model is the same on all members, its optimizer state each
-        member's own. Raises InternalError if no state was agreed on."""
+        """The last state agreed on. Raises InternalError if there is none.
+
+        The optimizer state in it is each member's own.
+        """
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """Copy this member's present state over the last state agreed on. The model is the same on
-        all members; the optimizer's state is each member's own."""
+        """Copy this member's present state over the last state agreed on."""
         self._agreed = self.state.capture(step, self._agreed)
 
     def roll_back(self) -> None:
@@ -80,16 +77,15 @@ class OuterLoop:
     def save_optimizer_state(self, step: int) -> None:
         """Keep this member's own optimizer state at the end of a round, in host memory.
 
-        If the round then ends on another member but breaks here, `take` restores this state with
-        that member's weights. It is valid until the next `regroup`.
+        If the round ends on another member but breaks here, `take` restores this state with that
+        member's weights. Valid until the next `regroup`.
         """
         now = self.state.collect(step)
         own = {name: shard for name, shard in now.shards.items() if name.startswith(OPTIM)}
         self._set_aside = replace(now, shards=own).copied()
 
     def regroup(self) -> None:
-        """Note that the group of members has changed: discard the optimizer state that was set
-        aside, and the compressor's state that must be the same on all members."""
+        """Discard the saved optimizer state, and the compressor's state of the group."""
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
@@ -102,8 +98,11 @@ class OuterLoop:
         return self._with_velocity(replace(self.agreed, values=values))
 
     def take(self, given: StateShard) -> None:
-        """Restore another member's `outgoing` state, with this member's own optimizer state if that
-        was set aside at the same step. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+        """Restore another member's `outgoing` state, with the optimizer state saved at the same
+        step.
+
+        Raises ShapeMismatch or DtypeMismatch if the state does not fit.
+        """
         kept = self._set_aside
         if kept is not None and kept.step == given.step:
             others = {
@@ -128,7 +127,9 @@ class OuterLoop:
 
     def adopt(self, state_shard: StateShard) -> None:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
-        Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+
+        Raises ShapeMismatch or DtypeMismatch if it does not fit.
+        """
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
         velocity = {
             path: state_shard.shards[_velocity_path(path)]
@@ -154,9 +155,9 @@ class OuterLoop:
         """End a round at `step`; all members have the same model afterwards. Collective.
 
         `weight`: this member's share of the mean, times the number of members. `check` raises
-        GenerationBroken if a collective may have ended with only a part of its result. After a
-        failure the caller can roll back. Raises NonFiniteGradient on the member at fault, or on all
-        if only the sum is not finite.
+        GenerationBroken if a collective may be incomplete. After a failure the caller can roll
+        back. Raises NonFiniteGradient on the member at fault, or on all if only the sum is not
+        finite.
         """
         if self._compressor is not None:
             # The compressor keeps the residual of the last round only if that round was agreed on.
@@ -182,22 +183,21 @@ class OuterLoop:
         self._velocity |= velocity
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
         named = self._model.named_parameters()
         return {MODEL + name: p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are averaged, such as this member's running statistics."""
         named = self.state.buffers()
         return {name: buffer for name, buffer in named.items() if has_mean(buffer)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> dict[str, Tensor]:
-        """Return parameters that are not in the optimizer but were written to by the script, on any
-        member: a teacher's moving average, for example. Collective if there are parameters that are
-        not in the optimizer."""
+        """Return parameters outside the optimizer that the script wrote to on any member.
+
+        Collective if there are any outside the optimizer.
+        """
         named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}
         if not others:
@@ -213,8 +213,7 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from the first rank, which had the
-        most samples."""
+        """Broadcast integer buffers, which have no mean, from rank 0, which had most samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -224,7 +223,6 @@ class OuterLoop:
     def _changes(
         self, tensors: Mapping[str, Tensor], step: int, weight: float
     ) -> Iterator[PackedTensors]:
-        """Yield this member's weighted changes, one bucket at a time."""
         for names in buckets(tensors):
             changes = [_change(tensors[name], self._before(name)) * weight for name in names]
             _check_finite(dict(zip(names, changes, strict=True)), step, "this member's own change")
@@ -234,9 +232,6 @@ class OuterLoop:
     def _means_of(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """All-reduce this member's weighted changes, one bucket at a time; return the means by
-        name, flattened: views of the buckets. Collective. Raises NonFiniteGradient from `changes`.
-        """
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
@@ -259,7 +254,8 @@ class OuterLoop:
         means: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Move the model by the mean changes, which are removed from `means`; return the new
-        velocity."""
+        velocity.
+        """
         velocity = {}
         for name, parameter in parameters.items():
             # Removed: the new velocity needs as much memory, and the old one is kept meanwhile.
@@ -272,7 +268,6 @@ class OuterLoop:
         return velocity
 
     def _before(self, name: str) -> Tensor:
-        """Return a tensor's value at the end of the last round."""
         return self.agreed.shards[name].tensor
 
 
@@ -308,8 +303,11 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
 
 
 def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield runs of names, in order. The tensors of a run are on one device, are summed in one
-    dtype, and have at most `BUCKET_BYTES` together, unless the run is a single tensor."""
+    """Yield runs of names, in order.
+
+    The tensors of a run are on one device, are summed in one dtype, and have at most `BUCKET_BYTES`
+    together, unless the run is a single tensor.
+    """
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():
@@ -326,7 +324,6 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _check_finite(changes: Mapping[str, Tensor], step: int, what: str) -> None:
-    """Raise NonFiniteGradient unless all changes are finite; waits for a GPU once."""
     if not are_finite(list(changes.values())):
         for name, change in changes.items():
             if not is_finite(change):

@@ -1,12 +1,8 @@
-"""Local SGD and DiLoCo: each member trains its own copy of the model, and the copies are averaged
-at the end of a round.
+"""Local SGD and DiLoCo: members train their own copies, which are averaged at the end of a round.
 
-A round ends when the number of steps is a multiple of `every_steps`, at the job's final step, when
-a checkpoint is due, and when the generation stops by agreement. If a round ends early because a
-member joins, the steps taken in it count, and none is rolled back. If a member is lost in a round,
-its work in this round is lost, and the survivors' copies differ. So all members roll back to the
-end of the last round and train on the same samples again; each sample counts once in the agreed
-steps.
+A round ends every `every_steps` steps, at the job's final step, when a checkpoint is due, and when
+the generation stops by agreement. If a member is lost, all members roll back to the end of the last
+round.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -55,27 +51,24 @@ _PLAIN = OuterStep()
 
 
 class Round:
-    """A member's steps since the last round ended: their weights and hyperparameters, and the
-    callbacks for their acknowledgement."""
+    """A member's steps since the last round ended."""
 
     def __init__(self) -> None:
         self.applied: dict[int, Values] = {}
-        """The hyperparameters of each step."""
         self.conflict = ""
-        """The difference between a repeated step and its first attempt; empty if there is none."""
+        """See `Hyperparameters.conflict`."""
         self.weight = 0.0
-        """Weight of the step in progress, as in `mean_weight`."""
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
 
     def note(self, step: int, hyper: Hyperparameters) -> None:
-        """Note that step number `step` is about to be taken, with the present hyperparameters."""
+        """Note that this step is about to be taken, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
         self.applied[step] = hyper.current_values()
 
     def stepped(self, acknowledged: Callable[[], None]) -> None:
-        """Note that a step was taken; `acknowledged` is called when its round has ended."""
+        """Note that a step was taken; `acknowledged` is called when its round ends."""
         self._weights += self.weight
         self._unacknowledged.append(acknowledged)
 
@@ -84,7 +77,7 @@ class Round:
         return self._weights / num_steps
 
     def end(self) -> None:
-        """End the round, which all members have agreed on: acknowledge its steps."""
+        """End the round: acknowledge its steps."""
         self.applied.clear()
         self._weights = 0.0
         while self._unacknowledged:
@@ -102,14 +95,13 @@ class LocalSGD(SynchronousStrategy):
     """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
-    weight is its share of the round's batches, averaged over its steps. The model's running
-    statistics are averaged with the parameters. Each member keeps its own optimizer state. A member
-    that joins starts with a copy of another member's.
+    weight is its share of the round's batches. The model's running statistics are averaged too.
+    Each member keeps its own optimizer state; a joining member starts with a copy of another
+    member's.
 
     A committed step may be rolled back until its round ends, so `session.step_number` may decrease
     after a loss. A learning rate has to depend on this number, not on a counter of the script.
-
-    `compression`: compresses the changes of a round, as for `shoal.DDP`.
+    `compression`: as for `shoal.DDP`.
     """
 
     name = "local-sgd"
@@ -167,8 +159,6 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the newest state agreed on to the members that lack it; at step 0 read a checkpoint,
-        if there is one."""
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
@@ -271,7 +261,6 @@ class LocalSGD(SynchronousStrategy):
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _end_round(self, group: dist.ProcessGroup) -> None:
-        """End the round, if it has any steps. Collective."""
         num_steps = self.step - self._outer_loop.agreed.step
         if not num_steps:
             return
@@ -295,8 +284,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the model as of the end of the last round, on the host: within a round the
-        members' copies differ."""
+        """Return the model as of the end of the last round, on the host."""
         further = tied(self._model)
         agreed = self._outer_loop.agreed.shards
         names = list(self._model.state_dict(keep_vars=True))

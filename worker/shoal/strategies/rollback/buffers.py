@@ -12,7 +12,6 @@ from shoal.torch_private.tensors import foreach_copy_
 from shoal_proto.errors import InvalidSpec
 
 _Table = dict[str, Tensor | None]
-"""The dict in which a module keeps its buffers."""
 
 
 class StepBuffers:
@@ -23,19 +22,19 @@ class StepBuffers:
         self.lasting = PersistentBuffers(None)
         self._all_tables: list[_Table] = []
         self._num_buffers = 0
-        """Number of buffers of all modules at the last walk over the modules."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
         """Tables with transient buffers (not in the model's state_dict), and the buffers' names."""
         self._names_by_id: Mapping[int, str] = {}
-        """Names of transient buffers in the model, by the buffer's id."""
         self._refusal: InvalidSpec | None = None
 
     def begin(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step. Returns the persistent buffers, and the transient ones. Raises what
-        `PersistentBuffers.settle` raises, or the error that `forget` has kept."""
+        """Begin a step; return the persistent buffers and the transient ones.
+
+        Raises what `PersistentBuffers.settle` raises, or the error that `forget` has kept.
+        """
         if self._refusal is not None:
             raise self._refusal
-        # A walk over the modules of a model takes longer than all else at the beginning of a step.
+        # A walk over the modules takes longer than all else at the beginning of a step.
         if self._model is not model:
             self._scan(model)
         elif sum(map(len, self._all_tables)) != self._num_buffers:
@@ -65,7 +64,7 @@ class StepBuffers:
         }
 
     def names_of(self, buffers: Iterable[Tensor]) -> list[str]:
-        """Return the names of the transient buffers of the model among these buffers."""
+        """Return the names of the transient buffers among these buffers."""
         return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
@@ -82,15 +81,14 @@ class StepBuffers:
 class PersistentBuffers:
     """The persistent buffers of a model, which stay the same tensors throughout training.
 
-    A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. Code
-    that collects the model's state refers to the first tensor, so the new value is copied into it.
+    A module may replace a buffer, as `self.count = self.count + 1` does: the new value is copied
+    into the first tensor.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._entries: list[Tensor] = []
-        """A buffer for each (table, name), in their order; tied ones occur several times."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
                 if buffer is not None and name not in transient_buffers(part):
@@ -103,7 +101,7 @@ class PersistentBuffers:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
         Raises InvalidSpec if a buffer was removed, or if its replacement has another shape or dtype
-        (members that join have the original) or differs between the uses of a tied buffer.
+        or differs between the uses of a tied buffer.
         """
         if not self._entries:
             return

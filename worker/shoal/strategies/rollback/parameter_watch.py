@@ -15,12 +15,13 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""Elements are compared every `EVERY_STEPS` steps, each time for 1/`NUM_TURNS` of the parameters.
-The number of turns is a prime, because scripts may write at regular intervals."""
+"""Elements are compared every `EVERY_STEPS` steps, for 1/`NUM_TURNS` of the parameters.
+
+`NUM_TURNS` is a prime, because scripts may write at regular intervals.
+"""
 NUM_ELEMENTS = 4
-"""Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""Value of `EVERY_STEPS` for parameters on a GPU, because a comparison waits for the GPU."""
+"""Larger, because a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -31,10 +32,9 @@ def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OwnParts:
-    """Parts of some parameters on this member, in the memory that they have in this generation.
+    """Parts of some parameters on this member, in this generation's memory.
 
-    A module's own tensors may differ from these: parameters that are gathered for a pass are in
-    temporary memory. Quantised and sparse parameters are left out, see `_is_plain`.
+    Quantised and sparse parameters are left out.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -66,7 +66,6 @@ class OwnParts:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """True if the tensor has its own elements in memory, unlike quantised weights."""
     wraps = hasattr(parameter, "__tensor_flatten__") and not isinstance(parameter, DTensor)
     return parameter.layout is torch.strided and not wraps
 
@@ -74,10 +73,9 @@ def _is_plain(parameter: Tensor) -> bool:
 class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
-    torch counts writes, except writes through `.data` and writes of `torch._foreach` functions to
-    DTensors. So a few elements of parameters are compared too: of all parameters with `closely`,
-    else of some parameters in some steps. On a GPU, where a comparison waits, elements are compared
-    less often. An uncounted write that leaves these elements unchanged goes unnoticed.
+    torch does not count writes through `.data`, nor by `torch._foreach` functions to DTensors. So a
+    few elements are compared too: of all parameters with `closely`, else of some parameters in some
+    steps. An uncounted write that leaves these elements unchanged goes unnoticed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -105,7 +103,6 @@ class ParameterWatch:
         return changed
 
     def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
-        """Return the slice of parameters that is compared now."""
         num, every = samples.num, EVERY_STEPS_ON_GPU if samples.waits else EVERY_STEPS
         turn, rest = divmod(self._num_steps, every)
         if closely or rest:
@@ -115,7 +112,6 @@ class ParameterWatch:
 
 
 def _alike(own: OwnParts) -> Iterable[Mapping[str, Tensor]]:
-    """Group the parameters by device; on a GPU by dtype too."""
     alike: dict[tuple[torch.device, torch.dtype | None], dict[str, Tensor]] = {}
     for name, part in zip(own.parameters, own.all(), strict=True):
         key = (part.device, None if is_on_host(part) else part.dtype)
@@ -129,10 +125,7 @@ def _samples_of(alike: Mapping[str, Tensor]) -> "_Samples":
 
 
 class _Samples(ABC):
-    """Samples of the elements of one device's parameters, and the parameters' addresses."""
-
     waits: ClassVar[bool]
-    """True if a comparison waits for a GPU."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._own = OwnParts(parameters)
@@ -146,11 +139,9 @@ class _Samples(ABC):
 
     @property
     def num(self) -> int:
-        """Number of parameters."""
         return len(self._names)
 
     def changed(self, turn: slice) -> set[str]:
-        """Return the names of the parameters in this slice with other elements or addresses."""
         names, known = self._names[turn], self._addresses[turn]
         if not names:
             return set()
@@ -210,8 +201,7 @@ class _OnDevice(_Samples):
 
 
 def _elements(own: Tensor) -> Tensor:
-    """Return a view of a few adjacent elements: separate ones take four times as long to
-    concatenate."""
+    """Return a view of a few elements; adjacent ones take a quarter of the time to concatenate."""
     held = own.detach()
     if not held.numel():
         return held.reshape(-1)

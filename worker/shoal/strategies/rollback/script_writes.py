@@ -1,4 +1,4 @@
-"""Writes of a script, within a step, to parameters and to the state of optimizers."""
+"""Writes of a script, within a step, to parameters and optimizers' state."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,43 +15,36 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved. One would not suffice: a teacher (a moving
-average) that began as a copy changes only in the second step, or in the third if the first has a
-learning rate of 0."""
+"""Number of steps in which each parameter is saved: a teacher that began as a copy may change only
+in the third.
+"""
 
 CopyOf = Callable[[object], Tensor | None]
-"""Function that returns a tensor's copy from the beginning of the step; None if there is none."""
 
 
 class ParameterWrites:
-    """Writes of a script to parameters within a step: by sharpness-aware minimisation between two
-    passes, for example, or by a model that updates a teacher in its forward pass.
+    """Writes of a script to parameters within a step, as in sharpness-aware minimisation.
 
-    A script without such writes should not pay for copies. In the first steps all parameters are
-    saved when a step begins, which covers scripts that write from the start. Later only parameters
-    that the script has written to are saved; the others are watched for writes. The first write to
-    a watched parameter cannot be undone; in later steps, writes to it can.
+    In the first steps all parameters are saved. Later only parameters that the script has written
+    to are saved; the others are watched. The first write to a watched parameter cannot be undone.
     """
 
     def __init__(self) -> None:
         self._parameters: Mapping[str, Tensor] = {}
         self._watch = ParameterWatch({})
         self._num_steps: dict[str, int] = {}
-        """Number of steps in which a parameter was saved, up to `FIRST_STEPS`; in all
-        generations."""
+        """Number of steps in which a parameter was saved, in all generations."""
         self._names: set[str] = set()
         """Parameters that the script has written to, in all generations."""
         self._saved: list[Tensor] = []
-        """The parameters of these names."""
         self._fresh: dict[str, Tensor] = {}
-        """Other parameters that are saved, as these are their first steps."""
         self._is_planned = self._is_watched = False
         self._is_updated = False
-        """True if the session has changed parameters since the step began."""
 
     def begin(self, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a step. Returns two lists of parameters to be saved: parameters that the script has
-        written to, and parameters in their first steps."""
+        """Begin a step; return the written parameters and those in their first steps, to be
+        saved.
+        """
         if parameters is not self._parameters:
             self._parameters, self._is_planned = parameters, False
         if not self._is_planned:
@@ -61,7 +54,6 @@ class ParameterWrites:
         return self._saved, list(self._fresh.values())
 
     def _plan(self) -> None:
-        """Choose the parameters that are saved, and those that are watched."""
         held = OwnParts(self._parameters).parameters
         watched = {name: each for name, each in held.items() if name not in self._names}
         self._saved = [each for name, each in held.items() if name in self._names]
@@ -91,8 +83,7 @@ class ParameterWrites:
         self._is_watched = True
 
     def settle(self, copy_of: CopyOf) -> None:
-        """Note, after `written`, that until the step is committed only the optimizer changes
-        parameters."""
+        """Note, after `written`, that only the optimizer changes parameters until the commit."""
         self._is_watched = False
         fresh = {name: each for name, each in self._fresh.items() if name not in self._names}
         if not fresh:
@@ -111,7 +102,6 @@ class ParameterWrites:
 
 @torch.no_grad()
 def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
-    """Return the names of parameters that differ from their copies."""
     pairs = zip(own_parts(list(parameters.values())), parameters.values(), strict=True)
     copies = ((part, copy_of(each)) for part, each in pairs)
     are_as_begun = [
@@ -123,23 +113,18 @@ def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
 
 
 class StateWrites:
-    """Writes of a script to optimizers' state within a step: to reset momentum, for example, or to
-    keep the original of weights that it perturbs.
+    """Writes of a script to optimizers' state within a step, such as a reset of momentum.
 
-    To undo a step, the objects that were in the state when it began are put back. Tensors that the
-    script writes to in place, by torch's count of writes, are saved at the beginning of each later
-    step. The first write in place cannot be undone.
+    To undo a step, the objects from its beginning are put back. Tensors that the script writes to
+    in place are saved in each later step. The first write in place cannot be undone.
     """
 
     def __init__(self) -> None:
         self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
-        """The state when the step began."""
         self._contents: list[object] = []
-        """All optimizers, keys and values in that state, in order."""
         self._keys: list[str] = []
         self._tensors: list[Tensor] = []
         self._num_writes: list[int] = []
-        """The tensors in that state, their keys, and the number of writes to each."""
         self._written: set[str] = set()
         """Keys of state that the script has written to in place, in all generations."""
         self._are_counted = False
@@ -157,7 +142,6 @@ class StateWrites:
         return [each for key, each in pairs if key in self._written]
 
     def _note_objects(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the state's objects, which differ from the objects at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
@@ -173,8 +157,7 @@ class StateWrites:
         return list(map(num_writes, self._tensors))
 
     def written(self) -> list[Tensor]:
-        """Return the tensors that were written to in place; they are saved at the beginning of each
-        later step."""
+        """Return the tensors that were written to in place; later steps save them."""
         now = self._counts()
         if now == self._num_writes:
             return []
@@ -189,10 +172,10 @@ class StateWrites:
 
     @contextmanager
     def state_at_step_start(self, copy_of: CopyOf) -> Iterator[None]:
-        """Return a context in which optimizers have the objects that were in their state when the
-        step began. A tensor for which `copy_of` returns a saved copy is replaced by the copy; a
-        tensor without a copy has its present contents. At the end of the context the present state
-        is put back."""
+        """Return a context in which optimizers have the state from the step's beginning.
+
+        A tensor without a copy keeps its present contents.
+        """
         present = [(each, dict(each.state)) for each, _ in self._begun]
         _set_state(self._begun, copy_of)
         try:
@@ -214,7 +197,6 @@ def _set_state(
     states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
     copy_of: CopyOf = lambda _: None,
 ) -> None:
-    """Set the state of optimizers; a tensor that has a copy is replaced by its copy."""
     for optimizer, state in states:
         optimizer.state.clear()
         for parameter, values in state.items():

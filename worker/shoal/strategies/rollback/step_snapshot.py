@@ -1,9 +1,7 @@
 """Snapshot of what a step writes, as of the step's beginning, so that the step can be undone.
 
-Only the first few steps copy a whole model. Later steps save the tensors that a step is known to
-write: buffers, and tensors that the script has written to before. Other parameters and the
-optimizer's state are watched for writes. The optimizer itself steps only once all members take the
-step.
+Only the first few steps copy a whole model. Later steps save what was written before, and watch the
+rest for writes.
 """
 
 from collections import Counter
@@ -30,24 +28,21 @@ log = structlog.get_logger(__name__)
 HOST = torch.device("cpu")
 _OUTLINE = attrgetter("shape", "dtype", "device")
 PART_OF_FREE_MEMORY = 8
-"""Copies of the first steps may take 1/8 of a GPU's free memory: gradients, the optimizer's state
-and activations are allocated later."""
+"""Copies may take 1 / `PART_OF_FREE_MEMORY` of a GPU's free memory."""
 
 
 class StepSnapshot:
     """Everything that a step writes to a model and its optimizers, as of the step's beginning.
 
     `begin` opens the step. The step ends with `restore`, which undoes it; or with `settle`, the
-    optimizer's own step, and `commit`. One object for all steps.
+    optimizer's own step, and `commit`.
     """
 
     def __init__(self) -> None:
         self.is_open = False
-        """True from `begin` until the step is settled or undone."""
         self.is_whole = True
-        """True if the tensors belong to a committed step, or to a step that can be undone."""
+        """True if the tensors belong to a committed step, or to one that can be undone."""
         self._is_lost = False
-        """True if the script has written to a tensor that is not saved, in this step."""
         self._saved = SavedTensors()
         self._buffers = StepBuffers()
         self._parameters = ParameterWrites()
@@ -59,8 +54,11 @@ class StepSnapshot:
         parameters: Mapping[str, Tensor],
         optimizers: Collection[Optimizer] = (),
     ) -> None:
-        """Begin a step. `parameters`: all parameters as this member holds them, not gathered; the
-        same mapping in all steps of a generation. Raises InvalidSpec if `settle_buffers` does."""
+        """Begin a step. Raises InvalidSpec if `settle_buffers` does.
+
+        `parameters`: all of this member's, not gathered; the same mapping in all steps of a
+        generation.
+        """
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
         state = self._state.begin(optimizers)
@@ -77,7 +75,9 @@ class StepSnapshot:
     @contextmanager
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which these optimizers step before the end of the session's step.
-        `held`: this member's tensors that the optimizers may change."""
+
+        `held`: this member's tensors that the optimizers may change.
+        """
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
         self._parameters.pause()
@@ -86,8 +86,7 @@ class StepSnapshot:
         self._state.resume()
 
     def check_buffers(self, step: int) -> None:
-        """Raise InvalidSpec if a pass of this step has changed a buffer outside the model's
-        state_dict. `step`: the number of committed steps before it."""
+        """Raise InvalidSpec if a pass of this step has changed a buffer outside the state_dict."""
         if changed := self._buffers.names_of(self._saved.changed_constants()):
             raise InvalidSpec(
                 f"the model has changed buffers in step {step} that are not in its state_dict",
@@ -105,8 +104,9 @@ class StepSnapshot:
         self._buffers.lasting.settle()
 
     def settle(self) -> None:
-        """End the part of the step that can be undone: until `commit` the session changes the
-        model. Raises InvalidSpec if `settle_buffers` does."""
+        """End the part of the step that can be undone. Raises InvalidSpec if `settle_buffers`
+        does.
+        """
         self._buffers.lasting.settle()
         self._note()
         if self.is_open:
@@ -118,8 +118,10 @@ class StepSnapshot:
         self.is_whole = True
 
     def restore(self) -> None:
-        """Undo the step in progress, unless it is settled. Afterwards `is_whole` is False if the
-        script has written to a tensor that is not saved."""
+        """Undo the step in progress, unless it is settled.
+
+        Afterwards `is_whole` is False if the script has written to a tensor that is not saved.
+        """
         if not self.is_open:
             return
         # Note the script's writes first: restoring writes to the tensors too.
@@ -151,10 +153,11 @@ class StepSnapshot:
 
     @contextmanager
     def state_at_step_start(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Return a context in which optimizers have their state from when the step began. It yields
-        copies, from that time, of the held tensors that may have changed since. Raises
-        GenerationBroken if the script has written to a tensor that is not saved: this member no
-        longer holds the state of the last committed step."""
+        """Return a context in which optimizers have their state from when the step began.
+
+        Yields copies of the held tensors that may have changed since. Raises GenerationBroken if
+        the script has written to a tensor that is not saved.
+        """
         self._note(closely=True)
         if self._is_lost:
             raise GenerationBroken(
@@ -175,27 +178,27 @@ class StepSnapshot:
 
 
 class SavedTensors:
-    """Copies of tensors from the beginning of a step. The next step reuses their memory.
+    """Copies of tensors from the beginning of a step; the next step reuses their memory.
 
-    If a tensor is sharded over members, this member's part is copied.
+    Of a sharded tensor, this member's part is copied.
     """
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._outlines: Sequence[object] = ()
-        """Shape, dtype and device of the parts that the copies fit."""
         self._copy_by_id: dict[int, Tensor] = {}
         self._added: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that were saved after the step began, by id, each with its copy."""
         self._constants: list[_ConstantCopy] = []
 
     @torch.no_grad()
     def begin(
         self, tensors: list[Tensor], *, spare: list[Tensor], constant: Sequence[Tensor]
     ) -> None:
-        """Save tensors as a step begins. `spare`: copied to the host if a GPU has too little
-        memory. `constant`: see `_ConstantCopy`."""
+        """Save tensors as a step begins.
+
+        `spare`: copied to the host if a GPU has too little memory. `constant`: see `_ConstantCopy`.
+        """
         self.end()
         wanted = [*tensors, *spare]
         parts = own_parts(wanted)
@@ -219,7 +222,6 @@ class SavedTensors:
         ]
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """True if the GPUs have memory for copies that are not on them yet."""
         num_bytes: Counter[torch.device] = Counter()
         for each, part in zip(tensors, own_parts(tensors), strict=True):
             copy = self.copy_of(each)
@@ -231,7 +233,6 @@ class SavedTensors:
         )
 
     def _memory_for(self, tensor: Tensor, part: Tensor, device: torch.device) -> Tensor:
-        """Return the memory of the tensor's last copy if it fits, else new memory."""
         copy = self.copy_of(tensor)
         if copy is None or _OUTLINE(copy) != (part.shape, part.dtype, device):
             copy = torch.empty_like(part, device=device)
@@ -249,8 +250,9 @@ class SavedTensors:
         return id(tensor) in self._copy_by_id or id(tensor) in self._added
 
     def copy_of(self, tensor: object) -> Tensor | None:
-        """Return the copy of this member's part of the tensor from when the step began; None if
-        it was not saved then."""
+        """Return the copy of this member's part of the tensor; None if it was not saved at the
+        beginning.
+        """
         return self._copy_by_id.get(id(tensor))
 
     def changed_constants(self) -> list[Tensor]:
@@ -267,15 +269,15 @@ class SavedTensors:
             each.restore()
 
     def end(self) -> None:
-        """Free copies that were made within the step, as it has ended."""
+        """Free copies that were made within the step."""
         self._added.clear()
 
 
 class _ConstantCopy:
     """Copy of a tensor that is seldom written, such as a mask.
 
-    On a GPU a copy is reused until the tensor is written to, by torch's count. On the host it is
-    made anew for each step, which is cheap there and also covers writes that torch does not count.
+    On a GPU a copy is reused until torch counts a write to the tensor. On the host it is made anew
+    for each step: this also covers uncounted writes.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -287,15 +289,12 @@ class _ConstantCopy:
         return num_writes(self.tensor) != self._num_writes
 
     def is_changed(self) -> bool:
-        """True if a write that torch counted has changed the tensor."""
         return self._is_written() and not torch.equal(self.tensor, self._copy)
 
     def is_valid(self) -> bool:
-        """True if the copy is known to equal the tensor."""
         is_counted = not is_on_host(self.tensor) and not self.tensor.is_inference()
         return is_counted and not self._is_written() and self.tensor.data_ptr() == self._address
 
     def restore(self) -> None:
-        """Write the copy back into the tensor, unless they are known to be equal."""
         if not self.is_valid():
             self.tensor.detach().copy_(self._copy)

@@ -21,7 +21,6 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 Writes = Callable[[str], bool]
-"""Predicate: True if this member writes the tensor of that name into a checkpoint."""
 MAX_CHECKPOINTS_NAMED = 100
 MAX_SETTINGS_NAMED = 8
 
@@ -30,43 +29,46 @@ class GenerationCheckpoints:
     """A member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: says at which step a checkpoint is to be written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_rank_0 = False
         self.owed = False
-        """True if a checkpoint of the latest step is to be written once the script has finished
-        that step."""
+        """True if a checkpoint is to be written once the script has finished the latest step."""
         self.failure: CheckpointFailed | None = None
-        """The error of this member's last checkpoint, which `conclude` found."""
 
     def set_store(self, checkpoints: CheckpointStore) -> None:
-        """Set the store to write to and to start from. Called first. Raises InvalidSpec for a
-        bucket that cannot store checkpoints; a directory is not tested."""
+        """Set the store to write to and to start from. Called first.
+
+        Raises InvalidSpec for a bucket that cannot store checkpoints; a directory is not tested.
+        """
         checkpoints.probe()
         self._checkpoints = checkpoints
 
     def set_samples(self, samples: TrainedSamples) -> None:
-        """Set the description of the order of samples, which each checkpoint contains."""
+        """Set the description of the order of samples, for each checkpoint."""
         self.samples = samples
 
     def select_writers(self, world_size: int) -> None:
-        """Form the group in which members write checkpoints, if they write any. Collective."""
+        """Form the group in which members write checkpoints, if any. Collective."""
         if self._checkpoints is not None:
             self._checkpoints.select_writers(world_size)
 
     def steps(self) -> Sequence[int]:
-        """Return the steps of the newest 100 complete checkpoints that this member sees. Raises
-        InvalidSpec if the storage cannot be listed."""
+        """Return the steps of the newest 100 complete checkpoints that this member sees.
+
+        Raises InvalidSpec if the storage cannot be listed.
+        """
         if self._checkpoints is None:
             return ()
         return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
-        Collective. Raises StateLost on all members if there is none and the generation needs one,
-        and InvalidSpec if the storage cannot be listed."""
+
+        Collective. Raises StateLost on all members if the generation needs one and there is none,
+        and InvalidSpec if the storage cannot be listed.
+        """
         self._is_rank_0 = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
         own = self._checkpoints.steps() if self._checkpoints is not None else ()
@@ -87,11 +89,11 @@ class GenerationCheckpoints:
         return None
 
     def read(self, step: int, needs: Needs, fresh: Optimizer | None = None) -> StateShard:
-        """Read this member's part of the checkpoint of that step. `fresh`: an optimizer as the
-        script has made it; its settings are compared with the checkpoint's.
+        """Read this member's part of the checkpoint of that step.
 
-        Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec if the checkpoint's job
-        had trained on other samples by that step.
+        `fresh`: an optimizer as the script has made it, to log settings that the checkpoint
+        replaces. Raises what `shoal.checkpoint.reading.read` raises, and InvalidSpec for a job on
+        other samples.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -112,16 +114,18 @@ class GenerationCheckpoints:
         return state_shard
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
-        """Write a checkpoint if one is due after this many committed steps. First waits for the
-        previous checkpoint. If that failed, logs the error; if it is still being written at its
-        time limit, writes none. Raises InvalidSpec if `Checkpoints.begin_write` does."""
+        """Write a checkpoint if one is due after this many committed steps.
+
+        Waits for the previous one; writes none if that is still being written at its time limit.
+        Raises InvalidSpec if `Checkpoints.begin_write` does.
+        """
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
                 checkpoints.finish_write()
             except CheckpointFailed as error:
-                # A full disk does not stop training: later checkpoints are tried, and only the
-                # error of the last one is raised, at the end.
+                # A full disk does not stop training: only the error of the last checkpoint is
+                # raised.
                 log.error("checkpoint_failed", **_described(error))
                 if checkpoints.is_writing:
                     return
@@ -129,7 +133,8 @@ class GenerationCheckpoints:
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
-        does. Does nothing at step 0, or if that step's checkpoint is written already."""
+        does.
+        """
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.select_writers(1)
@@ -154,9 +159,10 @@ class GenerationCheckpoints:
         return self._checkpoints is not None
 
     def conclude(self) -> None:
-        """Wait until a checkpoint in progress is written, has failed or exceeds its time limit. A
-        CheckpointFailed is kept in `failure`, so that it is raised only after the script has the
-        trained state."""
+        """Wait until a checkpoint in progress is written, has failed or exceeds its time limit.
+
+        A failure is kept in `failure`.
+        """
         try:
             self.finish_write()
         except CheckpointFailed as error:
@@ -170,5 +176,4 @@ class GenerationCheckpoints:
 
 
 def _described(error: CheckpointFailed) -> dict[str, str]:
-    """Return the fields of the log line: the failed checkpoint, not the one that is due."""
     return {"path": error.details.get("path", ""), "reason": str(error)}

@@ -1,4 +1,4 @@
-"""The group of a member's generation: connected and released by the trainer, cut by any thread."""
+"""The group of a member's generation: connected by the trainer, cut by any thread."""
 
 import sys
 import threading
@@ -24,10 +24,8 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""Time after a cut at which a collective counts as stuck. After a cut most collectives end within
-milliseconds, but some of Gloo's end only at their time limit."""
+"""Time after a cut at which a collective is stuck: some of Gloo's end only at their limit."""
 WARNED_AFTER_S = 10.0
-"""Time after a cut at which the stack of a trainer that still holds the group is logged."""
 
 
 class GenerationGroup:
@@ -37,24 +35,20 @@ class GenerationGroup:
         self._lock = threading.Lock()
         self._cut_up_to = 0
         self.number = 0
-        """The generation that was connected last."""
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
-        """The opened group, also during the bring-up."""
         self.kept_regions = KeptRegions()
-        """Memory that members shared, kept for the next generation."""
         self._trainer = 0
-        """The thread that connected the last group."""
         self._released = threading.Event()
-        """Set when the present group was released."""
         self._judging = _Judging(self.check)
         self._freeing: Group | None = None
-        """The group from which a `_free_trainer` thread frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """Make a generation's group, keep it as the present one, and return it. The group is not
-        open yet, and it is cut already if the generation is over. The caller is the trainer's
-        thread."""
+        """Make a generation's group, not open yet, and keep it as the present one. Called by the
+        trainer.
+
+        The group is cut already if the generation is over.
+        """
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits
@@ -89,8 +83,9 @@ class GenerationGroup:
             group.check()
 
     def judging(self) -> AbstractContextManager[None]:
-        """Return a context that turns NonFiniteGradient into the error of `check` if the group was
-        cut: the values then come from an aborted collective."""
+        """Return a context that replaces NonFiniteGradient by the error of `check` if the group was
+        cut.
+        """
         return self._judging
 
     @property
@@ -99,7 +94,7 @@ class GenerationGroup:
         return self._group is not None
 
     def has_cut(self, generation: int) -> bool:
-        """True if this or a later generation was cut: the generation is over."""
+        """True if this generation is over: it, or a later one, was cut."""
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
@@ -122,8 +117,9 @@ class GenerationGroup:
             ).start()
 
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
-        """Abort waits that Gloo does not end after a cut, until the trainer has released the group.
-        The trainer may enter such a wait late, when it returns from the script's own code."""
+        """Abort waits that Gloo does not end after a cut, until the trainer has released the
+        group.
+        """
         cut_s, is_warned = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):
             self._abort_stuck(group, reason)
@@ -157,8 +153,6 @@ class GenerationGroup:
 
 
 class _Judging:
-    """Context that calls `check` if its block has raised NonFiniteGradient."""
-
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
 
@@ -185,7 +179,9 @@ def check_same_step(
     generation: int, step: int, group: dist.ProcessGroup, memory: SharedMemory | None = None
 ) -> None:
     """Raise InternalError unless all members of the generation are at this step. Collective.
-    `memory`: used in place of the group if the members share it."""
+
+    `memory`: memory that the members share, used in place of the group.
+    """
     if memory is not None:
         by_rank = list(memory.gather_words(step))
     else:

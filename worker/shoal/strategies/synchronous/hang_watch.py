@@ -1,9 +1,8 @@
 """Watch of the *trainer*, the thread that trains: checks twice a second if it waits for others.
 
-Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
-session have practically no limits, and this watch finds a hang: a collective that does not end in
-time, not counting pauses. It also ends a bring-up without a coordinator. Heartbeats report its
-findings: the coordinator knows which member blocks the others, and that a bring-up makes progress.
+Gloo's own time limits cannot be changed while a collective is in progress. So groups have
+practically no limits, and this watch finds a collective that does not end in time, not counting
+pauses. The watch also ends a bring-up without a coordinator.
 """
 
 import sys
@@ -33,8 +32,7 @@ _COLLECTIVE_FOLDERS = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders with the code of collectives. A thread that makes no progress in this code waits for
-other ranks."""
+"""Folders with the code of collectives: a thread without progress in them waits for other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
@@ -53,26 +51,23 @@ class HangWatchConfig:
     """Limits of a watch, and the functions that it calls."""
 
     limit_s: float
-    """Time after which a wait for others is a hang."""
     leaderless_s: float
-    """Time that a bring-up may last while there is no coordinator to end it."""
+    """Time that a bring-up may last without a coordinator."""
     is_away: Callable[[], bool]
-    """Returns True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Returns the number of background transfers between members that have ended so far."""
     held_until_s: Callable[[], float]
-    """Returns the time, by `time.monotonic`, until which limits were suspended; while a member
-    pauses, the present time."""
+    """Time, by `time.monotonic`, until which limits were suspended; the present time in a pause."""
     report_status: Callable[[TrainerStatus], None]
-    """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
-    """Takes the number of a generation, and cuts its group."""
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
-    """Takes the present time; returns the time since which the device has been stuck in the
-    trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
+    """Time since which the device has been stuck in the trainer's work, or None.
+
+    Takes the present time.
+    """
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Called at each look at a trainer that takes steps, with the seconds for which the trainer has
-    waited for other members: without pauses, and with pauses. 0: it does not wait."""
+    """Takes the seconds for which the trainer has waited for other members, without and with
+    pauses.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,7 @@ class TrainerThread:
     stage: TrainerStage = TrainerStage.AWAY
     generation: int = 0
     group: dist.ProcessGroup | None = None
-    """Process group of the generation; None also while it is being connected."""
+    """None also while the group is being connected."""
     ident: int = 0
     native_id: int = 0
 
@@ -138,12 +133,12 @@ class HangWatch:
         self._sign_s = time.monotonic()
 
     def note_coordinator_wait(self, *, begins: bool) -> None:
-        """Note that the trainer begins or stops waiting for the coordinator's answer."""
+        """Note that the trainer begins or stops waiting for the coordinator."""
         self._inside += 1 if begins else -1
         self.note_progress()
 
     def note_loading(self, *, begins: bool) -> None:
-        """Note that the trainer begins or stops waiting for a batch to be loaded."""
+        """Note that the trainer begins or stops waiting for a batch."""
         self._loads = begins
         self.note_progress()
 
@@ -197,8 +192,6 @@ class HangWatch:
         self._config.hung(generation)
 
     def _check_leader(self, generation: int, now_s: float) -> None:
-        """Cut the generation if the coordinator, which would end the bring-up, is away for too
-        long."""
         if not self._config.is_away():
             self._leaderless_since_s = None
             return
@@ -209,7 +202,6 @@ class HangWatch:
             self._hung(generation, f"there was no coordinator for {limit} of the bring-up")
 
     def _waits_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
-        """Return the time since which the trainer has waited for others; None if it does not."""
         if trainer.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
             return None
@@ -223,7 +215,6 @@ class HangWatch:
         return min((since_s for since_s in begins_s if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
-        """Note if a collective or transfer has ended since the last look."""
         counted = (self._config.num_moved(), *sorted(each.num_ended for each in waiters))
         if counted != self._counted:
             self._counted = counted
@@ -241,9 +232,10 @@ class HangWatch:
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
     def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
-        """Return the time since which the trainer's thread has not run, in code that waits for
-        other ranks; None if it runs, or is in other code. Finds waits that are not in
-        `AbortableWaiter`: torch's own collectives, shared memory, copies to peers."""
+        """Return the time since which the thread has not run, in code that waits for other ranks.
+
+        None: it runs, or is in other code. Finds waits that are not in `AbortableWaiter`.
+        """
         ticks = _cpu_ticks(trainer.native_id)
         if ticks is None or not _is_in_collective(trainer.ident):
             self._blocked = None
@@ -254,7 +246,6 @@ class HangWatch:
 
 
 def _cpu_ticks(native_id: int) -> int | None:
-    """Return the CPU time of a thread, in ticks; None if the thread has ended."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:

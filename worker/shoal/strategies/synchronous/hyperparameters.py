@@ -1,4 +1,4 @@
-"""Hyperparameters applied in each step, and their comparison when a step is repeated."""
+"""Hyperparameters of each step, and their comparison when a step is repeated."""
 
 import json
 from collections import OrderedDict
@@ -15,23 +15,21 @@ from shoal.model.several import optimizers_of
 from shoal.state.registered.comparison import are_close
 
 Values = tuple[Mapping[str, Any], ...]
-"""The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept. By default a rollback is by at most 20 steps, and
-under `diloco` by at most 100."""
+"""Limit of the steps whose hyperparameters are kept."""
 TOLERANCE = 1e-9
-"""Relative tolerance: hosts with another math library compute schedules with another last bit."""
+"""Relative tolerance: math libraries differ in the last bit of a schedule."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
-"""Relative tolerance for `max_norm`, which a script may compute from norms of earlier steps."""
+"""Relative tolerance for `max_norm`, which may be computed from earlier norms."""
 
 
 class Hyperparameters:
     """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
 
-    A step that failed or was rolled back has to be the same when it is repeated. But an object that
-    counts its own calls, such as one of torch's schedulers, has counted the first attempt too.
+    A repeated step has to be the same as its first attempt. But a scheduler that counts its own
+    calls has counted the first attempt too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -41,7 +39,6 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._seen: list[object] | None = None
-        """The objects that `_now` was made of, if all of them are immutable; else None."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -78,11 +75,7 @@ class Hyperparameters:
         self._failed = (step, self.current_values())
 
     def entering(self) -> None:
-        """Compare the values with a failed attempt's, before a new generation changes them.
-
-        A change since then was made for a step that did not happen: the script has not got the next
-        batch yet.
-        """
+        """Compare the values with a failed attempt's, before a new generation changes them."""
         failed, self._failed = self._failed, None
         if failed is not None:
             step, values = failed
@@ -90,8 +83,10 @@ class Hyperparameters:
             self._conflict = self._conflict or change
 
     def conflict(self, step: int) -> str:
-        """Return the reason why the step cannot be repeated as it was; "" if it can. A difference
-        that `entering` found is returned only once."""
+        """Return the reason why the step cannot be repeated as it was; "" if it can.
+
+        A difference that `entering` found is returned only once.
+        """
         conflict, self._conflict = self._conflict, ""
         return conflict or self.differences_on_retry(step)
 
@@ -138,7 +133,7 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
 
 
 def describe_differences(differing: Mapping[str, Mapping[str, Any]]) -> str:
-    """Text of the result of `differences`: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
+    """Text of the differences: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
     return ". ".join(f"{field}: {by_value(values)}" for field, values in differing.items())
 
 

@@ -1,8 +1,7 @@
 """Update of torch's GradScaler after a step that the session took.
 
 The scaler itself would examine this member's gradients only, which may be a shard, and would step
-the optimizer. Here all members have determined together if the step overflowed, and each updates
-its own scaler.
+the optimizer.
 """
 
 import math
@@ -14,12 +13,13 @@ from shoal.backends.abortable.waiter import all_reduce
 from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
-"""The largest scale: scales are float32."""
 
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
-    """Update the scale as `GradScaler.update` does after a step. `overflowed`: True if a gradient
-    was Inf or NaN on any member."""
+    """Update the scale as `GradScaler.update` does after a step.
+
+    `overflowed`: a gradient was Inf or NaN on any member.
+    """
     state = scaler_state(scaler)
     if overflowed:
         state["scale"] *= state["backoff_factor"]

@@ -1,10 +1,8 @@
 """Detection of members' scripts that wait for each other at different calls.
 
-Some calls must be made by all members. A member that makes one alone (`if session.is_first:
-session.evaluate(...)`) waits in it, while the others wait for that member in their next step. No
-member sees an error, and all would wait until a collective's time limit. A member that has waited
-for some time therefore writes to the generation's store at which point its script waits. A member
-that waits in such a call compares the points. Most waits are far shorter: nothing is written.
+A member that makes a shared call alone (`if session.is_first: session.evaluate(...)`) waits in it,
+while the others wait for that member in their next step. So a member that has waited for some time
+writes its script's point to the generation's store. In a shared call it compares the points.
 """
 
 import json
@@ -29,12 +27,9 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
-"""Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: a wait is examined after `limit_s` / this number, so that members are
-notified before the limit ends the generation."""
+"""Waits are examined early enough to notify members within a short limit."""
 NEXT_LOOK = 1.25
-"""Factor by which the intervals between two looks at the same wait grow."""
 READ_WITHIN_S = 10.0
 """Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
@@ -49,19 +44,19 @@ class ScriptPoint:
     """The point at which a script waits for the others."""
 
     step: int
-    """Number of committed steps."""
     num_calls: int
     """Number of shared calls made since the last committed step."""
     what: str
-    """Description; empty if the script does not wait, or if it is not yet known whether the other
-    members have the result of its last call."""
+    """Description; empty if the script does not wait, or if its last call is unconfirmed."""
     is_call: bool = False
     """True if all members have to make this call together."""
 
 
 class ScriptPoints:
-    """A member's part in the detection, for one generation. The thread of the session's hang
-    detection calls all methods except `refusal` and `report_refusal`."""
+    """A member's part in the detection, for one generation.
+
+    The hang watch's thread calls all methods except `refusal` and `report_refusal`.
+    """
 
     def __init__(
         self,
@@ -74,8 +69,9 @@ class ScriptPoints:
         limit_s: float = math.inf,
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
-        """`members`: names by rank. `exchanges`: this member's exchanges in layers. `limit_s`: time
-        after which a wait ends the generation, and so the detection."""
+        """`members`: names by rank. `exchanges`: this member's exchanges in layers. `limit_s`:
+        longest wait.
+        """
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._read_within_s = read_within_s
@@ -88,16 +84,19 @@ class ScriptPoints:
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
-        """True if the finding is about the layers of a pass. Also True beside `_refusal`, which
-        members of older releases show as such a finding."""
+        """True if the finding is about the layers of a pass; without meaning beside a
+        `_refusal`.
+        """
         self._refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
 
     def check(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
-        """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. Returns True, once, if the wait would never end. By then all members
-        have read this finding, or have had `read_within_s` for it."""
+        """Examine a wait of the trainer at this point; return True, once, if it would never end.
+
+        `waited_s`: its duration without pauses; `stood_s`: with pauses. On True all members have
+        read the finding, or have had `read_within_s` for it.
+        """
         if self._found:
             return False
         try:
@@ -134,16 +133,17 @@ class ScriptPoints:
         )
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
-        """Publish the error that is about to end this member's script, so that members waiting for
-        this member learn of it. Returns once all have read it, after `read_within_s`, or if the
-        store does not answer."""
+        """Publish the error that is about to end this member's script.
+
+        Returns once all members have read it, after `read_within_s`, or if the store does not
+        answer.
+        """
         # Once this is set, this member compares nothing any more.
         self._found, self._refusal = refusal.seen, refusal
         parts = {part: getattr(refusal, part) for part in _REFUSAL_PARTS}
         try:
             self._store.set(_REFUSAL, json.dumps(parts))
-            # Members of older releases do not read `_REFUSAL`; they show the finding as one about
-            # layers.
+            # Members of older releases do not read `_REFUSAL`; they show a finding about layers.
             self._store.set(_OF_LAYERS, "1")
             self._store.set(_FINDING, refusal.seen)
             self._await_all()
@@ -163,7 +163,6 @@ class ScriptPoints:
         self._read_finding()
 
     def _read_finding(self) -> None:
-        """Adopt the finding that a member has published, this member included, if there is one."""
         if self._store.check([_FINDING]):
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
@@ -174,8 +173,10 @@ class ScriptPoints:
             self._await_all()
 
     def _look_at_exchanges(self, stood_s: float) -> None:
-        """Publish this member's layer exchanges, and compare them with its peers'. Valid in pauses
-        too: peers with the same script have the same exchanges, however slow they are."""
+        """Publish this member's layer exchanges, and compare them with its peers'.
+
+        Peers with the same script have the same exchanges, even in pauses.
+        """
         exchanges = self._exchanges
         compares = exchanges is not None and (exchanges.peers or exchanges.is_compared)
         if exchanges is None or not compares or stood_s < self._look_after_s:

@@ -1,13 +1,9 @@
 """The position of a member's script between two steps, and the step after which it stops.
 
-A call that members make together between steps (an evaluation, a sum) is repeated in the next
-generation if a member is lost. The call ends with a collective: a member that completes the
-collective has confirmed the call, and knows that all others have the result. A member that has the
-result but loses a peer in that collective returns too, and does not know if the others have the
-result: its call is unconfirmed. The beginning of the next generation shows it.
-
-A member reports its script's wish to stop in its vote on the next step, or at the beginning of a
-generation.
+A shared call between steps (an evaluation, a sum) is repeated in the next generation if a member is
+lost. The call ends with a collective, which confirms that all members have the result. A member
+that has the result but loses a peer in that collective has an unconfirmed call: the next generation
+shows if the others have the result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +24,7 @@ NO_STATE = -1
 class CallInterrupted(OSError):
     """Raised if the other members are in a call that this member's script is not in.
 
-    An OSError because a later attempt may succeed, as with a port that is in use.
+    An OSError because a later attempt may succeed.
     """
 
 
@@ -41,41 +37,30 @@ class ScriptPosition:
     """A member's position since the last committed step."""
 
     num_calls: int = 0
-    """Number of confirmed calls."""
     in_call: bool = False
-    """True while the script is in a shared call that has no result yet."""
     unconfirmed: bool = False
     """True if the script has the result of one more call, which is not confirmed."""
     wish: int | None = None
-    """The step after which this member's script wishes to stop."""
     stop_at: int | None = None
-    """The step after which all members stop."""
     reason: str = ""
-    """The reason that the script gave for its wish."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """Returns True if this member is to leave and no further generation follows."""
     checkpoint_at: int | None = None
-    """The step at which all members write a checkpoint, because one of them leaves after it."""
+    """Step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
-    """True if the generation began with all members holding the state after the same step."""
+    """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Exchanges of members that split layers, in the present generation."""
     norms: list[float] = field(default_factory=list)
-    """The norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
-    """Inspection of the optimizer's state after each step."""
     _wait: ScriptPoint | None = None
-    """The point at which the script waits for others; its `step` is not set."""
+    """Point at which the script waits for others; its `step` is not set."""
 
     def set_wait_point(self, what: str, *, is_call: bool = False) -> None:
-        """Set the point at which the script waits, if it waits for others before the next call of
-        this method. An empty `what` says that it waits at no point."""
+        """Set the point at which the script waits for others from now on; "" for none."""
         self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Return a context in which the script waits in a call, within a step, that all members
-        make together."""
+        """Return a context in which the script waits in a shared call within a step."""
         before = self._wait
         self.set_wait_point(what, is_call=True)
         try:
@@ -100,7 +85,7 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def undo(self, step: int) -> None:
-        """Discard the wish to stop, and the checkpoint agreed on, of a step that is rolled back."""
+        """Discard the wish to stop, and the checkpoint agreed on, of a rolled back step."""
         self._wait = None
         if self.wish is not None and self.wish > step:
             self.wish = None
@@ -120,9 +105,9 @@ class ScriptPosition:
 
     def exchange_positions(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Exchange positions, and determine if a call in progress is repeated or confirmed.
-        Collective, when a generation begins.
 
-        Raises CallInterrupted if the others repeat a call that this member's script is not in.
+        Collective. Raises CallInterrupted if the others repeat a call that this member's script is
+        not in.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
@@ -132,15 +117,16 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in positions)
 
     def as_integers(self, step: int, *, has_state: bool) -> list[int]:
-        """Return this member's position as integers, to be sent to the other members."""
+        """Return this member's position, to be sent to other members."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply the consequences of all members' positions; no I/O. Raises what
-        `exchange_positions` raises."""
+        """Apply the consequences of all members' positions. Raises what `exchange_positions`
+        raises.
+        """
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

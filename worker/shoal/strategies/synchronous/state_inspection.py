@@ -15,22 +15,19 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 class StateInspection:
     """Inspection of one optimizer, step by step.
 
-    Members that hold shards of one state raise a refusal together: in the job's first step, before
-    a checkpoint, with their votes on the next step, or at the end. If the state consists of the
-    same objects as at the last inspection, as in nearly every step, it is not inspected again.
+    Members that hold shards of one state raise a refusal together.
     """
 
     def __init__(self) -> None:
         self._state = InspectedObjects()
         self._settings = InspectedObjects()
         self.refusal: ShoalError | None = None
-        """The error that refuses the state after the latest step; None if it is accepted."""
+        """Refusal of the state after the latest step; None if it is accepted."""
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
         """Inspect the state by `look`, which collects it; keep its error in `refusal`.
 
-        Raises UnsupportedOptimizer at once for a setting of a group: settings are the same on all
-        members, so all of them raise it.
+        Raises UnsupportedOptimizer at once for a setting of a group: all members raise it.
         """
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)

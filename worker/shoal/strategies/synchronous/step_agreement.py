@@ -1,9 +1,8 @@
 """A member's part in the agreement of all members on each step, before the step is committed.
 
-Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
-votes differ, all members raise. Without votes, if a member made one backward pass less, the others'
-last collective would be matched with this member's first collective of the next step. A member with
-another learning rate would drift away. No member alone can detect either.
+Each member casts a vote before any further pass, and before the step is applied. If votes differ,
+all members raise. Without votes, collectives of different passes would be matched, and a member
+with another learning rate would drift away.
 """
 
 import math
@@ -39,24 +38,20 @@ from shoal_proto.errors import InvalidSpec
 class StepCut:
     """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
-    Members that cut a step differently would begin different collectives: in the first pass some
-    members would reduce gradients and others would not. So the last step decides how all members
-    begin this one. After a step without parts, no member votes before the first pass, and that pass
-    is reduced on its own, even if it is a part. After a step with parts, all members vote on the
-    number of parts before the first pass. Members that work on the same samples do so in every
-    step, because messages in their first forward pass already have the shape of a part.
+    After a step without parts, no member votes before the first pass. That pass is reduced on its
+    own, even if it is a part. After a step with parts, all members vote on the number of parts
+    before the first pass. Members that work on the same samples always do so, because their first
+    messages already have the shape of a part.
     """
 
     def __init__(self, *, shares_samples: bool = False) -> None:
         self.shares_samples = shares_samples
         self._last = 1
-        """Number of parts of the last committed step; 1 if it was not cut."""
         self.begin()
 
     def begin(self) -> None:
         self.num_parts = 1
         self.is_agreed = False
-        """True once all members have voted to cut this step in the same way."""
 
     def begin_part(self, index: int, num_parts: int) -> bool:
         """Note that the next pass is for this part; return True if it reduces gradients."""
@@ -80,23 +75,22 @@ class StepCut:
 
 
 class StepWeights:
-    """The weights of a member's losses in a step, for losses that are means over units other than
-    samples, such as tokens.
+    """The weights of a member's losses in a step, for means over units such as tokens.
 
-    The weight of the whole step is known only after its last pass. So weighted gradients are
-    summed, and divided by the sum of the weights after the last pass.
+    The sum of weights is known only after the last pass: then the summed gradients are divided.
     """
 
     def __init__(self) -> None:
         self.unit = 1.0
-        """Divisor of the weights: about a member's weight in the last step, so that gradients are
-        about as large as without weights. A power of two, so that it causes no rounding; the same
-        on all members of a generation."""
+        """Divisor of the weights, so that gradients are about as large as without weights.
+
+        A power of two, to cause no rounding; the same on all members of a generation.
+        """
         self.begin()
 
     def begin(self) -> None:
         self.own: float | None = None
-        """The sum of this member's weights; None while its losses are weighted by samples."""
+        """Sum of this member's weights; None while its losses are weighted by samples."""
 
     @property
     def are_own(self) -> bool:
@@ -108,9 +102,11 @@ class StepWeights:
         self.own = (self.own or 0.0) + weight
 
     def factor(self, weights: Sequence[float]) -> float:
-        """Return the factor that turns the averaged gradients, which are weighted sums, into
-        weighted means; set `unit` for the next step. `weights`: of each member; members that share
-        samples all give the weight of these samples."""
+        """Return the factor that turns the averaged gradients into weighted means; set the next
+        `unit`.
+
+        `weights`: of each member; members that share samples all give the weight of these samples.
+        """
         mean = math.fsum(weights) / len(weights)
         unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
         return unit / mean
@@ -135,17 +131,16 @@ class StepAgreement:
         self._position = position
         self._words = SharedMessages(group, NUM_WORDS)
         self._vote = StepVote()
-        """The newest vote."""
         self._digested: tuple[tuple[object, ...], int] = ((), 0)
-        """Content and value of the newest digest, which nearly every step reuses."""
         self._steps = 0
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
         self.faults: Sequence[bool] = ()
-        """True, by rank, for members whose vote on this step reports gradients that are not finite.
-        Valid once the step is settled."""
+        """True, by rank, for members with gradients that are not finite; valid once the step is
+        settled.
+        """
         self._announced = False
         self._settled = False
 
@@ -178,10 +173,11 @@ class StepAgreement:
     # --- votes on passes ---
 
     def exchange_parts(self) -> None:
-        """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
-        share samples, else after a step that was cut into parts. Members that share samples wait
-        for all votes here, and raise UnequalPasses if votes differ. Other members wait, and raise,
-        in `vote_pass`."""
+        """Send a vote on the parts as a forward pass begins, if one is due.
+
+        Members that share samples wait for all votes here, and raise UnequalPasses if votes differ;
+        other members do in `vote_pass`.
+        """
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -189,8 +185,10 @@ class StepAgreement:
                 self._cut.is_agreed = True
 
     def announce(self) -> None:
-        """Vote on a further pass, as a forward pass that communicates begins. Raises UnequalPasses
-        on all members unless all of them make that pass."""
+        """Vote on a further pass, as a forward pass that communicates begins.
+
+        Raises UnequalPasses on all members unless all of them make that pass.
+        """
         if self._passes and not self._announced and not self._cut.fixes_num_passes:
             self._announced = True
             is_cut = self._cut.num_parts > 1
@@ -200,8 +198,7 @@ class StepAgreement:
             self._cut.is_agreed |= is_cut
 
     def vote_pass(self) -> None:
-        """Vote, as a backward pass begins. Raises what `announce` raises, before the pass sends
-        anything."""
+        """Vote, as a backward pass begins. Raises what `announce` raises."""
         self.exchange_parts()
         if self._words.has_sent:
             self._receive_ballots()
@@ -212,7 +209,9 @@ class StepAgreement:
 
     def vote_action(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
         """Vote on an action on some of several optimizers, which all members have to take now.
-        Raises UnequalPasses on all if votes differ; for an update HyperparametersDiffer too."""
+
+        Raises UnequalPasses on all if votes differ; for an update HyperparametersDiffer too.
+        """
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         applied = self._applied() if action is OptimizerAction.UPDATE else ()
         self._cast(StepVote(action=action, optimizers=mask, hyperparameters=applied))
@@ -226,9 +225,10 @@ class StepAgreement:
     # --- votes on a step, or on a round of steps ---
 
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
-        """Vote for the step, after all of its passes. `is_faulty`: this member's own gradients are
-        not finite. `idle`: parameters without a gradient, which have to be the same on all members.
-        Does nothing if this member has voted on the step already."""
+        """Vote for the step, after all of its passes, unless this member has voted already.
+
+        `is_faulty`: own gradients are not finite. `idle`: parameters without a gradient.
+        """
         if self._words.has_sent or self._settled:
             return
         exchanges, refusal = self._position.exchanges, self._position.inspection.refusal
@@ -252,9 +252,9 @@ class StepAgreement:
         )
 
     def settle(self) -> float | None:
-        """Vote, unless this member has voted, and wait for all votes. Returns the factor by which
-        to multiply gradients before they are used; None if the step was settled before.
+        """Vote, unless this member has voted, and wait for all votes.
 
+        Returns the factor by which to multiply gradients; None if the step was settled before.
         Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ;
         a member's refusal; StepStopped if a script has stopped before the step.
         """
@@ -275,8 +275,6 @@ class StepAgreement:
         return factor
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
-        """Carry out `settle` for ballots that differ, or have flags or weights; return the
-        factor."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
@@ -296,11 +294,10 @@ class StepAgreement:
         return 1.0 if weights is None else self.weights.factor(weights)
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """Vote on the hyperparameters of a round's local steps. `applied`: the hyperparameters of
-        each step, by step. `conflict`: see `Hyperparameters.conflict`.
+        """Vote on the hyperparameters of a round's local steps.
 
-        Raises HyperparametersDiffer on all members if the values differ, or if a member has a
-        conflict.
+        `applied`: the hyperparameters by step. `conflict`: see `Hyperparameters.conflict`. Raises
+        HyperparametersDiffer on all members if values differ, or a member has a conflict.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1
@@ -335,7 +332,6 @@ class StepAgreement:
         self._words.send_values(vote.ballot(self._digested[1] if applied else 0))
 
     def _receive_ballots(self) -> Sequence[Ballot]:
-        """Return all members' ballots. Raises UnequalPasses on all members if passes differ."""
         ballots = [Ballot(*row) for row in self._words.receive_values()]
         self._check_passes(ballots)
         return ballots
@@ -348,8 +344,6 @@ class StepAgreement:
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
-        """Exchange whole votes on a step, or on a round that began with `step`. Collective; raises
-        what `check_votes` raises."""
         exchanges = self._position.exchanges.record()
         own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1
@@ -362,12 +356,11 @@ class StepAgreement:
         self._words.cut(reason)
 
     def close(self) -> None:
-        """Release the memory, as the generation is over for this member."""
+        """Release the memory."""
         self._words.close()
 
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
-    """Return the first step, and the values, of each run of steps with the same values."""
     changes: list[tuple[int, Values]] = []
     for step, values in sorted(applied.items()):
         if not changes or changes[-1][1] != values:

@@ -1,11 +1,8 @@
 """Transaction of a synchronous step: all members take the step, or it did not happen.
 
-The transaction begins with a snapshot of what the step may write. Members vote before each further
-pass, and on the step as a whole. Once all votes are known, the optimizer steps within `committing`.
-Until then `roll_back` undoes the step: the writes that the snapshot covers, changes of registered
-objects, and a call of `session.stop`. Random numbers need no undo with the session's batches,
-because each step seeds torch by its first sample. If objects are registered, hyperparameters are
-restored with them; otherwise a repeated step's are compared with the first attempt's.
+Once all votes are known, the optimizer steps within `committing`. Until then `roll_back` undoes the
+step: the writes that the snapshot covers, changes of registered objects, and a call of
+`session.stop`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,23 +40,17 @@ class StepTransaction:
     def __init__(
         self, position: ScriptPosition, sign: Callable[[], None], *, passes_meet: bool
     ) -> None:
-        """`sign` notes that the trainer makes progress. `passes_meet`: True if members communicate
-        in the passes of a step."""
+        """`sign` notes progress of the trainer. `passes_meet`: members communicate in passes."""
         self.step = 0
-        """Number of committed steps."""
         self.position = position
         self.registered = RegisteredState()
         self.snapshot = StepSnapshot()
         self.in_step = False
         self.is_weighted = False
-        """True if the step had a backward pass weighted by this member's share."""
         self.training: Training | None = None
-        """The models of each optimizer; None if the script gave one model and one optimizer, not in
-        a list or by name."""
+        """The models of each optimizer; None for one model and one optimizer without names."""
         self.chosen: frozenset[str] = frozenset()
-        """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
-        """The optimizers that have gradients."""
         self._sign, self._passes_meet = sign, passes_meet
         self._computes = False
         self._votes: StepAgreement | None = None
@@ -67,8 +58,7 @@ class StepTransaction:
     # --- model and generation ---
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Set the model and optimizer of all steps, in all generations. Called before any other
-        method."""
+        """Set the model and optimizer of all steps. Called before any other method."""
         self.hyperparameters = Hyperparameters(optimizer)
         self._optimizers = list(optimizers_of(optimizer).values())
         if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
@@ -77,7 +67,7 @@ class StepTransaction:
     def enter(
         self, group: dist.ProcessGroup, members: Sequence[str], *, shares_samples: bool
     ) -> None:
-        """Begin a generation, in which members vote; arguments as for `StepAgreement`."""
+        """Begin a generation; arguments as for `StepAgreement`."""
         self._votes = StepAgreement(
             group, members, self.hyperparameters, self.position, shares_samples=shares_samples
         )
@@ -92,8 +82,7 @@ class StepTransaction:
     # --- begin ---
 
     def begin(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a step. Writes to the buffers of `model`, to `parameters` and to the optimizer's
-        state are undone if the step fails; see `StepSnapshot.begin`."""
+        """Begin a step; see `StepSnapshot.begin`."""
         self._sign()
         self.registered.attempt()
         self.position.set_wait_point(f"session.step() after {self.step} steps")
@@ -139,8 +128,10 @@ class StepTransaction:
 
     @contextmanager
     def weighted_backward(self) -> Iterator[None]:
-        """Return a context for a backward pass whose loss is weighted by this member's share. If
-        passes communicate, raises UnequalPasses on all members unless all make this pass."""
+        """Return a context for a backward pass whose loss is weighted by this member's share.
+
+        Raises UnequalPasses on all members if passes communicate and not all make this pass.
+        """
         if self._passes_meet:
             self.votes.vote_pass()
             self.agree_on(OptimizerAction.BACKWARD)
@@ -172,8 +163,10 @@ class StepTransaction:
 
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which the chosen optimizers step before the end of the step, with
-        complete gradients. `held`: this member's tensors that these optimizers change."""
+        """Return a context in which the chosen optimizers step before the end of the step.
+
+        `held`: this member's tensors that these optimizers change.
+        """
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
         parts = parts_due(optimizer)
@@ -186,8 +179,7 @@ class StepTransaction:
     # --- votes ---
 
     def agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.vote_action`, for the chosen optimizers. Does nothing if there is only
-        one optimizer."""
+        """See `StepAgreement.vote_action`. Does nothing if there is only one optimizer."""
         if self.training is not None:
             self.votes.vote_action(action, self.chosen)
 
@@ -196,8 +188,9 @@ class StepTransaction:
         return self.votes.begin_part(index, num_parts)
 
     def settle(self) -> float:
-        """See `StepAgreement.settle`: after this no member makes a further pass in the step.
-        Returns the factor for gradients; 1 if they were multiplied already."""
+        """See `StepAgreement.settle`. Returns the factor for gradients; 1 if the step was settled
+        before.
+        """
         factor, scaler = self.votes.settle(), self.registered.scaler
         scale = 1.0 if factor is None or scaler is None else scale_of(scaler)
         return 1.0 if factor is None else factor / scale
@@ -210,12 +203,10 @@ class StepTransaction:
 
     @contextmanager
     def committing(self, optimizer: Optimizer, *, overflowed: bool = False) -> Iterator[None]:
-        """Return a context in which the optimizer steps (of several, those that have gradients). At
-        its end the step is committed. After an error within it, the state belongs to no committed
-        step.
+        """Return a context in which the optimizers with gradients step; its end commits the step.
 
-        `overflowed`: the gradients overflowed, so that no optimizer steps; the loss scale is
-        updated when the step is committed.
+        After an error within it, the state belongs to no committed step. `overflowed`: the
+        gradients overflowed, so that no optimizer steps.
         """
         self.snapshot.settle()
         if isinstance(optimizer, SeveralOptimizers):
@@ -241,7 +232,7 @@ class StepTransaction:
             self.hyperparameters.failed(self.step)
 
     def withdraw(self) -> None:
-        """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
+        """Undo the step in progress for good. May raise StateLost."""
         self._undo()
         self.position.set_wait_point("")
         self.snapshot.check_whole(self.step)
@@ -260,7 +251,7 @@ class StepTransaction:
             votes.cut(reason)
 
     def leave(self) -> None:
-        """Release the votes' memory and the model, as the generation is over for this member."""
+        """Release the votes' memory and the model."""
         votes, self._votes = self._votes, None
         self.snapshot.forget()
         if votes is not None:

@@ -1,13 +1,8 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
-Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
-passes, a digest of values that have to be the same on all members, flags that may differ (beside a
-digest of split layers), and the weight of the losses. The passes are in the ballot itself, not in a
-further exchange: members with different passes are about to run different collectives. If digests
-differ, or a member reports a conflict or a refusal, members exchange whole votes, and the
-error names field, members and values.
-
-Pure: `StepAgreement` sends and receives.
+The passes are in the ballot itself, not in a further exchange: members with different passes are
+about to run different collectives. If digests differ, or a member reports a conflict or a refusal,
+members exchange whole votes. Pure: `StepAgreement` sends and receives.
 """
 
 import enum
@@ -32,7 +27,6 @@ _NAMED = 1 << 40
 """Lowest value of a ballot's `passes` that encodes an action and its optimizers, not passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
-"""The `weight` of a ballot if losses are weighted by samples."""
 _LAYERS_FROM = 8
 """First bit of the layers' digest in `flags_and_layers`; flags are below it."""
 
@@ -84,39 +78,31 @@ class StepVote:
     """A member's vote. Comparison ignores fields that may differ between members."""
 
     passes: int = 0
-    """Number of backward passes that were begun."""
     is_last: bool = False
-    """True if the member makes no further pass in this step."""
     parts: int = 0
-    """Number of parts into which the member cuts the step; 0 if the vote is not about parts."""
+    """Number of parts of the step; 0 if the vote is not about parts."""
     action: OptimizerAction | None = None
-    """The action on the `optimizers`; None if the vote is not about an action."""
+    """None if the vote is not about an action."""
     optimizers: int = 0
-    """Bit mask of optimizers, in the order of their names."""
+    """Bit mask, in the order of the optimizers' names."""
     hyperparameters: Values = ()
-    """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """Changes of values in a round of local steps: the index in the round of the first step with
-    new values, and these values."""
+    """The index in the round of each step with new values, and these values."""
     idle: tuple[str, ...] = ()
-    """Parameters without a gradient."""
 
     layers: int = field(default=0, compare=False)
     """`LayerExchanges.summary`: the same on members that split layers with each other."""
     weight: float | None = field(default=None, compare=False)
-    """The weight of the losses; None: they are weighted by samples."""
+    """None: losses are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
-    """True if the member's own gradients are not finite."""
     stops_before: bool = field(default=False, compare=False)
-    """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
-    """True if the member's script stops after this step."""
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
-    """The difference between a repeated step and its first attempt; empty if there is none."""
+    """See `Hyperparameters.conflict`."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The error, as a dict, that refuses the optimizer's state after the latest step."""
+    """Refusal of the optimizer's state after the latest step, as a dict."""
     exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
     """`LayerExchanges.record`; in whole votes only."""
 
@@ -161,8 +147,10 @@ def agree(ballots: Sequence[Sequence[int]]) -> bool:
 
 
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
-    """Raise UnequalPasses unless all members make the same passes, or take the same action on the
-    same optimizers. `optimizers`: all names, in the order of the bits."""
+    """Raise UnequalPasses unless all members make the same passes, or take the same action.
+
+    `optimizers`: all names, in the order of the bits.
+    """
     passes = [each.passes for each in ballots.values()]
     if passes.count(passes[0]) == len(passes):
         return
@@ -196,8 +184,10 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if a member reports a conflict or refuses the step, or if digests differ. Digests of
-    layers are compared among members that split layers with each other."""
+    """True if a member reports a conflict or refuses the step, or if digests differ.
+
+    Digests of layers are compared only among members that split layers with each other.
+    """
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
@@ -206,9 +196,11 @@ def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
 
 
 def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
-    """Raise unless the members' votes differ by rounding errors at most: the error with which a
-    member refuses the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False for a step
-    before which a script has stopped; its values may differ."""
+    """Raise unless the members' votes differ by rounding errors at most.
+
+    Raises a member's refusal of the step, InvalidSpec, or HyperparametersDiffer. `is_taken`: False
+    if a script has stopped before the step; values may then differ.
+    """
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
@@ -245,8 +237,9 @@ def _applied_at(applied: Sequence[tuple[int, Values]], after: int) -> Values:
 
 
 def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
-    """Raise InvalidSpec if members have gradients for different parameters: they would gather and
-    reduce different layers."""
+    """Refuse gradients for different parameters: members would gather and reduce different
+    layers.
+    """
     everywhere = set.intersection(*map(set, idle.values()))
     own = {name: [each for each in some if each not in everywhere] for name, some in idle.items()}
     if not any(own.values()):
@@ -265,8 +258,10 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
 
 
 def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
-    """Return the weight of each member's losses; None if they are weighted by samples. Raises
-    InvalidSpec if only some of the members give weights, or if all weights are 0."""
+    """Return the weight of each member's losses; None if they are weighted by samples.
+
+    Raises InvalidSpec if only some of the members give weights, or if all weights are 0.
+    """
     weights = {name: _weight_of(each) for name, each in ballots.items()}
     known = [each for each in weights.values() if each is not None]
     if not known:

@@ -31,14 +31,10 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 STORE_S = 2.0
-"""Time limit of a call to the coordinator's store, for the points at which scripts wait."""
 
 
 class SynchronousStrategy(Strategy):
-    """Base class: forms the group of each generation, cuts it if a peer is lost, and releases it.
-
-    A subclass builds the training: `_bring_up` makes it, `_release_training` drops it.
-    """
+    """Base class: forms the group of each generation, cuts and releases it."""
 
     synchronous = True
     cuts_batches = True
@@ -53,7 +49,6 @@ class SynchronousStrategy(Strategy):
         self._transaction = StepTransaction(self.position, self._sign, passes_meet=self.passes_meet)
         self._has_state = False
         self._reduces = True
-        """True if the next passes of the step reduce their gradients."""
         self._watch: HangWatch | None = None
         self._points: ScriptPoints | None = None
 
@@ -63,7 +58,7 @@ class SynchronousStrategy(Strategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Build the training over the group, with the state that the generation starts from.
 
-        The last collective of this call returns only if all members have reached it.
+        The last collective returns only if all members have reached it.
         """
 
     @abstractmethod
@@ -123,7 +118,6 @@ class SynchronousStrategy(Strategy):
             self._watch.note_loading(begins=begins)
 
     def _sign(self) -> None:
-        """Note that the trainer makes progress."""
         if self._watch is not None:
             self._watch.note_progress()
 
@@ -171,7 +165,7 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """Return the members over whose samples BatchNorm normalises; None: only this member's."""
+        """Return the members that BatchNorm normalises over; None: only this one."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
@@ -250,8 +244,6 @@ class SynchronousStrategy(Strategy):
             self._write_checkpoint()
 
     def _check_registered(self) -> None:
-        """Raise RegisteredStateDiffers unless registered state is the same on all members.
-        Collective."""
         if self._registered and self._process_group is not None:
             self._compare_registered(self._process_group, self._transaction.votes.members)
 
@@ -275,9 +267,8 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint after a committed step, if one is due. With registered state or
-        `session.batches`, it is written once the script asks for the next step or ends, because
-        until then the script may still change registered state or weights.
+        """Write a checkpoint if one is due; later, if the script may still change the step's
+        state.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.is_due(self.step)
@@ -312,21 +303,24 @@ class SynchronousStrategy(Strategy):
     # --- steps ---
 
     def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a step. Changes that passes and the script make to the model can be undone."""
         self._transaction.begin(model, parameters)
         if not self._reduces:
             self._reduces = True
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose the optimizers for the next pass, update or clipping, if there are several. Raises
-        InvalidSpec if they train only a part of a model."""
+        """Choose the optimizers for the next pass, update or clipping.
+
+        Raises InvalidSpec if they train only a part of a model.
+        """
         self._transaction.models(optimizers)
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
-        """Let the chosen optimizers step now, before the session's step ends; undone if that step
-        fails. Raises InvalidSpec if there is only one optimizer."""
+        """Let the chosen optimizers step now; undone if the session's step fails.
+
+        Raises InvalidSpec if there is only one optimizer.
+        """
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
