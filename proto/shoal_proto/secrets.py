@@ -1,8 +1,7 @@
-"""Secrets that a process presents to prove its identity. They are stored only as digests.
+"""Secrets that a process presents to prove its identity; they are stored only as digests.
 
-A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
-process. A launcher makes a secret for each of its workers, and keeps it across the worker's
-restarts.
+The file SHOAL_JOB_SECRET_FILE has a job's secret, so that no process has it among its arguments. A
+launcher makes a secret for each of its workers and keeps it when the worker restarts.
 """
 
 import hashlib
@@ -25,10 +24,10 @@ class MemberSecrets:
     """Secrets that a member presents, or its launcher for the member."""
 
     job: str = field(default="", repr=False)
-    """The job's secret, which its first member sets; empty: none."""
+    """The job's secret, set by its first member; empty: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret with which the launcher reports on the member; empty: reports on the
-    member need no secret, but with TLS only an operator's are accepted."""
+    """Digest of the secret with which the launcher reports on the member. Empty: such reports need
+    no secret; with TLS, only an operator may then make them."""
 
 
 def new_secret() -> str:
@@ -49,7 +48,7 @@ def matches_digest(secret: str, digest: str) -> bool:
 
 
 def job_secret(environment: Mapping[str, str]) -> str:
-    """Return the secret of this process's job; empty if none is set. Raises InvalidSpec."""
+    """Return the secret of this process's job, empty if it has none. Raises InvalidSpec."""
     name = environment.get(JOB_VARIABLE)
     return read_job_secret(Path(name)) if name else ""
 
@@ -58,16 +57,15 @@ def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
     """Return the secrets of the member that this process becomes. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
-        # No launcher has started this process: a secret that no other process knows keeps all
-        # launchers from reporting on it.
+        # Without a launcher, a secret that no other process knows keeps launchers from reporting on
+        # this member.
         launch = new_secret()
     return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
 
 
 def read_job_secret(path: Path) -> str:
-    """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read or
-    is not ASCII, if its mode gives its group or others any access, or if the line has a bad
-    length."""
+    """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read,
+    is not ASCII or may be used by others, or if the line has a bad length."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").partition("\n")[0].strip()

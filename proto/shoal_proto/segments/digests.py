@@ -12,7 +12,7 @@ from shoal_proto.pieces import Buffer
 
 DIGEST_BYTES = 16
 AT_ONCE = 4
-"""Maximum number of chunks digested at once: a few cores use all of the memory's bandwidth."""
+"""Maximum number of chunks digested at once; a few cores use all of the memory's bandwidth."""
 
 
 def num_chunks(num_bytes: int) -> int:
@@ -59,8 +59,8 @@ def check_chunk(index: int, chunk: Buffer, of_chunks: bytes) -> None:
 
 
 def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
-    """Raise MalformedMessage or ChecksumMismatch unless `of_chunks` are the digests of the chunks
-    of a segment of `num_bytes` with the digest `expected`."""
+    """Raise MalformedMessage or ChecksumMismatch unless `of_chunks` are the chunk digests of this
+    segment. `expected`: the segment's digest."""
     if len(of_chunks) != num_chunks(num_bytes) * DIGEST_BYTES:
         raise MalformedMessage(
             "the digests of chunks do not match the segment's size",

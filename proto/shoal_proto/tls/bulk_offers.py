@@ -26,13 +26,11 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PermittedUse:
-    """The permitted use of a key."""
-
     purpose: Purpose
     caller: Caller | None
-    """The caller that asked for the key, if callers have certificates."""
+    """The caller that asked for the key; None without certificates."""
     series: str = ""
-    """The series of a connection for segments."""
+    """The series, for segments."""
 
 
 class BulkOffers:
@@ -60,7 +58,6 @@ class BulkOffers:
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> PermittedUse | None:
-        """Invalidate a key, and return its permitted use; None if the key is unknown, expired or
-        already used."""
+        """Invalidate a key, and return its use; None if it is unknown, expired or used already."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

@@ -33,7 +33,7 @@ from shoal_server.status.views import EpochSamplesView, SamplesView, ShardsView
 
 
 class ParametersPlugIn(PlugIn):
-    """The services for jobs with parameters on servers, as one plug-in."""
+    """Services for jobs with parameters on servers."""
 
     def __init__(self, host: Host, options: ParameterOptions) -> None:
         self._host = host
@@ -162,15 +162,14 @@ class ParametersPlugIn(PlugIn):
 
 
 def samples_view(counts: LedgerCounts) -> SamplesView:
-    """The ledger's counts in the type of the status page, which cannot import `core.samples`."""
+    """Convert the ledger's counts to the type of the status page, which cannot import
+    `core.samples`."""
     numbers = asdict(counts)
     epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
 
 
 def _noting_snapshots(board: StatusBoard) -> Callable[[TakenSnapshot], None]:
-    """Return a function that puts a snapshot on the status page."""
-
     def taken(snapshot: TakenSnapshot) -> None:
         manifest, mib = snapshot.manifest, 2**20
         step = manifest.training.get("step")
