@@ -1,7 +1,7 @@
-"""Secrets that a process presents to prove its identity; they are stored only as digests.
+"""Secrets that prove a process's identity, stored only as digests.
 
-The file SHOAL_JOB_SECRET_FILE has a job's secret, so that no process has it among its arguments. A
-launcher makes a secret for each of its workers and keeps it when the worker restarts.
+A job's secret is in the file SHOAL_JOB_SECRET_FILE, because other users can read a process's
+arguments. A launcher makes a secret for each of its workers.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ MIN_LENGTH, MAX_LENGTH = 16, 128
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSecrets:
-    """Secrets that a member presents, or its launcher for the member."""
+    """Secrets of a member and of its launcher."""
 
     job: str = field(default="", repr=False)
     """The job's secret, set by its first member; empty: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret with which the launcher reports on the member. Empty: such reports need
-    no secret; with TLS, only an operator may then make them."""
+    """Digest of the secret with which the launcher reports on the member. Empty: reports need no
+    secret, but with TLS an operator's certificate."""
 
 
 def new_secret() -> str:
@@ -36,7 +36,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return the digest of a secret, which is stored instead of it; empty for no secret."""
+    """Return the digest of a secret; empty for no secret."""
     if not secret:
         return ""
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
@@ -54,7 +54,7 @@ def job_secret(environment: Mapping[str, str]) -> str:
 
 
 def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
-    """Return the secrets of the member that this process becomes. Raises InvalidSpec."""
+    """Return the secrets of this process as a member. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
         # Without a launcher, a secret that no other process knows keeps launchers from reporting on

@@ -1,8 +1,7 @@
 """Errors over gRPC: `to_status` on the serving side, `from_rpc_error` on the calling side.
 
-The metadata entry `shoal-error-bin` carries the error, from which a client raises the same class.
-An entry over 4 KiB has its texts cut and some details left out. The text of the status takes at
-most 1 KiB.
+The metadata entry `shoal-error-bin` carries the error, shortened to 4 KiB; the text of the status
+takes at most 1 KiB.
 """
 
 from collections.abc import Iterable, Mapping
@@ -93,8 +92,8 @@ _MAX_TEXT_BYTES = 1024
 
 
 def _status_text(text: str) -> str:
-    """The text's beginning that fits into the header. gRPC encodes each byte that is not printable
-    ASCII, and the percent sign, as three characters."""
+    """Cut the text to fit into the header. gRPC encodes each byte that is not printable ASCII, and
+    the percent sign, as three characters."""
     num_bytes = 0
     for at, character in enumerate(text):
         is_plain = " " <= character <= "~" and character != "%"
@@ -126,10 +125,7 @@ def _shortened(detail: ErrorDetail) -> ErrorDetail:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
-    """Return the ShoalError of a failed call to `target` (host:port, for the message).
-
-    A failure that no Shoal server explained is mapped by its status code.
-    """
+    """Return the ShoalError of a failed call to `target` (host:port, for the message)."""
     for key, value in _trailing_metadata(error):
         if key == ERROR_METADATA_KEY:
             # gRPC gives entries with a key in -bin as bytes.

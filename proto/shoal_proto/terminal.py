@@ -19,7 +19,7 @@ _ALL = {
 }
 _WITHIN_LINES = {code: shown for code, shown in _ALL.items() if chr(code) != "\n"}
 OF_SEVERAL_LINES = frozenset({"exception", "stack", "last_error"})
-"""Keys whose values may have several lines, such as tracebacks."""
+"""Keys whose values may have several lines."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -29,7 +29,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def printable_json(value: Any, name: str = "") -> Any:
-    """Return a value from JSON with printable texts; `name` is the value's key."""
+    """Return a value from JSON with printable texts; `name`: its key."""
     if isinstance(value, str):
         return printable(value, lines=name in OF_SEVERAL_LINES)
     if isinstance(value, list):
@@ -42,7 +42,7 @@ def printable_json(value: Any, name: str = "") -> Any:
 def printable_event(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Make the texts of an event printable: a processor of structlog."""
+    """Make the texts of an event printable, as a processor of structlog."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = printable(value, lines=name in OF_SEVERAL_LINES)
@@ -59,10 +59,8 @@ _SEQUENCE = re.compile(
 
 
 def plain_lines(data: bytes) -> list[str]:
-    """Return the lines of the bytes, without escape sequences; bytes that are not UTF-8 are
-    replaced.
-
-    Of a line that a progress bar has overwritten, only the newest state is kept.
+    """Return the lines of the bytes, without escape sequences. Of a line that a progress bar has
+    overwritten, only the newest state is kept.
     """
     text = data.decode("utf-8", "replace")
     return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []

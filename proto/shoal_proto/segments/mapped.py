@@ -1,7 +1,6 @@
-"""Mappings of memory files at multiples of 2 MiB, in pages of 2 MiB if the kernel can.
+"""Mappings of memory files, aligned to 2 MiB, in pages of 2 MiB if the kernel can.
 
-Pages of 4 KiB cost each process a quarter of a million page faults per gigabyte of weights.
-Unmapping them takes a third as long as copying.
+With pages of 4 KiB, each process takes a quarter of a million page faults per gigabyte of weights.
 """
 
 import ctypes
@@ -11,9 +10,8 @@ import weakref
 
 HUGE_BYTES = 2 * 1024 * 1024
 HUGE_FROM_BYTES = 64 * 1024 * 1024
-"""Size from which a memory file gets huge pages."""
 COLLAPSED_BYTES = 64 * 1024 * 1024
-"""Number of bytes made huge at once: each such call interrupts all processors."""
+"""Size of one collapse, which interrupts all processors."""
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
 """Linux 5.14 and 6.1; the module `mmap` does not name them."""
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
@@ -43,15 +41,14 @@ def map_file(
 
 
 def populate(window: Window, start: int, num_bytes: int) -> bool:
-    """Allocate and map pages, so that writing to them does not fault; keeps their content. Returns
-    False if the kernel cannot."""
+    """Allocate and map pages, and keep their content: later writes do not fault. Returns False if
+    the kernel cannot."""
     return _advise(ctypes.addressof(window) + start, num_bytes, MADV_POPULATE_WRITE)
 
 
 def make_huge(window: Window, start: int, num_bytes: int) -> bool:
-    """Put this part into huge pages, except bytes at its ends that do not fill one; keeps the
-    content. Needs no system setting. Returns False if the kernel is too old or memory is
-    fragmented."""
+    """Put whole huge pages of this part into place, and keep the content. Needs no system setting.
+    Returns False if the kernel is too old or memory is fragmented."""
     address = ctypes.addressof(window)
     first = -(-(address + start) // HUGE_BYTES) * HUGE_BYTES
     last = (address + start + num_bytes) // HUGE_BYTES * HUGE_BYTES
@@ -73,7 +70,6 @@ def protect(window: Window, start: int, num_bytes: int) -> None:
 
 
 def _map_aligned(descriptor: int, num_bytes: int, prot: int, flags: int) -> int:
-    """Map the file at a multiple of HUGE_BYTES, within a larger range that is reserved first."""
     reserving = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _mmap(0, size + HUGE_BYTES, _PROT_NONE, reserving, -1)
@@ -106,8 +102,8 @@ def _mmap(address: int, num_bytes: int, prot: int, flags: int, descriptor: int) 
 
 
 def _unmap(address: int, num_bytes: int, owner: int | None = None) -> None:
-    """Unmap. `owner`: the only process that has the mapping; None: forked processes have it, too.
-    In a forked process without it, the addresses may have another use."""
+    """Unmap. `owner`: the only process that has the mapping; None: forked processes have it,
+    too."""
     if owner is None or owner == os.getpid():
         _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
 

@@ -1,7 +1,7 @@
-"""Memory into which segments are received again and again.
+"""Memory into which segments are received again and again, since the first touch of a page costs
+more than receiving its bytes.
 
-The first touch of a page costs more than receiving its bytes. So a reader receives each version
-into the pages of an earlier one. Such memory is not sealed: only its owner may keep a view of it.
+Such memory is not sealed: only its owner may keep a view of it.
 """
 
 import ctypes
@@ -45,7 +45,6 @@ class ReusedMemory:
             if each.num_bytes == num_bytes:
                 fitting.append(each)
             else:
-                # These pages belong to another model or other ranks.
                 each.close()
         pages = fitting.pop() if fitting else _Pages(num_bytes)
         for each in fitting:
@@ -78,7 +77,7 @@ class ReusedMemory:
 
 
 class _Pages(SegmentWriter):
-    """A memory file with its only mapping. `is_touched`: every page has been written to."""
+    """A memory file with its only mapping."""
 
     is_touched = False
 
@@ -130,8 +129,6 @@ class ReusedSegment(Segment):
 
 
 class _ReusingWriter(SegmentWriter):
-    """Fills pages that return to their owner when the last view of them is gone."""
-
     def __init__(self, pages: _Pages, owner: ReusedMemory) -> None:
         self.num_bytes = pages.num_bytes
         self._pages: _Pages | None = pages

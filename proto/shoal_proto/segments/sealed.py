@@ -1,7 +1,7 @@
 """Immutable memory that processes of one host share: a memory file, sealed by the kernel.
 
-Processes with a descriptor of the file map the same pages, read-only. No process can write to the
-file or resize it any more; the file outlives its maker. See memfd_create(2).
+No process can write to the file or resize it any more; the file outlives its maker. See
+memfd_create(2).
 """
 
 import errno
@@ -37,8 +37,8 @@ def _closing(
 
 
 def _close_after_fork() -> None:
-    """Close the descriptors that a forked process has inherited: they would keep the memory of
-    segments from being freed. Inherited views of sealed segments stay valid."""
+    """Close descriptors that a forked process has inherited, which would keep memory from being
+    freed. Inherited views of sealed segments stay valid."""
     for owner in list(_open):
         owner._close()
 
@@ -67,8 +67,7 @@ class Segment:
         """Return the segment of a descriptor from another process; takes ownership of the
         descriptor.
 
-        Checks the seals and the size. Computes the digests, unless they are given as `of_chunks`.
-        Raises MalformedMessage.
+        Checks the seals and the size; computes missing digests. Raises MalformedMessage.
         """
         try:
             _check_sealed(descriptor, num_bytes)
@@ -139,7 +138,7 @@ def _check_sealed(descriptor: int, num_bytes: int) -> None:
 
 
 class SegmentWriter:
-    """A memory file that is being filled. `seal` makes it a Segment."""
+    """A memory file that is being filled."""
 
     def __init__(self, num_bytes: int) -> None:
         """Make a memory file of `num_bytes`, whose pages take memory once written to. Raises
@@ -220,8 +219,7 @@ class SegmentWriter:
         return self._buffer
 
     def digest_in_place(self) -> bytes:
-        """Write-protect the memory, and return its chunk digests for `seal`. No other process has
-        the memory: its bytes cannot change any more."""
+        """Write-protect the memory, and return its chunk digests for `seal`."""
         if self._mapped is not None:
             protect(self._mapped, 0, self.num_bytes)
         return chunk_digests(self._buffer)
@@ -269,8 +267,7 @@ class SegmentWriter:
 
 
 def _seal(descriptor: int) -> None:
-    """Set the seals; retry briefly on EBUSY, as while another thread forwards a page. Raises
-    OSError."""
+    """Set the seals; retry briefly on EBUSY, as while another thread forwards a page."""
     for attempt in range(SEAL_ATTEMPTS):
         try:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)

@@ -11,13 +11,12 @@ from shoal_proto.tls.names import Caller
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
-"""Time within which a key must be used."""
 MAX_KEYS = 1024
-"""Bound on keys not used yet; a new one replaces the oldest."""
+"""A new key replaces the oldest unused one."""
 
 
 class Purpose(Enum):
-    """Purpose of a bulk connection, which limits the calls that it may carry."""
+    """Purpose of a bulk connection, which limits its calls."""
 
     CALLS = "pulls and pushes of a job's member"
     REPLICATION = "replication of another server's shards"
@@ -28,9 +27,8 @@ class Purpose(Enum):
 class PermittedUse:
     purpose: Purpose
     caller: Caller | None
-    """The caller that asked for the key; None without certificates."""
+    """None: callers have no certificates."""
     series: str = ""
-    """The series, for segments."""
 
 
 class BulkOffers:

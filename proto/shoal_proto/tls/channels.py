@@ -1,7 +1,7 @@
 """gRPC channels and ports that use the certificate of this process, if it has one.
 
-Every channel between parts of Shoal, and to its etcd, is made here. None uses the proxy that the
-environment names, which is for the internet.
+Every channel between parts of Shoal, and to its etcd, is made here. None uses a proxy, since
+proxies are for the internet.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,7 @@ def _channel(
     options = [
         *options,
         ("grpc.enable_http_proxy", 0),
-        # gRPC looks a name up at most every 30 s by default. A replaced pod keeps its name but gets
-        # another address.
+        # gRPC looks a name up at most every 30 s by default, too late for a replaced pod.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ]
     if credentials is None:
@@ -75,8 +74,7 @@ def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
 
 
 def material() -> TlsMaterial | None:
-    """Return the material for new channels; None without TLS. A channel of other material has an
-    outdated certificate."""
+    """Return the material for new channels; None without TLS."""
     own = identity.own()
     return None if own is None else own.material
 
@@ -91,8 +89,6 @@ def _expecting(name: str) -> Options:
 
 
 class _ServerCertificate:
-    """Gives gRPC the certificate, and later its renewals."""
-
     def __init__(self, own: TlsIdentity) -> None:
         self._own = own
         self._material = own.material

@@ -21,11 +21,11 @@ class TlsFiles:
     """Paths of the three PEM files."""
 
     ca: Path
-    """Certificates of the authorities that other processes' certificates must have."""
+    """Authorities that sign other processes' certificates."""
     cert: Path
-    """This process's certificate, with the intermediate ones."""
+    """Certificate of this process, with the intermediate ones."""
     key: Path
-    """The certificate's private key, without a passphrase."""
+    """Private key, without a passphrase."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that name these files for another process."""
@@ -48,15 +48,15 @@ class TlsMaterial:
     open: ssl.SSLContext
     """Accepts connections without a client's certificate, as of browsers."""
     client: ssl.SSLContext
-    """Opens connections to a name of `shoal_proto.tls.names`. Each renewal makes a new one, so that
-    an authority removed from the files is no longer trusted."""
+    """Opens connections. Each renewal makes a new one: an authority removed from the files is no
+    longer trusted."""
 
 
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
     Changed files are read when `material` is next used, at most a second late. While they cannot be
-    read or do not match, for example because only one is written yet, the earlier ones stay in use.
+    read or do not match, the earlier ones stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:

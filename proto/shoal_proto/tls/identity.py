@@ -1,7 +1,7 @@
 """The certificate of this process, which all its later connections use.
 
 A process has at most one; without one, it does not use TLS. Commands and scripts call `use` when
-they start; a script passes the result of `from_environment`.
+they start.
 """
 
 import os
@@ -85,8 +85,8 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
-    """Return the files for this user's cluster on this machine at one of the addresses; None if
-    there is no such cluster. Raises InvalidSpec."""
+    """Return the files for this user's cluster at one of the addresses, None without one. Raises
+    InvalidSpec."""
     found = local_clusters.find(addresses)
     return None if found is None else in_folder(found.certificates, *roles)
 
@@ -95,10 +95,9 @@ def from_environment(
     environment: Mapping[str, str] | None = None, addresses: Iterable[str] = ()
 ) -> TlsFiles | None:
     """Return a worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or those in the
-    folder SHOAL_TLS.
+    folder SHOAL_TLS, or else those of a local cluster at one of the addresses.
 
-    If none of these is set, returns the files for a local cluster at one of the addresses, None
-    without such a cluster. Raises InvalidSpec.
+    None if there are none. Raises InvalidSpec.
     """
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)

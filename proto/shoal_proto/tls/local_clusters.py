@@ -1,10 +1,8 @@
 """Records of the clusters that this user runs on this machine, by which their certificates are
 found.
 
-Each cluster has a file in a private folder, locked while the cluster is up. A killed cluster's file
-is ignored, and removed when another cluster starts. The folder is below /tmp, because job
-schedulers and test runners set TMPDIR anew for every process. It is below TMPDIR only if /tmp
-allows no private folder.
+Each cluster has a file in a private folder, locked while the cluster is up. The folder is below
+/tmp if possible: job schedulers and test runners set TMPDIR anew for every process.
 """
 
 import fcntl
@@ -26,28 +24,24 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 PARENT = Path("/tmp")
-"""Parent of the folder with the records, which has the user's id in its name."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalClusterRecord:
-    """Record of a cluster that is up."""
-
     addresses: Sequence[str]
     """host:port of its coordinators and of their pages."""
     pages: Sequence[str] = ()
     """host:port of the pages only."""
     etcd: Sequence[str] = ()
-    """host:port of the cluster's own etcd."""
     certificates: Path
-    """The folder with a certificate for each role."""
+    """Folder with a certificate for each role."""
 
 
 class Announcement:
-    """Announces a cluster to this user's other processes until `close`, or until this process
-    ends."""
+    """Announces a cluster to this user's other processes, until `close` or the end of this
+    process."""
 
     def __init__(self, record: LocalClusterRecord) -> None:
         """Raises InvalidSpec if there is no private folder, OSError if the file cannot be
@@ -138,13 +132,11 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _folders() -> Sequence[Path]:
-    """Return the possible folders, the preferred one first."""
     parents = dict.fromkeys((PARENT, Path(tempfile.gettempdir())))
     return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
 
 
 def _made_folder() -> Path:
-    """Return the first path that is, or becomes, a private folder. Raises InvalidSpec."""
     seen = []
     for directory in _folders():
         try:
@@ -177,7 +169,6 @@ def _is_private(directory: Path) -> bool:
 
 
 def _network() -> int:
-    """Return the inode of this process's network namespace; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - what a link of /proc leads to
     except OSError:
@@ -185,7 +176,7 @@ def _network() -> int:
 
 
 def _local(address: str) -> str:
-    """Return a loopback address in one form; empty for other or invalid addresses."""
+    """Bring a loopback address into one form; empty for other addresses."""
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         host, port = parts.hostname, parts.port

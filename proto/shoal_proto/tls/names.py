@@ -1,9 +1,8 @@
 """Identity of a certificate's holder: a role, a name, and for some a job or a series.
 
-The identity is a SPIFFE URI: `spiffe://shoal/worker/NAME`. The URI of a holder bound to a job ends
-in `/job/JOB`, of a reader bound to a series in `/series/JOB/SERIES`. The certificate of a serving
-process also has the DNS name of its role, which callers check at whatever address. So a worker's
-certificate is not accepted as a server's.
+The identity is a SPIFFE URI: `spiffe://shoal/worker/NAME`, for a bound holder with `/job/JOB` or
+`/series/JOB/SERIES`. The certificate of a serving process also has the DNS name of its role, which
+callers check: a worker's certificate is not accepted as a server's.
 """
 
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ URI_START = "spiffe://shoal/"
 
 
 class CertificateRole(Enum):
-    """Role of a certificate's holder, which decides what the holder may call."""
+    """Role of a certificate's holder, which limits its calls."""
 
     OPERATOR = "operator"
     VIEWER = "viewer"
@@ -36,12 +35,12 @@ SERVES_AS = {
     # A relay serves other readers of its series.
     CertificateRole.READER: READER_NAME,
 }
-"""The DNS name in the certificates of each role that serves."""
+"""DNS name in the certificates of each serving role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Identity of a connection's other end, from its certificate."""
+    """Identity in the certificate of a connection's other end."""
 
     role: CertificateRole
     name: str
@@ -64,8 +63,8 @@ class Caller:
 
 
 def caller_among(names: Iterable[bytes]) -> Caller | None:
-    """Return the holder of a certificate with these alternative names; None unless exactly one of
-    them is a valid URI of Shoal."""
+    """Return the holder of a certificate with these names; None unless exactly one is a valid URI
+    of Shoal."""
     found = [name for name in names if name.startswith(URI_START.encode())]
     return _read(found[0]) if len(found) == 1 else None
 

@@ -10,8 +10,8 @@ HANDSHAKE_S = 3.0
 
 
 def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
-    """Return the connection to a process that serves as `name`: within TLS unless the socket is a
-    Unix socket or this process has no certificate. Use only the result afterwards.
+    """Return the connection, within TLS if this process has a certificate and the socket is no Unix
+    socket. Use only the result afterwards.
 
     Raises OSError, and then closes the connection.
     """
@@ -29,7 +29,7 @@ def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
 
 
 def secure_accepted(connected: socket.socket) -> socket.socket:
-    """Return an accepted connection, within TLS as for `secured`. The other end must have a
+    """Return an accepted connection, within TLS as for `secured`: the other end needs a
     certificate, too."""
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:

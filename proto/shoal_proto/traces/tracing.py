@@ -1,8 +1,7 @@
 """Traces by OpenTelemetry, from a worker's call through the servers to etcd. Off by default.
 
-SHOAL_TRACES=otlp sends spans by OTLP over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT
-(http://localhost:4318 by default). A program with its own OpenTelemetry calls `use`. The token of a
-request carries its caller's span.
+SHOAL_TRACES=otlp sends spans by OTLP over HTTP. A program with its own OpenTelemetry calls `use`.
+The token of a request carries its caller's span.
 """
 
 import os
@@ -64,8 +63,8 @@ def use(provider: Any) -> None:
 
 @contextmanager
 def span(name: str, token: Carrier | None = None) -> Iterator[None]:
-    """Make a span around the block. `token`: of a received call, whose caller's span then includes
-    this span. Costs nothing while traces are off.
+    """Make a span around the block. `token`: token of a received call, whose span becomes the
+    parent. Costs nothing while traces are off.
     """
     tracer = _Tracing.tracer
     if tracer is None:
@@ -86,11 +85,9 @@ def child_span(name: str) -> Iterator[None]:
 
 
 class OngoingSpan:
-    """A span over several threads or a generator, with the blocks of `within`. Ends at the first
-    `end`, or with its `with` statement."""
+    """A span over several threads or a generator, which the blocks of `within` belong to."""
 
     def __init__(self, name: str, token: Carrier | None = None) -> None:
-        """Begin the span now. `token`: as for `span`."""
         tracer = _Tracing.tracer
         self._span = None if tracer is None else tracer.start_span(name, context=_context(token))
 
@@ -119,13 +116,13 @@ class OngoingSpan:
 
 
 def set_traceparent(token: Carrier) -> None:
-    """Set the token's span to the current one; without traces, do nothing."""
+    """Set the token's span to the current one, if traces are on."""
     if _Tracing.tracer is not None:
         token.traceparent = _carried()
 
 
 def current_traceparent() -> str:
-    """Return the current span, as tokens carry it; empty without a span or traces."""
+    """Return the current span, as tokens carry it; empty without one."""
     return "" if _Tracing.tracer is None else _carried()
 
 

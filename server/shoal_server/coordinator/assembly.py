@@ -146,8 +146,6 @@ class Coordinator:
         )
 
     async def _resume_quarantined(self, job: str) -> str:
-        """Continue a repaired job from its records in etcd; return its phase, empty if no records
-        are left."""
         self.plug_in.reopen(job)
         actor = await self.registry.resume_quarantined(job)
         if actor is None:
@@ -172,7 +170,7 @@ class Coordinator:
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
     def result_of(self, job: str) -> JobResult:
-        """Result of a job, from the reports of its members and its ledger of samples."""
+        """Result of a job, from its members' reports and its ledger."""
         queries = StatusQueries(self.view, self.board)
         summary = queries.summary(queries.job(job))
         return JobResult(
@@ -206,8 +204,8 @@ class Coordinator:
                 await self._server_calls.close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
-        """Take over every job. Writes to etcd fail once `conditions` do not hold. Raises what the
-        store raises; call `step_down` after such an error, too."""
+        """Take over every job. Writes fail once `conditions` do not hold. Raises what the store
+        raises; call `step_down` after an error, too."""
         self.term.begin(conditions)
         await self.plug_in.begin()
         await self.resetting.read()
@@ -224,7 +222,7 @@ class Coordinator:
         await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:
-        """Drop every job: another coordinator leads, or this one ends."""
+        """Drop every job."""
         # Refuse calls first: a watch opened during the following awaits would never end.
         self.registry.refuse_calls()
         await self._while_leading.aclose()

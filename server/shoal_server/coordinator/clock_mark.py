@@ -1,9 +1,8 @@
 """The last leader's clock, stored in etcd. A leader whose clock is far ahead of it removes nothing.
 
-The leaders' clocks measure the age of ended jobs: a clock days ahead would make the first sweep
-remove every ended job. So each leader writes the time to etcd once a minute, and its successor
-compares. A large gap may come from an outage or a wrong clock: removals are then suspended for a
-while, and the log says so.
+By a clock that is days ahead, the first sweep would remove every ended job. So each leader writes
+the time to etcd once a minute. After a large gap, from an outage or a wrong clock, the next leader
+suspends removals for a while.
 """
 
 import json
@@ -24,7 +23,7 @@ NOTE_EACH_S = 60.0
 
 
 class ClockMark:
-    """The time mark of one coordinator, for one term at a time."""
+    """The time mark, as one coordinator writes it."""
 
     def __init__(self, store: LeaderStore, clock: Callable[[], float]) -> None:
         """`clock`: Unix seconds that never jump."""
@@ -34,14 +33,13 @@ class ClockMark:
         self._note_at_s = self._held_until_s = 0.0
 
     def begin(self) -> None:
-        """Start a term: read the mark again before it is written."""
+        """Start a term: read the mark again."""
         self._is_read = False
 
     async def update_mark(self) -> bool:
         """Write the mark if it is due. True if data that is old by this clock may be removed.
 
-        False while the last leader's mark could not be read from etcd, or one of the clocks is
-        doubted; no mark is then written.
+        False while the last mark is unread or a clock is doubted; no mark is then written.
         """
         try:
             if not self._is_read:

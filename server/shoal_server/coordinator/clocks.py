@@ -1,8 +1,7 @@
 """The Clocks service: decides which members may begin a step in jobs with a staleness bound.
 
-The clocks are only in memory; members report them with each step. A new leader lets no member
-advance until each member that trained under the last leader has reported its clock again, or is
-lost.
+The clocks are only in memory. A new leader lets no member advance until each earlier trainer has
+reported its clock again, or is lost.
 """
 
 import asyncio
@@ -32,19 +31,17 @@ MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
 MAX_GIVEN_UP = 64
-"""Finished waits kept in the heap, beyond the others, before it is compacted."""
+"""Number of superfluous finished waits at which the heap is compacted."""
 
 
 class _Job:
-    """Clocks of one job, and the calls that wait for their progress."""
-
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self._waiting: list[tuple[ClockPosition, int, asyncio.Event]] = []
         """Heap by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
-        """Event of each waiting member, shared by its calls: a retry may be open beside a call with
-        a half-open connection."""
+        """Event of each waiting member, shared by its calls: a retry may be open beside a half-open
+        call."""
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
@@ -87,8 +84,8 @@ class _Job:
 
 
 class ClocksService(ClocksServicer):
-    """Clocks of all jobs. `authorize` raises for a stale token. A waiting call that times out
-    declares lost each member that has kept others waiting for `stuck_after_s` without a step."""
+    """Clocks of all jobs. `authorize` raises for a stale token. A member that keeps others waiting
+    for `stuck_after_s` without a step is declared lost."""
 
     def __init__(
         self,
@@ -107,13 +104,12 @@ class ClocksService(ClocksServicer):
     # --- from the coordinator ---
 
     def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
-        """Start a job that trained under another leader. Each trainer's clock is unknown until the
-        trainer reports it."""
+        """Start a job that trained under another leader, with its trainers' clocks unknown."""
         self.forget(job)
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Remove the clock of a process that was lost or left, so that no member waits for it."""
+        """Remove the clock of a process that was lost or left."""
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))
@@ -121,13 +117,13 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """Drop the clocks of a job that is reset or taken over. Waiting calls raise NotLeader."""
+        """Drop a job that is reset or taken over. Waiting calls raise NotLeader."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
 
     def forget_all(self) -> None:
-        """Drop every job: another coordinator leads. Waiting calls raise NotLeader."""
+        """Drop every job. Waiting calls raise NotLeader."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()
         for known in jobs:
             known.wake_all()
@@ -140,8 +136,7 @@ class ClocksService(ClocksServicer):
         return known.clocks.clocks if known else {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members that wait for their next step or push, with the reason and the start of the
-        wait."""
+        """Members that wait for their next step or push: the reason, and the start of the wait."""
         known = self._jobs.get(job)
         waits = known.clocks.waiting() if known else ()
         return {name: (reason, since_s) for name, reason, since_s in waits}
@@ -218,8 +213,7 @@ class ClocksService(ClocksServicer):
             try:
                 await self._declare_lost(name, who, reason)
             except ShoalError as error:
-                # Most likely the stuck member is gone. The error does not concern this call's
-                # member.
+                # Most likely the stuck member is gone.
                 log.info("stuck_member_not_lost", member=who.member_id, reason=str(error))
 
     def _job(self, name: str) -> _Job:

@@ -1,7 +1,7 @@
 """The shutdown of a coordinator, which keeps leading while members drain.
 
-A preemption, a time limit or the stop of a service signals all processes of a job at once. Without
-a coordinator, the remaining members could not agree on a generation or a last checkpoint.
+A preemption or the stop of a service signals all processes at once. Without a coordinator, members
+could not agree on a last checkpoint.
 """
 
 import asyncio
@@ -15,14 +15,13 @@ from shoal_server.coordinator.jobs.registry import Registry
 log = structlog.get_logger(__name__)
 
 NOTICE_S = 5.0
-"""Time for members to handle a signal to all processes and to ask for a drain. A member handles a
-signal after the operation in progress, which may be the whole backward pass."""
+"""Time for members to handle a signal and to ask for a drain, after the operation in progress."""
 ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
 class Presence:
-    """Members and unconfirmed changes, counted over all jobs that a coordinator leads."""
+    """Members and unconfirmed changes of all jobs."""
 
     num_members: int = 0
     num_draining: int = 0
@@ -31,7 +30,7 @@ class Presence:
 
 
 def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
-    """Reason why a coordinator that has been asked to end stays; empty: it may end."""
+    """Reason why an ending coordinator stays; empty: it may end."""
     if since_order_s >= drain_s:
         return ""
     if presence.num_draining:
@@ -45,11 +44,10 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 async def wait_for_drains(registry: Registry, drain_s: float) -> None:
     """Wait until no member drains and etcd has confirmed all changes, but at most `drain_s`.
-    Members that do not drain yet get NOTICE_S to begin. Return at once if this coordinator does not
-    lead.
+    Members have NOTICE_S to begin to drain. Without leadership, return at once.
 
-    A coordinator that is deposed meanwhile (etcd was restarted) decides by its last count of
-    members: it may be elected again while they drain.
+    A coordinator that is deposed meanwhile decides by its last count of members: it may be elected
+    again while they drain.
     """
     began_s, logged_reason, presence = time.monotonic(), "", _presence(registry, Presence())
     while reason := why_stay(presence, time.monotonic() - began_s, drain_s):
@@ -65,7 +63,7 @@ async def wait_for_drains(registry: Registry, drain_s: float) -> None:
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:
-    """Count the members; return `before` while this coordinator does not lead."""
+    """Count the members; `before` without leadership."""
     if not registry.leads:
         return before
     actors = registry.actors()

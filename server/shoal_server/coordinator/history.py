@@ -1,9 +1,7 @@
 """Charts of jobs, stored in etcd for the next leader.
 
-Each second, the leader records what members of running jobs reported last. A job's history has at
-most 256 intervals, which get longer with time, and the last hundred changes of its generation.
-Twice a minute it is written, compressed, to one key: a new leader misses about the last half
-minute.
+Each second, the leader records what members of running jobs reported last. Twice a minute, it
+writes each job's history to one key.
 """
 
 import asyncio
@@ -34,8 +32,7 @@ log = structlog.get_logger(__name__)
 READ_EACH_S = 1.0
 KEEP_EACH_S = 30.0
 MAX_SHARE = 0.02
-"""Maximum share of the event loop's time for readings; with ten thousand members, they are rarer.
-"""
+"""Maximum share of the event loop's time for readings."""
 FRESH_S = 10.0
 """Age from which reports are ignored."""
 AT_ONCE = 16
@@ -49,7 +46,7 @@ class HistoryKeeper:
         self._registry = registry
         self._board = board
         self._taken_up: set[str] = set()
-        """Jobs with a history that has been read from etcd."""
+        """Jobs whose stored history has been read."""
         self._kept: dict[str, bytes] = {}
         """History in etcd, by job."""
 
@@ -78,11 +75,11 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each history that has changed and has at most MAX_BYTES. Logs failures."""
+        """Write each changed history of at most MAX_BYTES. Logs failures."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def take_up(self) -> None:
-        """Read the history of jobs that are new in the registry since the last call."""
+        """Read the history of new jobs."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
 
@@ -150,7 +147,6 @@ class HistoryKeeper:
 def _reading(
     roster: GenerationRoster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
-    """Reading from fresh reports of the roster's members; None without any."""
     fresh = {
         entry.rank: health
         for entry in roster.entries

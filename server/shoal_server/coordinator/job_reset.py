@@ -1,8 +1,7 @@
 """Reset of a job: one transaction deletes all its keys, so that its name is free.
 
-The versions of its published weights are dropped first; a crash in between leaves the job without
-some of them. Servers drop surviving shards whose record is gone or names another placement. Calls
-of processes of an earlier run are refused (`EarlierRuns`).
+Its published versions are dropped first. Servers drop shards without a record, and calls from
+earlier runs are refused (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -65,12 +64,12 @@ class JobReset:
                 with as_unreadable():
                     earlier_runs[job] = from_json(job, item.value)
             except (UnreadableRecord, InternalError) as error:
-                # The expelled incarnations of earlier runs are unknown: no process may join.
+                # No process may join: the expelled incarnations are unknown.
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = earlier_runs
 
     def ended_unix_s(self, job: str) -> float:
-        """Unix time of the job's last reset; 0 if there is no record of one."""
+        """Unix time of the job's last reset; 0 if none is recorded."""
         earlier = self._registry.earlier_runs.get(job)
         return earlier.ended_unix_s if earlier is not None else 0.0
 
@@ -78,13 +77,10 @@ class JobReset:
         """Delete the job's state. Returns True if it had any state or published versions, and the
         job's last generation.
 
-        `forgets_processes`: True if no process of the job can return, because it ended long ago. No
-        record of its earlier runs is then kept.
-
-        Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
-        job is being read or reset, NotLeader, and the error of the job's last write. The job is
-        then unchanged, except that published versions may be dropped. If only etcd's answer was
-        lost, its keys are deleted.
+        `forgets_processes`: keep no record of its earlier runs, since none of their processes can
+        return. Raises JobInUse while the job has members, Unavailable while etcd cannot be reached
+        or the job is being read or reset, NotLeader, and the error of the job's last write.
+        Published versions may then be gone, and all keys if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed_ledger(job):
@@ -104,7 +100,7 @@ class JobReset:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # This coordinator did not take over the job: only etcd has its last generation.
+                # Only etcd has the last generation of a job that was not taken over.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
@@ -118,8 +114,7 @@ class JobReset:
         return True, earlier.last_generation
 
     async def forget_runs(self, before_unix_s: float) -> None:
-        """Delete the records of earlier runs of unused names that were last reset before
-        `before_unix_s`.
+        """Delete the records of earlier runs of unused names, last reset before `before_unix_s`.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """
@@ -131,7 +126,7 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # Safe even if a job of that name starts meanwhile: earlier runs have no process left.
+            # Earlier runs have no process left, even if a job of that name starts meanwhile.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:
@@ -139,7 +134,7 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """Highest generation number in the job's keys; unreadable records are skipped."""
+    """Return the highest generation number in the job's keys."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     generations = [number for number in numbers if number is not None]
     for each in held:

@@ -1,4 +1,4 @@
-"""The plug-in for parameters on servers: shards, snapshots, samples and clocks of all jobs."""
+"""The plug-in for parameters on servers."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -162,8 +162,7 @@ class ParametersPlugIn(PlugIn):
 
 
 def samples_view(counts: LedgerCounts) -> SamplesView:
-    """Convert the ledger's counts to the type of the status page, which cannot import
-    `core.samples`."""
+    """Convert counts for the status page, which cannot import `core.samples`."""
     numbers = asdict(counts)
     epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
@@ -185,7 +184,7 @@ def _noting_snapshots(board: StatusBoard) -> Callable[[TakenSnapshot], None]:
 
 
 def check_record(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-    """Raise UnreadableRecord or ShoalError if a record of samples or shards cannot be read."""
+    """Raise UnreadableRecord or ShoalError for an unreadable record of samples or shards."""
     if item.key == keys.sample_ledger(job):
         prefix = keys.sample_deltas(job)
         deltas = {each.key: each.value for each in items if each.key.startswith(prefix)}

@@ -47,7 +47,6 @@ log = structlog.get_logger(__name__)
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
 GC_THRESHOLDS = (10_000, 10, 10)
-"""Higher than Python's defaults: see `serve`."""
 
 
 async def serve(config: CoordinatorConfig) -> None:
@@ -98,8 +97,8 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # Garbage collection stops the event loop. Objects made so far are frozen, never to be
-        # scanned again; higher thresholds make scans of thousands of members rare.
+        # Garbage collection stops the event loop. Frozen objects are never scanned again; higher
+        # thresholds make scans of thousands of members rare.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -125,8 +124,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Operations for the HTTP API; None if only certificates identify callers, whose roles only
-    gRPC reads."""
+    """Operations for the HTTP API; None if only certificates, which HTTP does not read, identify
+    callers."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
@@ -134,7 +133,7 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
-    """URL of the status page at the host announced for gRPC, unless only the page listens on
+    """Return the status page's URL, at the host announced for gRPC unless only the page is on
     loopback."""
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
@@ -170,8 +169,7 @@ class LeaderLoop:
         self._election.on_leader = self._note
         coordinator.view.address = candidate.address
         self.has_begun = asyncio.Event()
-        """Set once this coordinator leads, or knows the leader, or knows that etcd does not answer.
-        """
+        """Set once this coordinator leads, knows the leader, or knows that etcd does not answer."""
 
     async def run_for_ever(self) -> None:
         await self._election.end_predecessor()
@@ -179,7 +177,7 @@ class LeaderLoop:
         try:
             while True:
                 if not await self._lead(await self._election.campaign()):
-                    # The next term may fail the same way: let another coordinator try.
+                    # Let another coordinator try.
                     await asyncio.sleep(LEAD_AGAIN_S)
         finally:
             await _cancel(following)
@@ -207,7 +205,6 @@ class LeaderLoop:
         return True
 
     def _note_trouble(self, reason: str) -> None:
-        """Forget the last known leader, which may lead no longer."""
         known = self._coordinator.registry.known_leader
         known.address = ""
         known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"

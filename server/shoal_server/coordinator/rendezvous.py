@@ -1,8 +1,7 @@
 """The Rendezvous service: a key-value store for each generation in force.
 
-The keys are in memory only. If the leader dies during a bring-up, its successor answers that the
-keys are lost, and the members form the next generation. After bring-up, torch.distributed uses the
-store only for further process groups.
+The keys are in memory only: if the leader dies during a bring-up, the members form the next
+generation. After bring-up, torch.distributed uses the store only for further process groups.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ KEY_BYTES = 128
 """Memory of a key beside its text."""
 MAX_COUNTER_BYTES = 20
 PACKED_BYTES = 16 * 1024
-"""Total size of a reply's values from which they are compressed."""
+"""Total size of values from which a reply is compressed."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,7 +49,7 @@ class KeySpace:
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
     _newest_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
-    """Waiting calls that a further call may join, by the wanted keys."""
+    """Waiting calls to join, by the wanted keys."""
     _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
     """Waiting calls by missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
@@ -119,8 +118,7 @@ class KeySpace:
                 del self._calls_lacking[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
-        """Encoded reply with the values, empty for a missing key; shared by successive callers for
-        the same keys."""
+        """Encoded reply with the values, empty for missing keys; shared by successive callers."""
         if self._answer[0] != keys:
             values = [self.values.get(key, b"") for key in keys]
             reply = pb.StoreReply(values=values)
@@ -150,7 +148,7 @@ class RendezvousService(RendezvousServicer):
         actor.authorize_generation(token)
         key = (token.job, token.generation)
         if key not in self._spaces and token.generation <= actor.inherited_generation:
-            # Only the last leader had the keys: this call could only time out.
+            # Only the last leader had the keys.
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
@@ -177,7 +175,7 @@ class RendezvousService(RendezvousServicer):
             )
 
     def forget_all(self) -> None:
-        """Drop every key space: another coordinator leads."""
+        """Drop every key space."""
         spaces, self._spaces = list(self._spaces.values()), {}
         for space in spaces:
             space.give_up(NotLeader("this coordinator does not lead any more"))
@@ -189,7 +187,7 @@ class RendezvousService(RendezvousServicer):
             space.set(pair.key, before + pair.value)
         return pb.StoreReply()
 
-    # May return encoded bytes, shared by many callers.
+    # Many callers may share encoded bytes.
     async def Get(  # type: ignore[override]
         self, request: pb.StoreGetRequest, context: Context
     ) -> pb.StoreReply | bytes:

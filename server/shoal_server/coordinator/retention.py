@@ -1,6 +1,6 @@
 """Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
-Only the leader does this. Each removal is one transaction: after a crash, the next sweep continues.
+Each removal is one transaction: after a crash, the next sweep continues.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class Retention:
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`result_of` returns what is known of a job that is over; without its samples if the
-        ledger is not in memory. `clock`: None for the registry's."""
+        """`result_of` returns what is known of a job that is over. `clock`: None for the
+        registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
@@ -63,13 +63,11 @@ class Retention:
         self._may_remove = True
         """True if this coordinator's clock is trusted for removals."""
         self._empty_since_s: dict[str, float] = {}
-        """Jobs that are not over, by the time at which this leader first saw them without members.
-        """
+        """Time at which this leader first saw each job that is not over without members."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """Store an ended job's result soon: the next leader does not know the last reported
-        loss."""
+        """Store an ended job's result soon: the next leader does not know the last loss."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()
@@ -88,7 +86,7 @@ class Retention:
                 pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due for each job; log failures of single jobs. Raises NotLeader."""
+        """Do what is due; log failures of single jobs. Raises NotLeader."""
         self._may_remove = await self._mark.update_mark()
         await self._forget_runs()
         actors = self._registry.actors()
@@ -141,7 +139,7 @@ class Retention:
         match what:
             case DueAction.ABANDON:
                 after_s = self._limits.abandon_after_s
-                # After a failed attempt, the full time passes before the next.
+                # Another attempt waits for the full time.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
             case DueAction.KEEP_RESULT:
@@ -179,7 +177,6 @@ class Retention:
 
 
 def _operations(job: str, cleared: StateRecord) -> list[Operation]:
-    """Return the operations that clear an ended job. The record of its earlier runs stays."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

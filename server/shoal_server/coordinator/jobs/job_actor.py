@@ -1,7 +1,6 @@
 """Actor of one job: carries out the actions that `core.driver` decides.
 
-Actions are writes to etcd, notices on the members' streams, replies to waiting calls and timers.
-The driver also decides which actions wait for which write.
+Actions are writes to etcd, notices, replies to waiting calls and timers.
 """
 
 import asyncio
@@ -65,7 +64,7 @@ Call = asyncio.Future[None]
 
 @dataclass(frozen=True, kw_only=True)
 class JobDependencies:
-    """Dependencies shared by all jobs of one coordinator."""
+    """Dependencies shared by all jobs."""
 
     jobs: DurableJobs
     stored: StoredJobs
@@ -73,13 +72,13 @@ class JobDependencies:
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
     on_failed: Callable[[str, Exception], ShoalError]
-    """Called with (job, error) if the job cannot continue; returns the error for callers."""
+    """Called with (job, error) if the job cannot continue; returns its callers' error."""
     on_member_lost: Callable[[str, str, str], None]
     """Called with (job, member_id, incarnation) of each member that is gone."""
     on_change: Callable[[str], None]
     """Called with (job) after each step of the state machine, before members are notified."""
     result_of: Callable[[str], JobResult]
-    """Called with (job) of a job that is over; returns the known part of its result."""
+    """Called with (job) of an ended job; returns the known part of its result."""
     max_jobs: int = JobLimits.max_jobs
 
 
@@ -96,8 +95,7 @@ class JobActor:
         """`read_records` reads older records on demand. `generations`: those in etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
-        """Newest generation from before this actor: from another leader, or from before a
-        quarantine. 0 if the actor has led the job from its start."""
+        """Newest generation from an earlier leader, or from before a quarantine; 0 without one."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
@@ -108,7 +106,7 @@ class JobActor:
         self._is_acting = False
         self._writing: asyncio.Task[None] | None = None
         self._cause = copy_context()
-        """Context of the newest step of the state machine, for the trace of the next write."""
+        """Context of the newest step, for the trace of the next write."""
         self._woken = asyncio.Event()
         self._wakes_s = -math.inf
 
@@ -123,8 +121,8 @@ class JobActor:
         await self._decided(partial(self._driver.submit, event))
 
     async def stop(self, reason: str) -> None:
-        """Have all members leave at a step boundary, and return once that is durable; a job that is
-        over is unchanged. Like the next three methods, raises the error that ended the actor."""
+        """Have all members leave at a step boundary; do nothing for a job that is over. Like the
+        next three methods, raises the error that ended the actor."""
         await self._decided(partial(self._driver.stop, reason))
 
     async def abandon(self, reason: str) -> None:
@@ -132,7 +130,7 @@ class JobActor:
         await self._decided(partial(self._driver.abandon, reason))
 
     async def keep_result(self, result: JobResult) -> None:
-        """Store the result of the job in its own record, if the job is over."""
+        """Store the result of a job that is over."""
         await self._decided(partial(self._driver.keep_result, result))
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
@@ -187,8 +185,7 @@ class JobActor:
         return stream
 
     def end_stream(self, stream: NoticeStream) -> None:
-        """End a stream whose call is over. Without another open stream, the member is
-        disconnected."""
+        """End a stream; without another one, the member is disconnected."""
         with self._failing_job():
             self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
@@ -214,7 +211,7 @@ class JobActor:
 
     def trainers(self) -> list[MemberProcess]:
         """Processes that may train at their own pace: the members of the running and of the newest
-        committed roster, if these are asynchronous."""
+        committed roster, if asynchronous."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
@@ -257,16 +254,15 @@ class JobActor:
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest), for which the call waits up to `wait_s`.
-        Raises what `Records.get` raises."""
+        """Decided record of a generation (0: the newest); waits for it for up to `wait_s`. Raises
+        what `Records.get` raises."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:
         """End all streams and waiting calls; members then look for the leader.
 
-        Calls that wait for a write fail at once: while this coordinator cannot reach etcd, its
-        successor may remove the members that made them. Pending writes are cancelled, because one
-        could otherwise reach etcd in a later term of this coordinator.
+        Pending writes are cancelled, because one could otherwise reach etcd in a later term of this
+        coordinator.
         """
         actions = self._driver.end(why or NotLeader("this coordinator no longer leads"))
         if self._writing is not None:
@@ -276,8 +272,7 @@ class JobActor:
 
     @contextmanager
     def _failing_job(self) -> Iterator[None]:
-        """Fail the whole job if the block raises: its state may be half-changed. Raises the error
-        for all callers."""
+        """Fail the whole job if the block raises: its state may be half-changed."""
         try:
             yield
         except Exception as error:
@@ -288,7 +283,7 @@ class JobActor:
     # --- time ---
 
     async def run(self) -> None:
-        """Wake the driver when its timers are due. Returns once the job is over."""
+        """Wake the driver when its timers are due, until the job is over."""
         clock = self._dependencies.clock
         while self.job.phase not in OVER:
             self._woken.clear()
@@ -305,7 +300,6 @@ class JobActor:
     # --- what the driver decides ---
 
     def _do(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
-        """Carry out the actions in order, after those in progress."""
         self._actions.extend(actions)
         if self._is_acting:
             return
@@ -322,7 +316,6 @@ class JobActor:
             self._woken.set()
 
     def _give_up(self, error: Exception) -> None:
-        """Discard the remaining actions; their callers get the error."""
         failure = self._failure(error)
         discarded, self._actions = self._actions, deque()
         for action in discarded:
@@ -363,8 +356,8 @@ class JobActor:
             self._do(self._driver.written(self._dependencies.clock()))
 
     def _with_result(self, write: JobWrite) -> JobWrite:
-        """Add the known result to the write that ends the job: a successor does not know the loss
-        that members reported last."""
+        """Add the known result to the write that ends the job: a successor does not know the last
+        reported loss."""
         state = write.state
         if state is None or not state.finished or state.tally.result:
             return write
@@ -402,7 +395,6 @@ class JobActor:
 
 
 def _settle(call: Call, error: Exception | None) -> None:
-    """Complete the call, unless its caller has gone."""
     if call.done():
         return
     if error is None:

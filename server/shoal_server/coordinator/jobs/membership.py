@@ -1,4 +1,4 @@
-"""The Membership service: decodes a call, submits it to the job's actor, and answers."""
+"""The Membership service: submits calls to the jobs' actors."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Called with (job); resets it, as `JobReset.reset`."""
+"""Resets a job, as `JobReset.reset`."""
 
 
 class MembershipService(MembershipServicer):
@@ -59,7 +59,7 @@ class MembershipService(MembershipServicer):
         self._reset = reset
         self._http_url = http_url
 
-    # Notices are yielded encoded, since many members get the same one.
+    # Encoded once, since many members get the same notice.
     async def Attend(  # type: ignore[override]
         self, request: pb.AttendRequest, context: Context
     ) -> AsyncIterator[pb.Notice | bytes]:
@@ -129,8 +129,8 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Declare a process lost, on its launcher's report. Does nothing if the member is gone or
-        another process has its name. Raises what `check_launcher` raises."""
+        """Declare a process lost, on its launcher's report; ignored unless it is the present
+        member. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -141,8 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued, on its launcher's report. Does nothing if the member
-        is gone or another process has its name. Raises what `check_launcher` raises."""
+        """Mark a process halted or continued, on its launcher's report; ignored unless it is the
+        present member. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -247,7 +247,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
-    """Return the event of a heartbeat. An `own_code_s` that is not finite counts as 0."""
+    """Return the event of a heartbeat."""
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.HeartbeatReceived(
         **_identity(beat.token),
@@ -259,10 +259,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing.
-
-    A token with a generation is a member's. A leader that did not expel the process itself may not
-    know that it was lost or left.
+    """Raise what `JobActor.authorize` raises for a former member, whose token has a generation.
+    Another leader may have expelled it.
     """
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
@@ -275,7 +273,7 @@ def _identity(who: Token | MemberState) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> MemberState | None:
-    """The reported member; None if the member is gone or another process."""
+    """Return the reported member; None if it is gone or another process."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None

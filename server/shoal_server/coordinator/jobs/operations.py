@@ -19,13 +19,13 @@ class JobOperations:
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
     ) -> None:
-        """`take` takes a snapshot of a job; None: this coordinator takes no snapshots."""
+        """`take` takes a snapshot of a job; None: no snapshots."""
         self._registry = registry
         self._take = take
 
     async def snapshot(self, job: str, who: CallerProof) -> None:
-        """Take a snapshot of a job's parameters. Also raises InvalidSpec if this coordinator takes
-        none, and the snapshot's error."""
+        """Take a snapshot of a job's parameters. Also raises InvalidSpec without `take`, and the
+        snapshot's error."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec(
@@ -35,7 +35,7 @@ class JobOperations:
         await self._take(job)
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:
-        """Have a job's members end at a step boundary; a job that is over is unchanged."""
+        """Have a job's members end at a step boundary."""
         actor = self._found(job, who)
         await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
         return actor
@@ -46,10 +46,11 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost.
+        """Allow members to join a job that failed, was stopped or is lost; with `from_scratch`, at
+        step 0.
 
-        With `from_scratch`, the job starts at step 0. The job refuses if it is finished or has
-        members, or, without `from_scratch`, if its records were removed.
+        The job refuses if it is finished or has members, or, without `from_scratch`, if its records
+        were removed.
         """
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
@@ -57,8 +58,8 @@ class JobOperations:
     async def drain(
         self, job: str, member_id: str, reason: str, who: CallerProof, *, process: str = ""
     ) -> JobActor:
-        """Let a member finish its step, hand over and leave. Also raises UnknownMember if the
-        member does not exist or its process's public id is not `process`."""
+        """Let a member finish its step, hand over and leave. Also raises UnknownMember, for another
+        process than `process` (a public id) as well."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None:

@@ -1,7 +1,6 @@
 """Output of members, from their launchers or from the last lines of ended launchers.
 
-A launcher keeps a stream open for requests, and answers each with a call (`Give`). Nothing is
-stored in etcd: launchers connect to the next leader.
+A launcher keeps a stream open for requests, and answers each with a call (`Give`).
 """
 
 import asyncio
@@ -37,7 +36,6 @@ MAX_PENDING = 256
 MAX_WAITING = 64
 """Maximum number of requests queued per launcher."""
 MAX_SERVED = 1 << 17
-"""Maximum of `OutputsService.num_served`."""
 MAX_KEPT_BYTES = 16 << 20
 """Maximum size of all last lines; the oldest are dropped first."""
 
@@ -83,10 +81,10 @@ class OutputsService(OutputsServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Launchers of each member, the newest last: a launcher that has reconnected may have two
-        open streams."""
+        """Launchers of each member, the newest last: one that has reconnected may have two streams.
+        """
         self.num_served = 0
-        """Number of members with a served output, once for each open stream."""
+        """Number of served members, over all streams."""
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""
         self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
@@ -131,7 +129,7 @@ class OutputsService(OutputsServicer):
                 del self._serving[member]
 
     async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
-        """Pass an answer on to its reader; drop an answer that is late or for another member."""
+        """Pass an answer on to its reader, unless it is late or for another member."""
         pending = self._pending.get(request.ticket)
         is_known = pending is not None and pending.member == (request.job, request.member_id)
         if pending is not None and is_known and not pending.answer.done():
@@ -177,9 +175,8 @@ class OutputsService(OutputsServicer):
 
         For a position of an earlier launcher, `after` gives the newest lines, and `before` none.
         Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
-        both positions, AccessDenied for an unknown caller without the job's secret, UnknownMember
-        if no launcher has the output, Unavailable if the launcher does not answer or its stream
-        ends, Overloaded.
+        both positions, AccessDenied without the job's secret, UnknownMember without a launcher,
+        Unavailable if the launcher does not answer, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")
@@ -222,7 +219,7 @@ class OutputsService(OutputsServicer):
     ) -> pb.OutputPart:
         if (before or after) and not _is_of(launcher, before or after or ""):
             if before:
-                return pb.OutputPart()  # the position is an ended launcher's
+                return pb.OutputPart()  # of an ended launcher
             after = None
         if len(self._pending) >= MAX_PENDING or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
@@ -255,7 +252,7 @@ class OutputsService(OutputsServicer):
             self._drop(member)
 
     def forget_all(self) -> None:
-        """End all streams and drop the last lines: another coordinator leads."""
+        """End all streams and drop the last lines."""
         launchers = {id(each): each for serving in self._serving.values() for each in serving}
         self._serving.clear()
         for launcher in launchers.values():
@@ -274,8 +271,7 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher has the job's secret, if any, and started the member, if it is not
-    gone."""
+    """True if the launcher has the job's secret and started the member, as far as there are any."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False

@@ -48,7 +48,7 @@ Prepare = Callable[[str], Awaitable[None]]
 Found = TypeVar("Found")
 
 BACKGROUND_READS_AT_ONCE = 4
-"""Few, since the coordinator serves callers at the same time."""
+"""Few, since callers are served at the same time."""
 MAX_SHOWN = 20
 
 
@@ -57,26 +57,24 @@ async def _nothing(job: str) -> None:
 
 
 def steady_unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds that never jump: the current wall time, continued by the
-    monotonic clock."""
+    """Return a clock of Unix seconds that never jump."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
 
 
 class KnownLeader:
-    """The leading coordinator, as this coordinator knows it. Callers are sent to its address."""
+    """The leading coordinator, as this one knows it."""
 
     def __init__(self) -> None:
         self.address = ""
-        """host:port; empty while no other coordinator is known to lead."""
+        """host:port; empty if no other coordinator is known to lead."""
         self.why_nobody = "nobody leads yet: etcd has not answered"
-        """Reason why no leader is known."""
         self.num_changes = 0
-        """Number of leader changes seen, those to this coordinator included."""
+        """Number of leader changes seen."""
         self._newest = ""
 
     def note(self, address: str) -> None:
-        """Count a change of leader. `address`: empty if no coordinator leads."""
+        """Count a change of leader. `address`: empty without a leader."""
         if address and self._newest and address != self._newest:
             self.num_changes += 1
         self._newest = address or self._newest
@@ -95,8 +93,7 @@ class KnownLeader:
 
 
 class Registry:
-    """Jobs and their actors, served while this coordinator leads: from `begin`, after `read`, to
-    `step_down`."""
+    """Jobs and their actors, served from `begin`, after `read`, to `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies
@@ -112,7 +109,7 @@ class Registry:
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self.earlier_runs: dict[str, EarlierRuns] = {}
-        """Earlier runs of jobs that were reset, read before this coordinator leads."""
+        """Earlier runs of reset jobs, read before `begin`."""
         self._resetting: set[str] = set()
         self._leads = False
         self.known_leader = KnownLeader()
@@ -125,8 +122,7 @@ class Registry:
         """Read every job that has members, and call `prepare` for each; of other jobs, only the
         state record.
 
-        Deletes keys of members without a job. Raises what the store raises. No job's timers start
-        before `begin`, so the order of reading does not matter.
+        Deletes keys of members without a job. Raises what the store raises.
         """
         survey = await self._dependencies.stored.survey()
         for name, why in survey.quarantined.items():
@@ -141,8 +137,8 @@ class Registry:
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
-        """Serve jobs and start their timers; read the other jobs in the background. Returns the
-        actors of jobs that `read` has read whole, except those quarantined since."""
+        """Serve jobs, start their timers, and read the others in the background. Returns the actors
+        of the jobs that were read whole."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -162,13 +158,12 @@ class Registry:
         )
 
     def keep_state_only(self, state: StateRecord) -> None:
-        """Add a job that is over, with only its state record left in etcd. Does nothing if this
-        coordinator does not lead."""
+        """Add a job that is over, of which only the state record is left. Does nothing without
+        leadership."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
     async def _read(self, name: str) -> StoredJob | None:
-        """Read a job; None if it is quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
             await self._prepare(name)
@@ -193,7 +188,7 @@ class Registry:
         )
 
     async def _read_rest(self) -> None:
-        """Read jobs without members: interrupted ones, then the records of finished ones."""
+        """Read jobs without members, then the records of finished ones."""
         await gather_bounded(self._read_in_background, list(self._unread), BACKGROUND_READS_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, BACKGROUND_READS_AT_ONCE)
@@ -212,7 +207,7 @@ class Registry:
             await _until_read(actor.records.fill)
             await _until_read(partial(self._prepare, name))
         except ShoalError as error:
-            # The job is over: the error concerns only callers that request its records.
+            # The error concerns only callers that request these records.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
 
     def quarantine(self, name: str, error: Exception) -> JobQuarantined:
@@ -234,8 +229,8 @@ class Registry:
         return self._quarantine.jobs
 
     async def resume_quarantined(self, name: str) -> JobActor | None:
-        """Continue a quarantined job from its records in etcd; None if etcd has none. Another job
-        is unchanged.
+        """Continue a quarantined job from its records in etcd; None if etcd has none. Other jobs
+        are unchanged.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -269,7 +264,7 @@ class Registry:
         self._leads = False
 
     async def step_down(self) -> None:
-        """End all actors: another coordinator leads, or this one ends."""
+        """End all actors."""
         self.refuse_calls()
         tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
         for task in tasks:
@@ -277,7 +272,7 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
         for actor in self.actors():
             await actor.end()
-        # Last: while one actor ends, a failing write of another may quarantine its job.
+        # Last: meanwhile, failing writes may quarantine jobs.
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._reading = None
         for table in (self._tasks, self._actors, self._unread, self._quarantine):
@@ -321,8 +316,8 @@ class Registry:
         return self._actors.get(job)
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the job's secret; empty if no job, secret or digest is found. The job may be
-        quarantined. Raises NotLeader, and Unavailable while etcd cannot be reached."""
+        """Digest of the secret of a job, which may be quarantined; empty if there is none. Raises
+        NotLeader, and Unavailable while etcd cannot be reached."""
         self.require_leading()
         if (actor := self._actors.get(job)) is not None:
             return actor.job.spec.secret_digest
@@ -381,8 +376,8 @@ class Registry:
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; if the block succeeds, drop the job.
-        Yields the job's actor, None if there is none.
+        """Refuse all calls for the job during the block, then drop it unless the block raised.
+        Yields its actor, if any.
 
         Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is being read
         or reset.
@@ -403,7 +398,7 @@ class Registry:
             self._resetting.discard(job)
 
     async def drop_if_empty(self, actor: JobActor) -> None:
-        """Drop the job if no member was ever admitted and etcd has no record of it."""
+        """Drop a job without members, streams or a record in etcd."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
         is_empty = not job.members and not actor.has_open_stream and not actor.is_writing
@@ -429,8 +424,8 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Declare the member lost. Raises what `find` raises, Fenced or its refusal if the process
-        is not a member, and the error that ended the job's actor."""
+        """Declare the member lost. Raises what `find` raises, Fenced or its refusal if it is no
+        member, and the error that ended the job's actor."""
         await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property
@@ -466,8 +461,7 @@ def _one_of(names: list[str]) -> str:
 
 
 async def _until_read(work: Callable[[], Awaitable[Found]]) -> Found:
-    """Read from etcd; retry while etcd does not answer or denies access, which an operator may
-    correct."""
+    """Read from etcd; retry while it does not answer or denies access."""
     return await until_answered(
         work,
         lambda error: log.warning("job_not_read_yet", reason=str(error)),

@@ -13,7 +13,7 @@ from shoal_server.core.membership import events
 MAX_ERROR = 500
 MAX_REPORT = 1000
 _SOURCE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")
-"""Source position in a native library's error, such as `[socket.cpp:12]`."""
+"""Source position in a native library's error."""
 
 MemberRequest = (
     pb.ProposeRequest
@@ -130,7 +130,7 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.MemberPause
 
 
 def _seconds(name: str, value: float, above: float = -1.0) -> float:
-    """Return a duration from a call. Raises InvalidSpec if it is out of range."""
+    """Return a duration. Raises InvalidSpec if it is out of range."""
     if not (math.isfinite(value) and value > above):
         raise InvalidSpec(
             f"{name} is out of range",

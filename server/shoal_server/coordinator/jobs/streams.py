@@ -17,8 +17,7 @@ log = structlog.get_logger(__name__)
 
 MAX_NOTICES = 1000
 MAX_ROSTERS = 4
-"""Maximum number of rosters: the running, the attempted, and those that slow members still fetch.
-"""
+"""The running roster, the attempted one, and those that slow members still fetch."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +31,7 @@ class NoticeStream:
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
-    """Digest of the roster in this stream's newest Prepare."""
+    """Digest of the newest roster in a Prepare."""
 
     def send_notice(self, notice: Notice, encoder: "Encoder") -> None:
         if self.ended:
@@ -49,8 +48,7 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the roster is large, or, for an outcome, if this stream's newest Prepare had
-        it."""
+        """True if the roster is large, or known from the newest Prepare."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False
@@ -68,7 +66,6 @@ class NoticeStream:
 
 
 def _roster_of(notice: Notice) -> tuple[str, GenerationRoster] | None:
-    """Return the notice's roster, with its digest."""
     match notice:
         case PrepareNotice():
             return notice.digest, notice.roster
@@ -101,7 +98,7 @@ class Encoder:
 
 
 class NewestRosters:
-    """Newest rosters of a job by digest, for members that fetch them."""
+    """Newest rosters of a job by digest."""
 
     def __init__(self, job: str) -> None:
         self._job = job

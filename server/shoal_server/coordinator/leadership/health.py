@@ -1,6 +1,6 @@
 """The standard gRPC health service (grpc.health.v1), for probes and other coordinators.
 
-The service "" is the process, and `leader` its leadership.
+The name "" stands for the process, and `leader` for its leadership.
 """
 
 import asyncio

@@ -1,13 +1,13 @@
 """Ends the term of a leader whose process is gone, without waiting for its lease.
 
-A lease must outlast slow disks, busy machines and elections within etcd. But the kernel of a dead
-process closes its connections and refuses new ones at once. So each other coordinator keeps a call
-to the leader open: if the call breaks, and a new connection is then *refused*, the leader is gone.
+A lease must outlast slow disks, busy machines and elections within etcd. But the connections of a
+dead process are closed, and new ones refused, at once. So each other coordinator keeps a call to
+the leader open. If the call breaks, and a new connection is then *refused*, the leader is gone. In
+all other cases the lease has to expire.
 
-In all other cases the lease has to expire: networks fail, and a suspended process (SIGSTOP) keeps
-its port. A refusal counts only if the leader has answered this coordinator before. Otherwise two
-coordinators behind firewalls that refuse could end each other's terms again and again. Safety does
-not depend on this check: see `end_term`.
+A refusal counts only if the leader has answered this coordinator before: two coordinators behind
+firewalls that refuse could otherwise end each other's terms again and again. Safety does not depend
+on this check: see `end_term`.
 """
 
 import asyncio

@@ -45,8 +45,7 @@ _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
 def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
-    """Return the bounds that a member sent, unchecked. Only the digest of `secret`, the job secret
-    in the member's token, is kept."""
+    """Return the bounds that a member sent, unchecked, with the digest of `secret`."""
     return JobSpec(
         job=spec.job,
         min_members=spec.min_members,
@@ -76,7 +75,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    """Return the fields of `pb.Limits` that `Limits` has, stored or derived."""
+    """Return the limits that members need."""
     names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
@@ -118,8 +117,8 @@ def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
-    """Return the roster in a message, with incarnations by member id. Raises KeyError for a missing
-    incarnation or an unknown StateAction."""
+    """Return the roster in a message, with these incarnations by member id. Raises KeyError for a
+    missing incarnation or an unknown StateAction."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,
@@ -176,8 +175,8 @@ def _roster_or_number(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
 def record_from_pb(
     record: pb.GenerationRecord, incarnations: Mapping[str, str]
 ) -> GenerationRecord:
-    """Return the record in a message. Raises KeyError for a missing incarnation, or an unknown
-    StateAction or verdict."""
+    """Return the record in a message. Raises what `roster_from_pb` raises, and KeyError for an
+    unknown verdict."""
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts
@@ -198,7 +197,7 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Decode a member's key in etcd: its incarnation and info. Raises UnreadableRecord."""
+    """Decode a member's incarnation and info. Raises UnreadableRecord."""
     value = Fields.parsed(data)
     info = MemberInfo(
         host=value.text("host"),
@@ -218,7 +217,7 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
-    """Error of the class that the refusal names, or InternalError for an unknown name."""
+    """Error of the class that the refusal names; InternalError for an unknown one."""
     kind = ShoalError.kinds.get(refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)

@@ -1,8 +1,7 @@
 """Durable writes of jobs, conditional on the leader's key.
 
-A job's writes also compare the revision of the job's own record with the last known one. So no
-decision is based on a record that another process has changed, and a repeated write takes effect
-once.
+A job's writes also compare its record's revision with the last known one: no decision is based on a
+record that another process has changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +45,6 @@ class DurableJobs:
         self._store = store
         self._more: dict[str, Mapping[str, object]] = {}
         self._revisions: dict[str, Revision] = {}
-        """Last known revisions of jobs' own records."""
         self._unsure: set[str] = set()
         """Jobs with a write of unknown outcome."""
 
@@ -71,23 +69,21 @@ class DurableJobs:
     async def apply(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable in one transaction, repeated while its outcome is unknown.
 
-        Raises NotLeader once another coordinator leads, Unavailable while etcd cannot be reached,
-        and the error with which etcd refuses the write. After Unavailable, an earlier attempt may
-        have taken effect.
+        Raises NotLeader, Unavailable while etcd cannot be reached, and the error with which etcd
+        refuses. After Unavailable, an earlier attempt may have taken effect.
         """
         await transact_until_known(self._store, (), operations)
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
-        """Make the operations durable in order, in one or more transactions."""
+        """Make the operations durable in order, in several transactions if necessary."""
         for batch in _batches(operations):
             await self.apply(batch)
 
     async def persist(self, write: JobWrite, generations: StoredGenerations) -> None:
-        """Make a job's write durable, and update `generations`, the job's generations in etcd.
+        """Make a job's write durable, and update its `generations` in etcd.
 
-        Retries while etcd cannot be reached or denies access; training continues meanwhile. Raises
-        NotLeader once another coordinator leads, InternalError if another process wrote the job's
-        own record, and the error with which etcd refuses the write.
+        Retries while etcd cannot be reached or denies access. Raises NotLeader, InternalError if
+        another process wrote the job's own record, and the error with which etcd refuses.
         """
         await self._until_written(write.job, operations_of(self._with_more(write)))
         if write.record is not None:
@@ -100,8 +96,8 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
-        # Each transaction is repeated by itself: once the job's record is written, the transactions
-        # before it would fail, since they would compare its old revision.
+        # Repeated one by one: after the job's record is written, earlier transactions would compare
+        # its old revision.
         for batch in _batches(operations):
             await until_answered(
                 partial(self.apply_to, job, batch),
@@ -130,14 +126,14 @@ class DurableJobs:
             stored = next(iter(result.reads[0]), None)
             if stored is None or stored.value != state or job not in self._unsure:
                 raise _changed(job, stored, known)
-            revision = stored.mod_revision  # the write of unknown outcome had arrived
+            revision = stored.mod_revision  # the unknown write had arrived
         if state is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)
 
 
 def _is_waited_out(error: ShoalError) -> bool:
-    """True if a write is repeated after this error; an operator may correct denied access."""
+    """True for an error after which a write is repeated."""
     return isinstance(error, RetryError | AccessDenied) and not isinstance(error, NotLeader)
 
 
@@ -158,15 +154,14 @@ def operations_of(write: JobWrite) -> list[Operation]:
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
-        # Last, so that the record is durable only after all the others.
+        # Last, so that the record follows all the others.
         key = keys.generation(write.job, write.record.roster.generation)
         operations.append(Put(key, record_to_json(write.record)))
     return operations
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Split the operations into transactions within both bounds; a larger value gets its own
-    transaction."""
+    """Split the operations into transactions within the bounds."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:
@@ -181,7 +176,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
 
 
 def _member(job: str, member_id: str, member: MemberState | None) -> Operation:
-    """Write or delete the member's key, which is under no lease: only a leader deletes it."""
+    """Write or delete the member's key, which is under no lease."""
     key = keys.member(job, member_id)
     if member is None:
         return Delete(key)

@@ -1,7 +1,7 @@
 """Record of a job's runs before its last reset.
 
-Generation numbers rise over all runs of a name, so a token's number shows its run. Processes that
-were never in a generation are recognised by their incarnations.
+Generation numbers rise over all runs of a name, so a token's number shows its run. Processes
+without a generation are recognised by their incarnations.
 """
 
 import json
@@ -19,7 +19,7 @@ from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_EXPELLED = 1000
-"""The newest incarnations are kept, 40 bytes each."""
+"""40 bytes each."""
 MAX_SHOWN = 8
 _SEEN = "a process of an earlier run"
 
@@ -31,9 +31,9 @@ class EarlierRuns:
     job: str
     last_generation: Generation
     expelled: tuple[str, ...] = ()
-    """Incarnations of expelled members, oldest first; at most MAX_EXPELLED."""
+    """Expelled incarnations, oldest first."""
     ended_unix_s: float = 0.0
-    """Time of the last reset: earlier snapshots do not belong to the current run."""
+    """Time of the last reset; earlier snapshots are of another run."""
 
     def with_run(self, last_generation: int, expelled: Iterable[str]) -> "EarlierRuns":
         """Return a copy that includes the run that ends now."""
@@ -46,7 +46,7 @@ class EarlierRuns:
         )
 
     def prepare_run(self, job: Job) -> None:
-        """Make the new run continue these generation numbers and refuse these runs' processes."""
+        """Make the new run continue the numbers, and refuse processes of these runs."""
         job.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)

@@ -1,7 +1,7 @@
 """Quarantine of jobs with which a coordinator cannot continue; all other jobs continue.
 
 A job is quarantined if a record of it cannot be read or stored, or if handling an event fails. Its
-members and generation records stay in etcd until `shoal repair` or `shoal rm`.
+records stay in etcd until `shoal repair` or `shoal rm`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,8 +51,7 @@ class Quarantine:
         self._jobs: dict[str, tuple[JobQuarantined, float]] = {}
 
     def quarantine(self, job: str, error: Exception) -> JobQuarantined:
-        """Quarantine the job, unless it is already. Returns the first reason, as the error for
-        callers."""
+        """Quarantine the job. Returns the first reason, as the error for callers."""
         if job not in self._jobs:
             why = error if isinstance(error, JobQuarantined) else failed(job, error)
             self._jobs[job] = why, self._clock()
@@ -82,5 +81,5 @@ class Quarantine:
 
     @property
     def jobs(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Quarantined jobs, with the reason and the start, by the clock of all jobs."""
+        """Quarantined jobs: the reason, and the start by the clock of all jobs."""
         return self._jobs

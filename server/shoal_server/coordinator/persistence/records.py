@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 
 MAX_RECORDS = 100
 MAX_ENTRIES = 40_000
-"""Maximum number of roster entries in all records: some 20 MB."""
+"""Roster entries in all records: some 20 MB."""
 MIN_RECORDS = 2
 
 
@@ -68,9 +68,9 @@ class Records:
         return self._records.values()
 
     async def get(self, generation: int, wait_s: float) -> GenerationRecord:
-        """Record of a generation (0: the newest), for which the call waits up to `wait_s`.
+        """Record of a generation (0: the newest); waits for it for up to `wait_s`.
 
-        Raises UnknownGeneration if there is none or it is not kept, and what `fill` raises.
+        Raises UnknownGeneration if it is not kept, and what `fill` raises.
         """
         await self.fill()
         try:

@@ -1,7 +1,6 @@
 """Decided generations as stored in etcd, one value each.
 
-The value is JSON, readable with etcdctl. The roster in it is deflated, with the members'
-incarnations: 10,000 members take 0.6 MB of the 1.5 MiB that etcd allows.
+The value is JSON, readable with etcdctl, but for the deflated roster: 10,000 members take 0.6 MB.
 """
 
 import json
@@ -23,7 +22,7 @@ from shoal_server.etcd.api import Delete, Operation
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable, check_format
 
 MAX_VALUE_BYTES = 1_400_000
-"""etcd takes requests of 1.5 MiB, including keys and other writes."""
+"""Below the 1.5 MiB of a request, which has other writes, too."""
 ROSTER = "packed_roster"
 
 
@@ -100,12 +99,11 @@ class StoredGenerations:
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
-        """Note a durable record, and return the deletions that are due.
+        """Note a durable record, and return the due deletions.
 
-        Keeps the newest records within the bounds of `Records`, and in any case the newest two
-        committed ones.
+        Keeps the newest records within the bounds of `Records`, and the newest two committed ones.
         """
-        # A committed generation may be aborted later: its record moves to the end.
+        # Its record moves to the end if a committed generation is aborted.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
         needed: set[int] = set()
@@ -123,5 +121,4 @@ class StoredGenerations:
 
 
 def _weight(record: GenerationRecord) -> tuple[bool, int]:
-    """Return True for a committed record, and its number of members."""
     return record.verdict is Verdict.COMMITTED, len(record.roster.entries)

@@ -51,7 +51,7 @@ RECORDS_A_READ = 8
 
 @dataclass(frozen=True, kw_only=True)
 class JobSurvey:
-    """Overview of the jobs in etcd, which decides in what order they are read."""
+    """Overview of the jobs in etcd."""
 
     states: Mapping[str, StateRecord]
     attended: Collection[str]
@@ -63,13 +63,12 @@ class JobSurvey:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredJob:
-    """A job as stored in etcd; of a finished one, only `state` is read."""
+    """A job as stored in etcd; a finished one has only `state`."""
 
     state: StateRecord
     records: Sequence[GenerationRecord]
     members: Mapping[str, tuple[str, MemberInfo]]
     generations: StoredGenerations
-    """All generations in etcd, those in `records` included."""
 
     def restored_job(self, limits: Limits, now_s: float) -> Job:
         """Return the job as a new leader continues it."""
@@ -165,7 +164,7 @@ class StoredJobs:
             raise unreadable(job, item.key, error) from error
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the job's secret, from a partly readable record too; empty if there is none."""
+        """Digest of the job's secret, also from a damaged record; empty without one."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return ""
@@ -175,7 +174,7 @@ class StoredJobs:
             return ""
 
     async def load(self, state: StateRecord) -> StoredJob:
-        """Read an unfinished job, its newest records and its members. Raises JobQuarantined."""
+        """Read an unfinished job. Raises JobQuarantined."""
         job = state.spec.job
         reading = _Reading()
         stored_members, _ = await asyncio.gather(
@@ -199,7 +198,7 @@ class StoredJobs:
         )
 
     async def records(self, job: str) -> list[GenerationRecord]:
-        """The newest records, oldest first: within the bounds of `Records`, but with two committed
+        """The newest records, oldest first, within the bounds of `Records` but with two committed
         ones. Raises JobQuarantined."""
         reading = _Reading()
         await self._read_newest(job, reading)
@@ -248,7 +247,7 @@ class StoredJobs:
         except ShoalError as error:
             if len(names) == 1:
                 return {names[0]: error}
-            # One value may be too large for a reply: read each by itself.
+            # One value may be too large for a reply.
             parts = [await self._read_part([name]) for name in names]
             return {name: item for part in parts for name, item in part.items()}
         return {item.key: item for read in result.reads for item in read}
@@ -256,7 +255,7 @@ class StoredJobs:
 
 @dataclass
 class _Reading:
-    """Records of one job read so far, newest first."""
+    """Records read so far, newest first."""
 
     records: list[GenerationRecord] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
@@ -264,7 +263,6 @@ class _Reading:
 
 
 def _job_of_member(key: str) -> str:
-    """Return the job of a member's key; empty for another key."""
     job, _, member_id = key.removeprefix(keys.MEMBERS).partition("/")
     return job if is_name(job) and is_name(member_id) else ""
 

@@ -94,7 +94,7 @@ def result_from(fields: Fields) -> JobResult:
 
 
 def _result_to_json(result: JobResult) -> dict[str, object]:
-    """Encode a result; the loss as text, since JSON has no NaN and infinity."""
+    """Encode the loss as text: JSON has no NaN and infinity."""
     loss = None if result.loss is None else repr(result.loss)
     return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
 

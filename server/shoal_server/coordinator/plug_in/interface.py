@@ -1,7 +1,6 @@
 """Interface of a plug-in, with which a coordinator serves more than the membership of jobs.
 
-There is one plug-in, `parameters`: shards, snapshots, samples and clocks. `load_plug_in` imports it
-only for a coordinator that serves parameters.
+There is one plug-in, `parameters`: shards, snapshots, samples and clocks.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ PARAMETERS = ("shoal_server.coordinator.parameters", "ParametersPlugIn")
 """No other module of the coordinator imports the plug-in."""
 
 CheckRecord = Callable[[str, KeyValue, Sequence[KeyValue]], None]
-"""Type of `PlugIn.check_record`."""
 
 _SERVICES = (
     (clocks_pb2_grpc, "Clocks"),
@@ -62,29 +60,27 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises what `Registry.authorize` raises."""
+    """As `Registry.authorize`."""
     require_leading: Callable[[], None]
-    """Raises NotLeader unless the coordinator leads."""
+    """Raises NotLeader."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
-    """Takes (job, member, reason). Raises what `Registry.declare_lost` raises."""
+    """Takes (job, member, reason), as `Registry.declare_lost`."""
     quarantine: Callable[[str, Exception], object]
     """Takes a job with which the plug-in cannot continue, and the error."""
     num_members: Callable[[str], int]
     """Returns the number of a job's members; 1 for an unknown job."""
     training: Callable[[str], Mapping[str, int]]
-    """Returns a job's highest generation in force and step, 0 for none; empty for an unknown job.
-    """
+    """Returns a job's highest generation in force and step; empty for an unknown job."""
     reset_unix_s: Callable[[str], float]
-    """Returns the Unix time of a job's last reset; 0 if none is known."""
+    """Returns the Unix time of a job's last reset; 0 without one."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
 
 
 class PlugIn:
-    """Services of a coordinator beside membership, on its event loop.
-
-    Without an override, jobs have no shards, samples or clocks, and calls for these are refused.
+    """Services of a coordinator beside membership, on its event loop. The base class refuses their
+    calls.
     """
 
     take_snapshot: Callable[[str], Awaitable[object]] | None = None
@@ -116,8 +112,7 @@ class PlugIn:
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store the state of all jobs for the next leader, and drop it. Called once no job is
-        served."""
+        """Store the state of all jobs for the next leader, and drop it, once no job is served."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Note that a member was lost or left."""
@@ -147,8 +142,8 @@ class PlugIn:
         return None
 
     def check_record(self, job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-        """Raise UnreadableRecord or ShoalError if `item`, one of a job's `items` in etcd, is an
-        unreadable record of the plug-in."""
+        """Raise UnreadableRecord or ShoalError if `item`, one of a job's `items`, is an unreadable
+        record of the plug-in."""
 
     # --- view ---
 
@@ -157,8 +152,7 @@ class PlugIn:
         return {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members that wait for the plug-in's services, with the reason and the start of the
-        wait."""
+        """Members that wait for the plug-in: the reason, and the start of the wait."""
         return {}
 
     def samples(self, job: str) -> SamplesView | None:

@@ -1,4 +1,4 @@
-"""Actor of one series, which carries out the core's decisions and answers callers."""
+"""Actor of one series, which carries out the core's decisions."""
 
 import asyncio
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class SeriesActor:
         self._clock = clock
         self.holders = Holders()
         self.ended: ShoalError | None = None
-        """Error for all calls once the actor has ended; None before."""
+        """Error for all calls after the end; None before."""
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
@@ -76,7 +76,7 @@ class SeriesActor:
 
     async def submit_request(self, event: Callable[[Call], Event]) -> Answer:
         """Submit a request, and return its answer. Raises the refusal, or the error with which the
-        actor ends: NotLeader when the term ends."""
+        actor ends."""
         self.check_lives()
         call: Call = object()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class SeriesActor:
                 self.submit(ContributorLeft(call=call))
 
     def submit(self, event: Event) -> None:
-        """Step the core, and carry out the effects. Does nothing after `end`."""
+        """Step the core, and carry out the effects, until `end`."""
         if self.ended is None:
             for effect in self.series.step(event, self._clock()):
                 self._carry_out(effect)
@@ -104,13 +104,13 @@ class SeriesActor:
         return answer
 
     def check_lives(self) -> None:
-        """Raise the error with which the actor has ended, if any."""
+        """Raise the error with which the actor has ended."""
         if self.ended is not None:
             raise copy(self.ended)
 
     def end(self, why: ShoalError) -> None:
         """End the actor with this error for waiting and later calls."""
-        # A copy for each call, since a raised exception keeps its traceback.
+        # Copies, since a raised exception keeps its traceback.
         self.ended = why
         for answer in self._calls.values():
             if not answer.done():
@@ -123,7 +123,7 @@ class SeriesActor:
         return self.series.is_idle and not self._calls and not self.num_watchers
 
     def view_for_readers(self) -> pb.SeriesView:
-        """Return the watchers' view of the series, made once for each change."""
+        """View for watchers, made once for each change."""
         if self._view is None:
             self._view = messages.view_of(self.series, self._stores.addresses)
         return self._view
@@ -136,7 +136,7 @@ class SeriesActor:
 
     @property
     def changed(self) -> asyncio.Event:
-        """Event that the next change sets. Get it before reading the series."""
+        """Set by the next change. Get it before reading the series."""
         return self._changed
 
     def _carry_out(self, effect: Effect) -> None:
@@ -216,8 +216,7 @@ class SeriesActor:
     async def _verified(
         self, segments: list[PublishedSegment]
     ) -> tuple[PublishedSegment, ...] | int:
-        """Return the segments with confirmed holders; or a rank with a segment that no server
-        has."""
+        """Return the segments with confirmed holders; or a rank without any."""
         for attempt in range(VERIFY_ATTEMPTS):
             result = verified(segments, await self._stores.held_digests(self.series.name, segments))
             if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
@@ -238,7 +237,7 @@ class SeriesActor:
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
         if not versions or not self._stores.mirror.is_in_sync:
-            return  # it is unknown which servers are gone
+            return  # absences are unknown
         name, now_s = self.series.name, self._clock
         self.holders.note_registered(self._stores.present, versions, now_s())
         for server, asked, answer in await self._stores.query_holders(

@@ -21,8 +21,7 @@ from shoal_server.core.publications.protocol import PublicationPart
 from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 
 MAX_CACHED_BYTES = 128 * 1024 * 1024
-"""Total size of the cached layouts, unless one is larger. A model's layout is the same in each
-version."""
+"""Total size, unless one layout is larger. A model's layout is the same in each version."""
 
 
 def layout_from_pb(message: pb.Layout) -> PublishedLayout:
@@ -45,7 +44,7 @@ def layout_from_pb(message: pb.Layout) -> PublishedLayout:
 
 
 def layout_to_pb(layout: PublishedLayout) -> pb.Layout:
-    """Return the layout as a message, without `item_bytes`, which the dtype gives."""
+    """Return the layout as a message, without `item_bytes`."""
     return pb.Layout(
         tensors=(pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in layout.tensors),
         slices=(

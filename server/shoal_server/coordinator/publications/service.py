@@ -1,7 +1,7 @@
 """The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
-Readers' leases and reports are in memory only. Until an earlier leader's leases have ended, a new
-leader drops only versions that are lost or belong to a removed or reset job.
+Leases are in memory only. Until an earlier leader's leases have ended, a new leader drops only
+versions that are lost or belong to a removed or reset job.
 """
 
 import asyncio
@@ -81,9 +81,8 @@ class WeightSeriesService(WeightSeriesServicer):
         clock: Callable[[], float],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`authorize` raises for a stale token. `is_job`: True for a job's name; only its members
-        publish its series. `call_wait_s`: maximum wait of a rank for other ranks' parts, after
-        which the rank repeats its call."""
+        """`authorize` raises for a stale token. `is_job`: True for a job's name. `call_wait_s`:
+        maximum wait of a rank for other ranks' parts."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -128,8 +127,7 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """Known series, by name; one that was never published, too, while a call or watch for it is
-        open."""
+        """Known series, by name, also unpublished ones with an open call or watch."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
@@ -139,9 +137,9 @@ class WeightSeriesService(WeightSeriesServicer):
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any.
 
-        Later versions continue the numbers, unless `forgets_numbers` deletes the series as well.
-        Unreadable series stay. Raises Unavailable while etcd cannot be reached, NotLeader, and the
-        error with which a series ended; some versions may then be gone.
+        Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay.
+        Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
+        series ended; some versions may then be gone.
         """
         had_any = any(each.series.head.kept for each in self.series_of(job))
         try:
@@ -163,7 +161,7 @@ class WeightSeriesService(WeightSeriesServicer):
             await actor.writer.delete_records()
 
     def _servers_changed(self) -> None:
-        """Notify all readers, which fetch from servers at the addresses in their view."""
+        """Notify all readers of new addresses of servers."""
         for actor in self._actors.values():
             actor.notify()
 
@@ -196,8 +194,8 @@ class WeightSeriesService(WeightSeriesServicer):
     # --- finding a series ---
 
     async def _find(self, name: str) -> SeriesActor:
-        """Actor of a series, which may be unpublished. Raises NotLeader, InvalidSpec for a bad
-        name, Overloaded, and the error of reading its records."""
+        """Actor of a series, published or not. Raises NotLeader, InvalidSpec for a bad name,
+        Overloaded, and the error of reading its records."""
         self._require_leading()
         messages.checked_series(name)
         actor = self._actors.get(name)
@@ -266,7 +264,7 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, PublicationBegun)
-        # A deposed leader would not know its successor's state.
+        # Confirmed, since a deposed leader does not know its successor's state.
         await self._store.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
@@ -405,8 +403,8 @@ class WeightSeriesService(WeightSeriesServicer):
                 expected=f"version {why.before}, which it had installed, or a newer one",
             ) from why
         if leased:
-            # A successor respects leases from before its term. This lease is one if etcd confirms,
-            # after the grant, that this coordinator leads.
+            # A successor respects leases from before its term: confirm, after the grant, that this
+            # term lasts.
             await self._store.confirm()
         return pb.ReaderReportReply(
             lease_s=LEASE_S,
@@ -456,5 +454,5 @@ def _version(answer: Answer) -> pb.VersionRecord:
 
 
 def _host(peer: str) -> str:
-    """Return the host in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
+    """Return the host in gRPC's name of a caller."""
     return peer.partition(":")[2].rpartition(":")[0]

@@ -1,7 +1,7 @@
 """Storage of a series in etcd: layouts first, then head and versions in one transaction.
 
-Each write compares the head's revision, and no two heads are equal. So a write of unknown outcome
-can be repeated: etcd's head shows if an earlier attempt took effect.
+Each write compares the head's revision. No two heads are equal, so etcd's head shows if a write of
+unknown outcome took effect.
 """
 
 import asyncio
@@ -29,26 +29,25 @@ class SeriesWriter:
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: the head's in etcd; 0 without one. `layouts`: digests of the layouts in
-        etcd."""
+        """`revision`: the head's in etcd; 0 without one."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the newest layout, which is not deleted: the next version may use it."""
+        """Digest of the newest layout, which the next version may use."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd. Without leadership, retries until the end of the term
-        cancels the call. Raises refusals of etcd.
+        Retries through outages of etcd, and without leadership until cancelled. Raises refusals of
+        etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))
-        # Locked until the outcome is known: the write might delete a layout stored in between.
+        # Locked until the outcome is known: the write may delete layouts.
         async with self._writing:
             unused = self._layouts - used - {self._newest_layout}
             operations: list[Operation] = [
@@ -68,8 +67,8 @@ class SeriesWriter:
             return True
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
-        """Return the revision of the write, repeated after RetryErrors; None if another coordinator
-        has written the head."""
+        """Return the revision of the write, repeated if necessary; None if another coordinator has
+        written the head."""
         condition = unchanged_since(head.key, self._revision)
 
         async def attempt() -> Revision | None:
@@ -82,7 +81,6 @@ class SeriesWriter:
         )
 
     async def _made_before(self, head: Put) -> Revision | None:
-        """Return the revision of an earlier attempt that took effect; None without one."""
         stored = await self._store.get(head.key)
         return stored.mod_revision if stored is not None and stored.value == head.value else None
 

@@ -60,7 +60,7 @@ class Stores:
     async def held_digests(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
-        """Digests that each holder has; holders that do not answer are left out."""
+        """Digests that each holder has, without silent holders."""
         questions: dict[str, list[bytes]] = {}
         for segment in segments:
             for holder in segment.holders:
@@ -71,8 +71,8 @@ class Stores:
     async def query_holders(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
-        """Ask servers if they hold segments. `questions`: digests by server id. Returns the servers
-        that answered, with the digests they were asked about and their answers."""
+        """Ask servers if they hold these digests. Returns the servers that answered, with their
+        questions and answers."""
         present, addresses = {each.server_id: each for each in self.present}, self.addresses
         calls = [(present[each], digests) for each, digests in questions.items() if each in present]
         answers = await asyncio.gather(

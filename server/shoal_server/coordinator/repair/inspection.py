@@ -76,8 +76,7 @@ class FaultyRecord:
 
 
 def kind_of(job: str, key: str) -> RecordKind | None:
-    """Kind of record at a key of the job; None for a key that is not checked by itself. Deltas and
-    chunks are checked with their ledger or shard map, other keys not at all."""
+    """Kind of record at a key of the job; None for a key that is not checked by itself."""
     single = {
         keys.job_state(job): RecordKind.STATE,
         keys.sample_ledger(job): RecordKind.SAMPLES,
@@ -134,4 +133,3 @@ _READ: Mapping[RecordKind, Callable[[str, KeyValue], object]] = {
     RecordKind.MEMBER: lambda job, item: codec.member_from_json(item.value),
     RecordKind.EARLIER_RUNS: lambda job, item: earlier_runs.from_json(job, item.value),
 }
-"""Readers of the coordinator's own records."""

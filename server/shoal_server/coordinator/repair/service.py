@@ -1,7 +1,6 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-A repair copies an unreadable record, unchanged, to a key under a separate prefix before the record
-is gone. Then the job is read again, as by a new leader.
+A broken record is copied to a key under a separate prefix before it is gone.
 """
 
 import time
@@ -78,8 +77,8 @@ class RepairService(RepairsServicer):
         """Copy the broken records aside, and delete or rewrite them. Returns the key of each copy,
         by record.
 
-        A record that was changed meanwhile stays, and is not returned. Raises InvalidSpec if the
-        job's bounds are unknown, and what the store raises; some records may be moved by then.
+        A record that was changed meanwhile stays. Raises InvalidSpec if the job's bounds are
+        unknown, and what the store raises; some records may be moved by then.
         """
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
@@ -104,7 +103,6 @@ class RepairService(RepairsServicer):
         return moved
 
     async def _deltas_moved(self, job: str, stamp: str, items: Sequence[KeyValue]) -> Delete:
-        """Copy the ledger's deltas aside, and return the operation that deletes them."""
         prefix = keys.sample_deltas(job)
         copies = [
             Put(keys.quarantined(job, stamp, item.key), item.value)
@@ -141,7 +139,7 @@ class RepairService(RepairsServicer):
 
 
 def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[GenerationRecord]]:
-    """Return the numbers of all recorded generations, and the readable records."""
+    """Return all recorded numbers, and the readable records."""
     numbers, records = [], []
     for item in items:
         number = keys.generation_number(job, item.key)

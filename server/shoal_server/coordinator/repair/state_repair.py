@@ -35,13 +35,11 @@ def repaired_state(
     """Reconstruct a job's record from its readable fields; others get their defaults. Fields of a
     later release are kept.
 
-    Without a readable last generation or progress, both follow from the generations in etcd: their
-    numbers (`generations`) and readable records (`records`).
-
-    Without `trained_in`, the newest generation that may have run is assumed, so that the job never
-    starts again from initial values: one is left out only if its record shows that it was aborted
-    or asynchronous. Without `reached_step`, the step is assumed at which the newest such generation
-    with a readable record was agreed.
+    The last generation and the progress may follow from the generations in etcd: their numbers
+    (`generations`) and readable records (`records`). Without `trained_in`, it is the newest
+    generation that is not known to be aborted or asynchronous: the job then never starts again from
+    initial values. Without `reached_step`, it is the step at which the newest committed synchronous
+    generation in `records` was agreed.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.

@@ -56,8 +56,8 @@ def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[LedgerRange, .
 def answer(
     ledger: SampleLedger, request: samples_pb2.LeaseRequest, num_members: int
 ) -> tuple[samples_pb2.LeaseReply, bool]:
-    """Return the ledger's reply, and True if the ledger has changed. Raises MalformedMessage for a
-    request overtaken by a later one, and Overloaded if the member holds too many ranges."""
+    """Return the ledger's reply, and True if the ledger has changed. Raises MalformedMessage for an
+    overtaken request, and Overloaded if the member holds too many ranges."""
     try:
         decision = ledger.answer(
             SampleRequest(

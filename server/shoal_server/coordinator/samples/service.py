@@ -2,16 +2,13 @@
 
 Each ledger is written at most four times a second, mostly as deltas (`stored_ledger`). A member
 with a reserve gets a range only once its lease is in etcd, and repeats its reports until etcd has
-them: the leader's death costs it no progress. A member without a reserve is answered from memory.
-After the leader's death, samples that it completed since the last write may be leased again. No
-sample is ever skipped: etcd counts a sample only once it is completed.
+them: the leader's death costs it no progress. A member without a reserve is answered from memory:
+samples that it completed since the last write may be leased again after the leader's death. No
+sample is ever skipped.
 
 When a ledger is opened, members that are not in etcd lose their leases. The others' leases are
-corrected by their next requests, which name their ranges.
-
-Each write is conditional on the last known record. So a deposed coordinator fails to write, and
-closes its ledgers. A ledger whose record has changed is closed at once, and read again by a later
-call.
+corrected by their next requests, which name their ranges. Each write is conditional on the last
+known record: a ledger whose record has changed is closed, and read again by a later call.
 """
 
 import asyncio
@@ -53,7 +50,7 @@ Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
 MAX_WRITES_A_SECOND = 32
-"""Limit over all jobs: with 30 jobs of 50 members, etcd then grows by less than 100 MB an hour."""
+"""For all jobs: etcd then grows by less than 100 MB an hour with 30 jobs of 50 members."""
 HAND_OVER_WITHIN_S = 1.0
 MAX_OPEN = 256
 MAX_LOSSES = 4096
@@ -68,16 +65,14 @@ def _log_failure(job: str, error: Exception) -> None:
 
 
 class _OpenLedger:
-    """A job's ledger in memory, and the state of its copy in etcd."""
-
     def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
         self.stored = stored
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
-        """Sequence number of each member's latest request in etcd."""
+        """Sequence number of each member's newest request in etcd."""
         self.requested_s: dict[str, float] = {}
-        """Time of each member's last request, on the loop's clock."""
+        """Last request of each member, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
         """Start of the wait of each member without samples."""
         self.num_changes = int(changed)
@@ -89,8 +84,6 @@ class _OpenLedger:
         return self.num_changes > self._num_written
 
     def written(self, num_changes: int, sequences: Mapping[str, int]) -> None:
-        """Record that etcd has the first `num_changes` changes, and requests up to these
-        `sequences` by member."""
         self._num_written, self.durable_sequences = num_changes, sequences
         self._wake()
 
@@ -145,7 +138,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._write_interval_s = write_interval_s
         self._open: OrderedDict[str, _OpenLedger] = OrderedDict()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of jobs with a ledger that is being opened, or kept closed."""
+        """Locks of ledgers that are being opened, or kept closed."""
         self._writing = asyncio.Lock()
         self._losses: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._num_losses = 0
@@ -165,14 +158,15 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         traceback: TracebackType | None,
     ) -> None:
         assert self._writer is not None
-        # Not cancelled: an interrupted write would have an unknown outcome.
+        # Not cancelled, which would leave unknown outcomes.
         self._stopping.set()
         self._changed.set()
         await self._writer
         await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Free the samples of an incarnation that was lost or has left, and gets no more."""
+        """Free the samples of an incarnation that was lost or has left, and refuse it further
+        ones."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:
@@ -193,7 +187,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return opened.ledger.counts() if opened else None
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members without samples, with the reason and the start of the wait."""
+        """Members without samples: the reason, and the start of the wait."""
         opened = self._open.get(job)
         if opened is None or not opened.waiting_since:
             return {}
@@ -201,10 +195,11 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return {name: (reason, since_s) for name, since_s in opened.waiting_since.items()}
 
     async def open_existing(self, job: str) -> None:
-        """Open a job's ledger, if it has one, so that `summary` has it after a leader failover.
+        """Open the ledger of a job, if there is one, so that `summary` has it after a leader
+        failover.
 
-        Opens about MAX_OPEN / 2; members' requests open the others. Raises Unavailable while etcd
-        cannot be reached, JobQuarantined for an unreadable ledger.
+        Opens about MAX_OPEN / 2; requests open the others. Raises Unavailable while etcd cannot be
+        reached, JobQuarantined for an unreadable ledger.
         """
         async with self._opening_lock(job):
             if job not in self._open and len(self._open) < MAX_OPEN // 2:
@@ -245,7 +240,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     @asynccontextmanager
     async def closed_ledger(self, job: str) -> AsyncIterator[None]:
-        """Keep the job's ledger closed, with no write in progress, during the block."""
+        """Keep the job's ledger closed and unwritten during the block."""
         async with self._opening_lock(job):
             async with self._writing:
                 self._close(job)
@@ -256,10 +251,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return self._opening.setdefault(job, asyncio.Lock())
 
     async def hand_over(self) -> None:
-        """Write all ledgers whole, and close them, to step down.
+        """Write all ledgers whole within HAND_OVER_WITHIN_S, and close them: the successor then
+        reads one value a job.
 
-        The successor then reads one value a job. If another coordinator leads already, the writes
-        fail without harm. Ledgers not written within HAND_OVER_WITHIN_S are closed as well.
+        If another coordinator leads already, the writes fail without harm.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
@@ -278,7 +273,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self._authorize_or_count(request)
         opened = await self._opened(token.job, request.dataset_size, request.num_epochs)
         if self._losses.get((token.job, token.member_id, token.incarnation), 0) > num_losses:
-            # The member was lost during this call: a range leased now would never return.
+            # Lost during this call: a range leased now would never return.
             opened.ledger.ignore(sample_messages.ranges_of(request.completed))
             raise Fenced(
                 f"{token.member_id} was declared lost",
@@ -308,7 +303,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     async def _opened(self, job: str, dataset_size: int, num_epochs: int) -> _OpenLedger:
         """Return the job's ledger: open, read from etcd, or new. Raises ProposalConflict for
-        another dataset, and the error of reading."""
+        another dataset."""
         opened = self._open.get(job)
         if opened is None:
             async with self._opening_lock(job):
@@ -355,8 +350,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return _OpenLedger(ledger, stored, changed=num_samples > 0)
 
     async def _present(self, job: str) -> set[tuple[str, str]]:
-        """Return ids and public incarnations of the job's members in etcd, except lost ones, whose
-        keys may be deleted later."""
+        """Return ids and public incarnations of the job's members in etcd, except lost ones, which
+        may still have keys."""
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
         present = set()
@@ -379,7 +374,6 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             await self._changed.wait()
             self._changed.clear()
             num_written = await self.write_all()
-            # Limit the rate of writes.
             pause_s = max(self._write_interval_s, num_written / MAX_WRITES_A_SECOND)
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
@@ -387,8 +381,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 continue
 
     async def write_all(self, *, whole: bool = False) -> int:
-        """Write the changed ledgers; return how many were due, even if a write failed. `whole`:
-        also write ledgers with deltas, and each as a base."""
+        """Write the changed ledgers; return how many were due. `whole`: also those with deltas,
+        each as a base."""
         async with self._writing:
             due = [
                 (job, opened)

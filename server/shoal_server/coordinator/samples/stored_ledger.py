@@ -1,9 +1,8 @@
 """One job's ledger in etcd: a base, written whole, and deltas after it.
 
 The deltas are below the base's key, under the base's token, numbered from 0. A new base replaces
-the old one and its deltas in one transaction. A base replaces only the last known base, and a delta
-needs a free number. A coordinator's first write is a base: coordinators that read an earlier base
-can then add no deltas.
+the last known one and its deltas in one transaction; a delta needs a free number. A coordinator's
+first write is a base: coordinators that read an earlier base can then add no deltas.
 """
 
 import json
@@ -35,13 +34,12 @@ from shoal_server.etcd.repeat import is_outcome_unknown
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
-"""Smaller bases stay readable with etcdctl; a few thousand members are larger."""
+"""Smaller bases stay readable with etcdctl."""
 MAX_LEDGER_BYTES = 64 * 1024 * 1024
 
 
 def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
-    """Decode a base and its deltas. `held`: deltas by key, those of other bases too. Raises
-    JobQuarantined."""
+    """Decode a base and its deltas. `held`: deltas by key, of any base. Raises JobQuarantined."""
     key = where = keys.sample_ledger(job)
     try:
         with as_unreadable():
@@ -65,7 +63,7 @@ class StoredLedger:
         self._revision = Revision(0)
         self._token = ""
         self._numbers: MemberNumbers | None = None
-        """Numbers that the base gives to members; None: the next write is a base."""
+        """Numbers of members in the base; None: the next write is a base."""
         self._num_deltas = 0
         self._base_bytes = 0
 
@@ -90,8 +88,8 @@ class StoredLedger:
     async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
         """Make the ledger durable; False if its record is not the last known one.
 
-        Raises NotLeader, or another RetryError if the outcome may be unknown. The next call then
-        writes all changes, or returns False if this write took effect after all.
+        Raises NotLeader, or another RetryError if nothing was written or the outcome is unknown.
+        The next call then writes all changes, or returns False if this write took effect after all.
         """
         touched = ledger.pop_touched()
         try:
@@ -134,8 +132,8 @@ class StoredLedger:
     async def _transact(
         self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
     ) -> Revision | None:
-        """Return the revision of the write, read back if the outcome is unknown; None if its
-        conditions did not hold."""
+        """Return the revision of the write, read back if unknown; None if its conditions did not
+        hold."""
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:

@@ -34,8 +34,7 @@ async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
 
 async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
     """Return the servers for a job's new shards, with their addresses. `choose` leaves out dead
-    servers, which stay registered until their lease ends. Raises NoServers, and what the store
-    raises."""
+    servers that are still registered. Raises NoServers, and what the store raises."""
     listed = await shard_map.servers_for_shards(store)
     present = await choose(listed)
     if not present:

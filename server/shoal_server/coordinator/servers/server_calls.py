@@ -21,8 +21,8 @@ MAX_CHANNELS = 256
 
 
 class ServerCalls:
-    """Calls over one connection to each server, on one event loop. Opening a 257th connection
-    closes the oldest, and its calls fail."""
+    """Calls over one connection to each server, on one event loop. Beyond MAX_CHANNELS, the oldest
+    connection is closed, and its calls fail."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
@@ -48,7 +48,7 @@ class ServerCalls:
         timeout_s: float,
     ) -> Reply:
         """Call the service of the given stub, as `call` does."""
-        # After a renewal of the certificate, calls in progress stay on the old connection.
+        # After a renewal, calls in progress stay on the old connection.
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:

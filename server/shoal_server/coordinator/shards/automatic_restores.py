@@ -30,20 +30,19 @@ class AutomaticRestores:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`on_news` is called with a job if its `outcome` may have changed. `is_restoring`: True
-        while this coordinator restores the job for any reason."""
+        during any restore of the job here."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
         self._tasks = SupervisedTasks()
         self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
         self._wanted: dict[str, RestoreAttempt | None] = {}
-        """Known reason why each job is not restored."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
         """Reason why the job is not restored (empty without `restore`); None if none is known.
 
-        The first call starts the restore. Until `forget`, the restore is retried if storage, etcd
-        or servers cannot be reached. A restore with a reason may still be in progress.
+        The first call starts the restore, which is retried until `forget` if storage, etcd or
+        servers cannot be reached. It may be in progress although there is a reason.
         """
         if self._restore is None:
             return RestoreAttempt(is_restored=False)

@@ -1,7 +1,7 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
-It only writes shard assignments to etcd, and deletes those of ended jobs. Servers carry the
-assignments out, and fail over without the controller.
+It only writes shard assignments to etcd. Servers carry them out, and fail over without the
+controller.
 """
 
 import asyncio
@@ -42,10 +42,8 @@ Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
-"""Time limit for one job."""
 LOOK_AGAIN_S = 1.0
-"""Time until a job is looked at again. Below LONGEST_GAP_S: after a longer gap, an absence counts
-from zero."""
+"""Below LONGEST_GAP_S: after a longer gap, an absence counts from zero."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -61,9 +59,9 @@ class ShardController:
         loss_log: LossLog | None = None,
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`restore`: restores a job from a snapshot before its shards are declared lost. `measure`:
-        returns the load of a job's shards; until two measurements in a row cover all shards, size
-        alone weighs. `is_restoring`: True while this coordinator restores a job's shards."""
+        """`restore`: restores a job before its shards are declared lost. `measure`: returns the
+        load of a job's shards; without it, size alone weighs. `is_restoring`: True during a restore
+        here."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
@@ -80,7 +78,7 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """Reason why each job's shards are left unchanged; logged once."""
+        """Reason why each job's shards are left unchanged."""
         self._due: set[str] = set()
         self._again: set[str] = set()
         self._wake = asyncio.Event()
@@ -113,7 +111,6 @@ class ShardController:
         self._wake.set()
 
     def _look_again(self, job: str) -> None:
-        """Look at the job after LOOK_AGAIN_S; further calls until then have no effect."""
         if job not in self._again:
             self._again.add(job)
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_now, job)
@@ -126,14 +123,13 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        """Reconcile each due job in its own task, so that no job waits for another."""
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
         async with SupervisedTasks() as tasks:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 for job in list(self._due):
-                    # A task in progress wakes this loop at its end.
+                    # A task wakes this loop at its end.
                     if tasks.start(self._try_reconcile(job, slots), key=job) is not None:
                         self._due.discard(job)
 
@@ -156,8 +152,7 @@ class ShardController:
                 self._wake.set()
 
     async def _look_for_ever(self) -> None:
-        """Look at all jobs every MEASURE_EACH_S: absent servers come to count as dead, and loads
-        change."""
+        """Look at all jobs every MEASURE_EACH_S: absences last longer, and loads change."""
         while True:
             await asyncio.sleep(MEASURE_EACH_S)
             await self._measure()
@@ -170,7 +165,6 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job without records, or with another placement."""
         for by_job in (
             self._last,
             self._troubles,
@@ -193,7 +187,7 @@ class ShardController:
 
     async def _reconcile(self, job: str) -> None:
         if (finished := await self._finished(job)) is not None:
-            # The condition fails if the job was started over.
+            # Fails if the job was started over.
             await self._store.transact([finished], [records.delete_assignments(job)])
             return
         weights = await self._weights_of(job)
@@ -235,7 +229,7 @@ class ShardController:
             return
 
         def rebalanced(assignment: ShardAssignment) -> ShardAssignment:
-            # A record changed meanwhile stays; its change makes the job due again.
+            # A record changed meanwhile stays, and makes the job due again.
             expected, wanted = changes[assignment.shard_id]
             return wanted if assignment == expected else assignment
 
@@ -251,7 +245,8 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """Condition that the ended job's record is unchanged; None if the job may continue."""
+        """Return the condition that the ended job's record is unchanged; None if the job may
+        continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -267,10 +262,8 @@ class ShardController:
         return self._weights[job]
 
     async def _measure(self) -> None:
-        """Measure the shards of all jobs: pushed bytes, for their share of the load, and
-        versions."""
         if self._ask is not None:
-            # Concurrently, since a hanging server delays its jobs.
+            # Concurrently, since a server may hang.
             await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
 
     async def _measure_one(self, job: str) -> None:
@@ -290,17 +283,15 @@ class ShardController:
 
 
 class TorchVersions:
-    """Logs a warning if servers run different versions of torch.
-
-    Mixtures are allowed, as during an upgrade. But kernels of two versions may round differently: a
-    copy may differ from its primary in the last bits.
+    """Logs a warning if servers run different versions of torch, by which copies may differ from
+    their primary in the last bits.
     """
 
     def __init__(self) -> None:
         self._logged: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[registered.Server]) -> None:
-        """Warn of different torch versions, once for each mixture."""
+        """Warn once for each mixture."""
         by_version: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:

@@ -1,8 +1,7 @@
 """Acceptance of losses: lost shards are given up on an operator's request.
 
-If no trained shard is left, the transactions that give up shards delete the sample ledger, unless
-the operator keeps it: all samples are trained on again. If trained shards are left, the operator
-has to choose.
+If no trained shard is left, the sample ledger is deleted, unless the operator keeps it: all samples
+are trained on again. If trained shards are left, the operator has to choose.
 """
 
 import time
@@ -35,7 +34,7 @@ _SAMPLES_NUMBERS = {outcome: number for number, outcome in _SAMPLES.items()}
 
 
 class LedgerAccess(Protocol):
-    """The sample ledgers, as used when a loss is accepted."""
+    """The sample ledgers, for acceptance."""
 
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
         """Counts of the job's ledger; None without one."""
@@ -46,14 +45,12 @@ class LedgerAccess(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Changes for a request, given the current records."""
-
     current: JobAssignments
     stored: dict[int, records.StoredShard]
     chosen: Sequence[ShardAssignment]
-    """Shards that the reply lists, lost or given up before."""
+    """Shards for the reply."""
     lost: Sequence[ShardAssignment]
-    """Shards that are still to be given up."""
+    """Shards to give up."""
     samples: SamplesAfterLoss | None
 
     @property
@@ -80,12 +77,11 @@ class LossAcceptance:
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Give up the requested lost shards, all lost ones if none are named.
 
-        The reply lists the requested shards; if none are named, all that were given up, now or
-        before. A dry run changes nothing, and lists the lost shards instead of those given up now.
-
-        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store and
-        `LedgerAccess.counts` raise, and InvalidSpec for a bad name or a missing choice for the
-        samples. If etcd fails between two transactions, some shards are given up already.
+        The reply lists the requested shards, else all given up now or before. A dry run changes
+        nothing, and lists what it would give up. Raises UnknownJob, UnknownShard, NothingLost,
+        NotLeader, what the store and `LedgerAccess.counts` raise, and InvalidSpec for a bad name or
+        a missing choice for the samples. If etcd fails between two transactions, some shards are
+        given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
@@ -102,11 +98,11 @@ class LossAcceptance:
                     break
                 if plan.samples is None:
                     raise _samples_not_chosen(plan, counts)
-                # The choice of the first transaction holds for the others.
+                # One choice for all transactions.
                 choice = plan.samples
                 await self._give_up(plan, by, now_unix_s, given_up)
         finally:
-            # Also if etcd fails halfway: a repeated request does not find these shards lost.
+            # Also after a failure: a repeated request does not find these shards lost.
             if given_up:
                 text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
                 self._losses.record_acceptance(job, given_up, by, text)
@@ -129,7 +125,7 @@ class LossAcceptance:
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
         """Give up the lost shards, and append each to `given_up` once durable. The others' records
-        have changed and must be read again.
+        have changed.
         """
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
@@ -143,8 +139,8 @@ class LossAcceptance:
                     for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
-                # Every transaction deletes the ledger. If etcd failed after the first one, the job
-                # would otherwise train given-up shards only on the remaining samples.
+                # Every transaction deletes the ledger: after a failure, the job would otherwise
+                # train given-up shards only on the remaining samples.
                 also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 given_up += batch if is_done else []
@@ -174,7 +170,7 @@ def _ledger_deletions(job: str) -> Sequence[Delete]:
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
     """Return the wanted shards; by default all lost ones, or else all given up before. Raises
-    UnknownShard, and NothingLost for a wanted shard that is neither, or if there is none."""
+    UnknownShard, and NothingLost if there is none, or a wanted one is neither."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(

@@ -1,4 +1,4 @@
-"""Log of lost, restored and moved shards, with the newest known version of each shard."""
+"""Log of lost, restored and moved shards."""
 
 import asyncio
 import time
@@ -33,7 +33,6 @@ class LossLog:
         self._on_event = on_event
         self._moves = MoveLog(lambda job, message: self._note(job, "shards_moved", message))
         self._versions: dict[str, dict[int, int]] = {}
-        """Newest reported version, by job and shard."""
 
     def measured(self, job: str, versions: Mapping[int, int]) -> None:
         """Record the versions that servers reported."""
@@ -60,8 +59,7 @@ class LossLog:
     def with_loss_details(
         self, before: JobAssignments, after: JobAssignments, snapshot: str
     ) -> JobAssignments:
-        """Return `after` with details of each lost shard. `snapshot`: outcome of restoring the
-        job."""
+        """Return `after` with details of each lost shard. `snapshot`: outcome of a restore."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
@@ -101,8 +99,7 @@ class LossLog:
     def record_acceptance(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards. `samples`: text on the use of the job's
-        samples."""
+        """Report that an operator gave up these shards. `samples`: what becomes of the samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
@@ -133,11 +130,9 @@ class LossLog:
 
 
 class MoveLog:
-    """Moves to be reported together once moves pause: a line for each move would hide other
-    events."""
+    """Moves, reported together once they pause: a line for each would hide other events."""
 
     def __init__(self, log_line: Callable[[str, str], object]) -> None:
-        """`log_line` is called with a job and its line."""
         self._log_line = log_line
         self._pending: dict[str, moves.Moves] = {}
         self._report_by_s: dict[str, float] = {}

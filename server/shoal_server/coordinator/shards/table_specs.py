@@ -106,7 +106,6 @@ def _check_rows(table: TableSpec) -> None:
 
 
 def _check_range(table: str, setting: str, value: float, low: float, high: float) -> None:
-    """Raise InvalidSpec for a value that is out of bounds or infinite."""
     if not (low <= value <= high and math.isfinite(value)):
         raise InvalidSpec(
             f"{setting} of table {table} is out of range",
