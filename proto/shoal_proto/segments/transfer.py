@@ -54,8 +54,7 @@ def _nothing() -> None:
 
 
 class StagedSegment:
-    """A segment that is being received. It keeps verified chunks if another connection fetches the
-    rest."""
+    """A segment that is being received, possibly over several connections."""
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class StagedSegment:
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
         on_progress: Callable[[], object] = _nothing,
     ) -> None:
-        """`wanted`: ranges of chunk indices, in rising order; empty: all. A segment received as a
-        descriptor is always whole. `new_writer` returns memory of a given size. `on_progress` is
-        called when the segment is open, after each chunk, and for each BEAT of the sender."""
+        """`wanted`: ranges of chunk indices, in rising order; empty: all. `new_writer` returns
+        memory of a given size. `on_progress` is called when the segment is open, after each chunk,
+        and for each BEAT of the sender."""
         self.digest = digest
         self._on_progress = on_progress
         self._new_writer = new_writer
@@ -109,7 +108,7 @@ class StagedSegment:
         return self._writer is not None and not self.missing
 
     def chunk_buffer(self, index: int) -> memoryview:
-        """Return the memory of a chunk."""
+        """Return a chunk's memory."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         view = self._writer.buffer[start : start + CHUNK_BYTES]
@@ -136,7 +135,7 @@ class StagedSegment:
 
     def seal(self) -> Segment:
         """Return the sealed segment, and release all buffers of `chunk_buffer`. Call it only if no
-        chunk is `missing`, which is not checked."""
+        chunk is `missing`."""
         assert self._writer is not None
         # A failed connection's error may refer to these views, which would prevent sealing.
         for view in self._buffers:
@@ -150,8 +149,7 @@ class StagedSegment:
 
 
 class SegmentConnection:
-    """A connection for one call at a time, on one thread; any thread may `abort`. Unusable after an
-    error."""
+    """A connection for one call at a time, on one thread. Unusable after an error."""
 
     def __init__(
         self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
@@ -242,8 +240,8 @@ class SegmentConnection:
     def put(
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Send a segment unless the server has it: as a descriptor on this host, else as bytes.
-        Returns once the server holds the segment and has forwarded it; the reply names its holders.
+        """Send a segment unless the server has it. Returns once the server holds the segment and
+        has forwarded it; the reply names its holders.
 
         `timeout_s`: limit of the whole call; a silent server may delay the error by up to twice
         SILENCE_S. Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
@@ -330,8 +328,6 @@ class SegmentConnection:
         return segment
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
-        """Receive the missing chunks. Other threads digest earlier chunks and prepare memory for
-        later ones."""
         checks: deque[Future[None]] = deque()
         missing = staged.missing
         try:
@@ -391,9 +387,8 @@ class SegmentConnection:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
-        """Return the next frame other than BEAT. Raises an ERROR frame's error, DeadlineExceeded,
-        Unavailable if the server closes the connection, MalformedMessage, and OSError after
-        SILENCE_S."""
+        """Return the next frame other than BEAT. Raises the error in an ERROR frame,
+        DeadlineExceeded, Unavailable, MalformedMessage, and OSError after SILENCE_S."""
         while True:
             until_s = give_up_s
             if self._chunk_within_s is not None:
@@ -426,7 +421,6 @@ class SegmentConnection:
             view = view[self._socket.send(view) :]
 
     def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
-        """Send all chunks; without TLS straight from their immutable pages."""
         with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)
@@ -438,8 +432,7 @@ class SegmentConnection:
                     self._socket.sendfile(file, start, len(chunk))
 
     def _error_of_failed_send(self, error: OSError) -> ShoalError:
-        """Return the server's error if it sent one before it closed the connection, else
-        Unavailable."""
+        """Return the server's error, if it sent one before it closed the connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
         except ShoalError as reason:

@@ -6,20 +6,17 @@ the slowest member's clock is at most the bound. So the step's values include ev
 pushes up to round c - bound - 1, and no member passes round c + bound until the step is applied
 ("stale synchronous parallel": Ho et al., NIPS 2013).
 
-Clocks count rounds and not steps: samples are leased on request, so a slow member has no share to
-catch up with. After a late step it goes on in the newest round. With a large enough bound, a member
-five times slower takes part in every fifth round. With bound b it takes part at least in every (b +
-1)th round, and the others wait for it.
+Rounds are not steps: a slow member has no share to catch up with, since samples are leased on
+request. After a late step it enters the newest round. With bound b it takes part at least in every
+(b + 1)th round, and the others wait for it.
 
 Only members that take steps have a clock: no member waits for one that is lost, has left or rests.
-A member that joins or returns begins in the newest round in which it need not wait. With bound 0,
-if another member already asks to push in that round, the newcomer begins, and waits, in the next.
+A member that joins or returns begins in the newest round in which it need not wait; with bound 0,
+in the next one if another member already asks to push.
 
 With bound 0 a member also reports that it has its round's values (`pulled`), and pushes once all
-have: a round's steps are computed on the same values.
-
-After a leader failover no member may go on until each member that trained has reported again. A
-report takes a binary search over the occupied rounds.
+have: a round's steps are computed on the same values. After a leader failover no member may go on
+until each member that trained has reported again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,18 +38,18 @@ class NoClock(Exception):
 class ClockReport:
     position: ClockPosition
     bound: int
-    """Number of rounds for which the member may be ahead of the slowest."""
+    """Number of rounds that the member may be ahead of the slowest."""
     enters: bool = False
     """True if the member asks for its first clock."""
     begins: bool = False
-    """True if the member knows that it may begin this step, and does not wait for the answer."""
+    """True if the member does not wait for the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
     clock: int
-    """Round of the member's next step or push, which may be higher than the reported one. After a
-    report with `begins`, the member stays in its reported round until it reports this clock."""
+    """Round of the member's next step or push, possibly above the reported one. After a report with
+    `begins`, the member stays in its reported round until it reports this clock."""
     allowed: bool
     slowest: int
     """Lowest clock of all members; 0 while reports to a new leader are missing."""
@@ -68,7 +65,7 @@ class _Member:
     """None while the member waits for its first clock."""
     moved_s: float
     in_step: bool = False
-    """True if the member has begun a step, or may, and has not asked for the next."""
+    """True if the member is in a step, or may begin one."""
 
 
 class Clocks:
@@ -79,9 +76,9 @@ class Clocks:
         self._standing = PositionIndex()
         """Members with a position."""
         self._stepping = PositionIndex()
-        """Members of `_standing` in a step."""
+        """Those in a step."""
         self._waits_since_s: dict[str, float] = {}
-        """First refusal of each waiting member's next step or push, the earliest first."""
+        """First refusal of each waiting member, the earliest first."""
         self._unreported = {who.member_id: who.incarnation for who in sorted(unreported)}
         self._since_s = now_s
         self._floor = 0
@@ -91,8 +88,8 @@ class Clocks:
     def advance(self, who: MemberProcess, report: ClockReport, now_s: float) -> ClockStatus:
         """Record the member's position, and return whether it may go on.
 
-        A repeated report never moves the member back. Without `begins` and `pulled`, it requests
-        the next step, and may move the member to a newer round.
+        A repeated report never moves the member back. Without `begins` and `pulled`, a report
+        requests the next step, and may move the member to a newer round.
         """
         name = who.member_id
         self._unreported.pop(name, None)
@@ -117,8 +114,8 @@ class Clocks:
     def decide_clock(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Decide whether the member may go on, and record that. Raises NoClock.
 
-        A member outside of a step moves to the newest round that is open to it. While reports to a
-        new leader are missing, it waits instead.
+        A member outside of a step moves to the newest open round, or waits while reports to a new
+        leader are missing.
         """
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unreported else 0
@@ -142,7 +139,7 @@ class Clocks:
         )
 
     def rest(self, who: MemberProcess, clock: int) -> None:
-        """Note that the member takes no steps for now; `clock` is its round."""
+        """Note that the member rests; `clock` is its round."""
         self._unreported.pop(who.member_id, None)
         self._floor = max(self._floor, clock)
         self.remove(who)
@@ -181,7 +178,7 @@ class Clocks:
 
     def _start(self, bound: int, but: str) -> int:
         """Return the round that a member outside of a step enters: the newest that it may begin at
-        once, or the next one if another member asks to push there."""
+        once, or the next if another member asks to push."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
@@ -220,14 +217,14 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """Lowest clock; without any, the clock of the next member that enters."""
+        """Lowest clock; without any, that of the next member."""
         lowest = self._standing.lowest
         return lowest.clock if lowest is not None else self._floor
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """Lowest position, which has to reach a member's `threshold` for the member to go on. While
-        it is unchanged, no wait ends. None: no member may go on.
+        """Lowest position. A member goes on once it reaches the member's `threshold`; None: no
+        member may go on.
         """
         if self._unreported:
             return None
@@ -243,7 +240,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock or has yet to report one to this leader."""
+        """True if no clock is known or missing."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---
@@ -258,8 +255,7 @@ class Clocks:
         }
 
     def waiting(self) -> Iterator[tuple[str, str, float]]:
-        """Members that wait for their next step or push: (member, reason, time of the first
-        refusal)."""
+        """Waiting members: (member, reason, time of the first refusal)."""
         for name, since_s in self._waits_since_s.items():
             if reason := self._why_not(name, self._members[name]):
                 yield name, reason, since_s
@@ -268,9 +264,8 @@ class Clocks:
         """Members to declare lost, with the reason; none until a member has waited for longer than
         the limit.
 
-        Chosen are members that hold up others, do not wait, and have not moved for longer than the
-        limit. While reports to a new leader are missing, they are those that have not reported
-        within the limit.
+        These members hold up others, do not wait, and have not moved within the limit. While
+        reports to a new leader are missing, they are those that have not reported within the limit.
         """
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
@@ -286,10 +281,7 @@ class Clocks:
         return [
             (MemberProcess(name, member.incarnation), text)
             for name, member, at in sorted(standing, key=lambda each: each[0])
-            if at < highest
-            # A waiting member is not at fault.
-            and name not in self._waits_since_s
-            and now_s - member.moved_s > limit_s
+            if at < highest and name not in self._waits_since_s and now_s - member.moved_s > limit_s
         ]
 
 

@@ -1,7 +1,5 @@
-"""Time limits, all computed from a few numbers, in a checked order.
-
-A limit out of order shows as a fault far from its cause: a lease of too few heartbeats expels live
-members, and a watchdog below the limit of collectives kills healthy processes.
+"""Time limits, all computed from a few numbers, in a checked order: a limit out of order shows as a
+fault far from its cause.
 """
 
 import math

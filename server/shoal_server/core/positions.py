@@ -1,6 +1,4 @@
-"""Ordered positions of a job's members. An update takes a binary search over the occupied
-positions.
-"""
+"""Ordered positions of a job's members."""
 
 from bisect import bisect_left, insort
 from typing import NamedTuple
@@ -19,10 +17,10 @@ class PositionIndex:
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}
-        # By order of arrival.
+        # By arrival.
         self._names: dict[ClockPosition, dict[str, None]] = {}
         self._positions: list[ClockPosition] = []
-        """Occupied positions, in order."""
+        """Ordered."""
 
     def move(self, name: str, position: ClockPosition) -> None:
         if self._at.get(name) == position:

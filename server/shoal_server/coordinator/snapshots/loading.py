@@ -1,8 +1,7 @@
 """Loading of a snapshot's shards by the servers to which they are assigned.
 
 If a server leaves or ends, its unloaded shards are assigned to others. Loaded ones stay with it,
-since members may have pushed to them. A server records a shard as loaded before it serves the
-shard: if it returns too late, it finds the record changed.
+since members may have pushed to them.
 """
 
 import asyncio
@@ -30,9 +29,9 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
-"""Maximum number of choices of servers, if some end before they have loaded."""
+"""Choices of servers, if some end before they have loaded."""
 MAX_TRIES = 3
-"""Maximum number of attempts to reassign shards with changing records."""
+"""Attempts to reassign shards with changing records."""
 
 
 class SnapshotLoader:
@@ -56,8 +55,8 @@ class SnapshotLoader:
     ) -> JobAssignments:
         """Have every shard loaded by its primary; return the final assignments.
 
-        Raises the error of a server that is still present, or of any server after MAX_CHOICES;
-        NoServers if no server is left; and what `_reassign` raises.
+        Raises the error of a present server, or of any server after MAX_CHOICES; NoServers; and
+        what `_reassign` raises.
         """
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
@@ -117,8 +116,8 @@ class SnapshotLoader:
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
         """Reassign the shards that the servers in `gone` have not loaded; return the new
-        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if records
-        changed during each attempt."""
+        assignments. Raises DeadlineExceeded after another restore, or if records changed during
+        each attempt."""
         of_placement = keys.assignments_of_placement(wanted.job, wanted.placement_id)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
@@ -132,7 +131,7 @@ class SnapshotLoader:
             targets = _moved(shards, held, manifest, present)
             for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
-                # The records show a write with a lost answer.
+                # The records show writes with a lost answer.
                 _, items = await assignments.change(self._store, unloaded[batch], targets[batch])
                 current = {assignments.parse_shard(item).assignment for item in items}
                 moved |= {each.shard_id: each for each in targets[batch] if each in current}
@@ -153,8 +152,7 @@ def _moved(
     manifest: Manifest,
     present: Sequence[Holder],
 ) -> list[ShardAssignment]:
-    """Assign each shard to a present server, in a new epoch. `held`: the other shards, for their
-    loads."""
+    """Assign each shard to a present server, in a new epoch. `held`: the other shards."""
     num_bytes = {part.shard_id: part.num_bytes for part in manifest.parts}
     loads: Counter[Holder] = Counter()
     for shard in held:

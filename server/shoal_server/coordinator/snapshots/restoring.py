@@ -1,10 +1,10 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records, with higher epochs, and its sample ledger. So
-even if this coordinator dies, each shard is held by a server or known to be lost. Each server then
+One transaction replaces the job's assignment records, with higher epochs, and its sample ledger:
+each shard is held by a server or known to be lost, even if this coordinator dies. Each server then
 drops its shards of the job, and loads those whose primary it is (`loading`). If a server that stays
-cannot load, the job does not keep half of a snapshot: all shards that had values are recorded as
-lost. The records of a job that had no shards are deleted.
+cannot load, all shards that had values are recorded as lost. The records of a job that had no
+shards are deleted.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_COPIES = 2
 MAX_TRIES = 3
-"""Maximum number of attempts while the job's records change."""
+"""Attempts while the job's records change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class RestoreResult:
     servers: Sequence[str]
     """Servers that are primaries now."""
     lost: Sequence[ShardAssignment]
-    """Shards lost before the restore, with their assignments then."""
+    """Shards lost before the restore."""
 
 
 class SnapshotRestorer:
@@ -83,7 +83,7 @@ class SnapshotRestorer:
         choose: Choose,
     ) -> None:
         """`on_cursor` is called with a job after its sample ledger was replaced. `choose` selects
-        the live servers: a restore fails if a dead one has to load."""
+        the live servers."""
         self._store = store
         self._on_cursor = on_cursor
         self._loader = SnapshotLoader(store, calls, choose)
@@ -98,8 +98,7 @@ class SnapshotRestorer:
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
         NoServers, DeadlineExceeded if its records change meanwhile, JobQuarantined if its own
-        record cannot be read, and what the store raises. Also raises the error of a server that
-        cannot load: see the module for the shards.
+        record cannot be read, what the store raises, and the error of a server that cannot load.
         """
         job = library.job
         self.under_way[job] += 1
@@ -109,8 +108,8 @@ class SnapshotRestorer:
             self.under_way -= Counter([job])
 
     async def restored_from(self, job: str) -> RestoredFrom | None:
-        """Return the job's last restored snapshot; None without one. Raises InternalError, and what
-        the store raises."""
+        """Return the job's last restored snapshot, if any. Raises InternalError, and what the store
+        raises."""
         return await restored_from.read(self._store, job)
 
     async def _restore(
@@ -137,8 +136,8 @@ class SnapshotRestorer:
                 await self._record_loss(before, wanted, why)
             raise
         except BaseException:
-            # The next leader finds shards that no server loads (`AbandonedLoads`). Without records,
-            # a member could create the shards of a trained job with initial values.
+            # Without records, a member could create the shards of a trained job with initial
+            # values. The next leader finds shards that no server loads (`AbandonedLoads`).
             if before is None:
                 await self._take_away(wanted)
             raise
@@ -148,7 +147,6 @@ class SnapshotRestorer:
         return RestoreResult(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_not_finished(self, job: str) -> None:
-        """Raise JobFinished for a finished job."""
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return
@@ -187,7 +185,7 @@ class SnapshotRestorer:
         keeps_placement_id: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
         """Write the new assignments, ledger and lineage. Returns the earlier assignments, if any,
-        and the new ones. `keeps_placement_id`: the members continue with the restored shards."""
+        and the new ones. `keeps_placement_id`: True if members continue."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -230,7 +228,7 @@ class SnapshotRestorer:
             )
 
     async def _take_away(self, wanted: JobAssignments) -> None:
-        """Delete a failed restore's records, unless the job was restored since."""
+        """Delete a failed restore's records, unless another restore followed."""
         job = wanted.job
         try:
             await self._store.transact([_is_placed(wanted)], [assignments.delete_assignments(job)])
@@ -238,14 +236,13 @@ class SnapshotRestorer:
             log.error("restore_incomplete", job=job, reason=str(error))
 
     async def _record_loss(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Record that the job's shards are lost, unless it was restored since: servers have dropped
-        them."""
+        """Record that the job's shards are lost, unless another restore followed."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, placement_id=secrets.token_hex(8))
         try:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
-            # Shards that no server loads are declared lost later (`AbandonedLoads`).
+            # Such shards are declared lost later (`AbandonedLoads`).
             log.error("restore_incomplete", job=record.job, reason=str(error))
 
 
@@ -256,7 +253,7 @@ def _wanted(
     *,
     keeps_placement_id: bool,
 ) -> JobAssignments:
-    """Return assignments of a new placement, with no shard loaded."""
+    """Return assignments in which no shard is loaded."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
@@ -283,7 +280,6 @@ def _wanted(
 
 
 def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Compare]:
-    """Conditions that the shards' records are unchanged."""
     if before is None:
         return []
     of_placement = keys.assignments_of_placement(
@@ -293,7 +289,6 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """Condition that the job's assignments are still `placed`."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 
@@ -306,7 +301,7 @@ def _require(result: TransactionResult, job: str) -> None:
 
 def _checked(manifest: Manifest) -> ShardMap:
     """Return the snapshot's layout. Raises SnapshotDamaged if the layout does not match the parts,
-    or the cursor is no sample ledger: no coordinator could take over the job."""
+    or the cursor is no sample ledger."""
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
@@ -342,7 +337,7 @@ def _ledger(manifest: Manifest) -> Operation:
 
 
 def _cut_of(layout: ShardMap) -> bytes:
-    """Serialize the layout, without the servers, for comparison."""
+    """Serialize the layout without servers."""
     bare = ShardMap()
     bare.CopyFrom(layout)
     for shard in bare.shards:

@@ -37,7 +37,7 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 class SnapshotService(SnapshotsServicer):
     """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns the time of a job's last reset: earlier snapshots are of another run.
+    returns the time of a job's last reset.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SnapshotService(SnapshotsServicer):
         return await self.take(request.job, request.url)
 
     async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
-        """Take a snapshot of a job, at the URL or else at the policy's; then clean up there.
+        """Take a snapshot of a job, at the URL or else at the policy's; remove leftovers there, and
+        old snapshots at the policy's URL.
 
-        Removes leftovers of failed snapshots; at the policy's URL, old snapshots too. Raises
-        NotLeader, InvalidSpec without a URL, and the error that prevented the snapshot.
+        Raises NotLeader, InvalidSpec without a URL, and the error that prevented the snapshot.
         """
         self._require_leading()
         library = await self._library(url, job)
@@ -105,10 +105,10 @@ class SnapshotService(SnapshotsServicer):
     async def restore_lost(self, job: str) -> RestoreAttempt:
         """Restore a job that has lost shards, even if it has members.
 
-        Uses the newest snapshot if it is of the current shards, else the snapshot from which these
-        were restored. If they never were, uses the newest one since the job's last reset. Without
-        such a snapshot or --snapshot-url, returns the reason. Raises what
-        `SnapshotRestorer.restore` raises, except for a missing snapshot.
+        Uses the newest snapshot if it is of the current shards, else the one from which these were
+        restored. If they never were, uses the newest since the job's last reset. Without such a
+        snapshot or --snapshot-url, returns the reason. Raises what `SnapshotRestorer.restore`
+        raises, except for a missing snapshot.
         """
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
@@ -117,7 +117,7 @@ class SnapshotService(SnapshotsServicer):
         # By lineage: clocks may be set back.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # The present shards began with this snapshot, not with newer ones.
+                # Newer snapshots are not of the present shards.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
@@ -141,7 +141,7 @@ class SnapshotService(SnapshotsServicer):
 
     @asynccontextmanager
     async def working(self, store: LeaderStore) -> AsyncIterator[None]:
-        """Take the automatic snapshots of every job that has shards, during the block."""
+        """Take the automatic snapshots of all jobs with shards during the block."""
         if not self._policy.every_s:
             yield
             return
@@ -149,7 +149,7 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Take the automatic snapshots, one at a time for each job and JOBS_AT_ONCE in all."""
+        """Take automatic snapshots, one at a time for each job."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 

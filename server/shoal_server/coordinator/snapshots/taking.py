@@ -1,16 +1,16 @@
 """Taking a snapshot: one cut over all primaries of a job's shards, then their files.
 
     Close    every server admits only pushes that have begun there, and reports which these are
-    cursor   the sample ledger is read while no server admits new pushes: members report samples
-             as completed after the push is acknowledged, so these samples are in the cut
+    cursor   the sample ledger is read: samples that it counts are in the cut, since members
+             report samples as completed after their push is acknowledged
     Freeze   every server admits pushes that have begun anywhere, freezes its shards, and then
              admits all pushes again
     Write    every server writes its frozen shards, except unchanged ones
     commit   the manifest is written last
 
 If a primary is not registered, or Close or Freeze raises a RetryError, another cut is tried, up to
-three in all. After any other failure, or the third, every server admits all pushes again, at the
-latest after its own time limit, and the snapshot's files are removed.
+three in all. After any other failure, every server admits all pushes again, at the latest after its
+own time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -45,12 +45,11 @@ log = structlog.get_logger(__name__)
 
 ANSWER_WITHIN_S = 2.0
 WAITS_S = (1.0, 2.0, 4.0)
-"""Time at each attempt for pushes in progress to end."""
+"""Time for pushes in progress to end, by attempt."""
 PAUSE_S = 0.5
-"""Pause between attempts, during which training continues."""
 WRITE_WITHIN_S = 3600.0
 PUBLISH_WITHIN_S = 60.0
-"""Below the time for which servers keep segments of no version."""
+"""Below the time for which servers keep unnamed segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class JobPosition:
     """State of a job that the coordinator adds to a snapshot."""
 
     cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
-    """Returns a job's sample ledger as of a moment during the call; None without one."""
+    """Returns a job's current sample ledger; None without one."""
     training: Callable[[str], Mapping[str, Any]]
 
 
@@ -66,18 +65,17 @@ class JobPosition:
 class TakenSnapshot:
     manifest: Manifest
     pause_s: float
-    """Time from the first Close until all servers have answered Freeze, for which new pushes
-    waited."""
+    """Time from Close to Freeze, for which new pushes waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
     cut_id: str
     number: int
-    """Number of the snapshot; 0 for published weights."""
+    """0: published weights."""
     layout: ShardMap
     addresses: Mapping[str, str]
-    """Addresses of the primaries' servers, by id."""
+    """Servers' addresses by id."""
     known: Mapping[tuple[int, int, int], ManifestEntry]
     """Entries of the previous snapshot, by shard, epoch and version."""
 
@@ -85,7 +83,6 @@ class _Cut:
 @dataclass(frozen=True, kw_only=True)
 class _Frozen:
     stamps: Mapping[str, Sequence[pb.ShardStamp]]
-    """Stamps by server."""
     begun: Mapping[StepId, Shards]
     torn: Sequence[str]
     cursor: Mapping[str, Any] | None
@@ -113,8 +110,8 @@ class SnapshotTaker:
     ) -> TakenSnapshot:
         """Take a snapshot. `only_if_changed`: return the newest one if no shard has changed since.
 
-        Raises SnapshotFailed, StateLost, and what the store, the storage and the servers raise.
-        After an error the snapshot's files are removed, if necessary after a later snapshot.
+        Raises SnapshotFailed, StateLost, and what the store, the storage and the servers raise; the
+        snapshot's files are then removed.
         """
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
@@ -157,9 +154,8 @@ class SnapshotTaker:
     ) -> PublishedCut:
         """Take a cut, which the servers keep as segments of published weights.
 
-        `request_to` returns the request for a server id. Waits for a snapshot in progress. Raises
-        SnapshotFailed, StateLost, and what the store and the servers raise; segments that no
-        version names may then be left.
+        `request_to` returns the request for a server id. Raises SnapshotFailed, StateLost, and what
+        the store and the servers raise.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
@@ -199,8 +195,8 @@ class SnapshotTaker:
         )
 
     async def _check_has_shards(self, job: str) -> None:
-        """Raise SnapshotFailed unless the job's shards are placed. Called first, so that no key is
-        made for an unknown job."""
+        """Raise SnapshotFailed unless the job's shards are placed. Called before any key is
+        made."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _no_shards_error(job)
 
@@ -213,8 +209,7 @@ class SnapshotTaker:
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
     async def is_of_current_shards(self, manifest: Manifest) -> bool:
-        """True if the snapshot has the lineage of the current shards, which were then not restored
-        since."""
+        """True if the shards were not restored since the snapshot."""
         stored = await self._store.get(keys.lineage(manifest.job))
         return stored is not None and stored.value.decode() == manifest.lineage
 
@@ -252,8 +247,8 @@ class SnapshotTaker:
     async def _frozen(
         self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
-        """Make a cut, in up to three attempts: shards may move and servers may die. Only the last
-        attempt accepts pushes that are in only some shards."""
+        """Make a cut, in up to three attempts: shards may move and servers may die. The last
+        attempt accepts incomplete pushes."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None
@@ -353,13 +348,13 @@ class SnapshotTaker:
         try:
             await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
         except ShoalError as error:
-            # An unreached server admits pushes again after its time limit.
+            # The server admits pushes again after its time limit.
             log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
 
     async def _ask_all(
         self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Return the answers by server id. Raises the first failure, after all answers."""
+        """Return the answers by server id; after all of them, raise the first failure."""
         replies = await gather_settled(
             *(
                 self._calls.call(address, method, request, timeout_s)

@@ -23,8 +23,8 @@ CallT = TypeVar("CallT")
 
 @dataclass(frozen=True, kw_only=True)
 class PersistWrite:
-    """Make the write durable, then call `JobDriver.written`, or `fail` if that is impossible. One
-    write is in progress at a time."""
+    """Make the write durable, then call `JobDriver.written`, or `fail`. One write is in progress at
+    a time."""
 
     write: JobWrite
 

@@ -1,9 +1,8 @@
 """Order of a job's effects, some of which wait for durable writes.
 
-Effects are carried out in the order of their events. `WriteGeneration`, `SaveJobRecord` and
-`FinishJob` are durable before any later effect. Keys of members are written with the next such
-write, or before the call is answered. Events that arrive during a write form one batch, so that
-they share writes.
+`WriteGeneration`, `SaveJobRecord` and `FinishJob` are durable before any later effect. Keys of
+members are written with the next such write, or before the call is answered. Events that arrive
+during a write share the next one.
 """
 
 import math
@@ -36,7 +35,7 @@ class QueuedEffects(Generic[CallT]):
     effects: Sequence[Effect]
     call: CallT
     error: Exception | None = None
-    """Error for the call, once all earlier effects are durable."""
+    """Error for the call."""
 
 
 class EffectQueue(Generic[CallT]):
@@ -46,15 +45,13 @@ class EffectQueue(Generic[CallT]):
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[QueuedEffects[CallT]] = []
-        """Entries for the next batch."""
         self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
-        """Remaining effects of the batch."""
         self._write: JobWrite | None = None
         self.begun_s = math.inf
         """Start of this batch; infinite without one."""
         self._postponed_s = math.inf
-        """Time until which the job's limits were extended for this batch."""
+        """Time up to which the job's limits were extended."""
 
     @property
     def is_writing(self) -> bool:
@@ -64,7 +61,7 @@ class EffectQueue(Generic[CallT]):
     def submit(
         self, entry: QueuedEffects[CallT], now_s: float
     ) -> list[Carried | AnswerCall[CallT]]:
-        """Add the entry, and return what is to be carried out: nothing during a write."""
+        """Add the entry, and return what is to be carried out."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
@@ -76,15 +73,14 @@ class EffectQueue(Generic[CallT]):
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
-        """Extend the job's limits if a batch takes longer than `heartbeat_s`: without the store,
-        members cannot be notified. Call before any other check."""
+        """Extend the job's limits during a slow batch, since members cannot be notified. Call
+        before any other check."""
         if now_s - self.begun_s > self._job.limits.heartbeat_s:
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s
 
     def fail(self, error: Exception) -> list[AnswerCall[CallT]]:
-        """Drop all effects, and answer their calls with the error: the state is ahead of what is
-        durable."""
+        """Drop all effects, and answer their calls with the error."""
         entries = self._batch + self._waiting
         self._waiting, self._batch, self._write = [], [], None
         self._effects.clear()
@@ -92,7 +88,6 @@ class EffectQueue(Generic[CallT]):
         return [AnswerCall(call=entry.call, error=error) for entry in entries]
 
     def _go_on(self, now_s: float) -> Iterator[Carried | AnswerCall[CallT]]:
-        """Carry out waiting effects, up to the next write."""
         while self._batch or self._waiting:
             if not self._batch:
                 self._batch, self._waiting = self._waiting, []

@@ -1,7 +1,6 @@
 """Driver of one job's state machine: takes events one at a time and returns actions.
 
-Its edge passes it events, heartbeats, the end of each write and the time, carries out the actions
-in order, and calls `wake` at `wakes_s`.
+Its edge carries out the actions in order, and calls `wake` at `wakes_s`.
 """
 
 import math
@@ -52,7 +51,7 @@ class JobDriver(Generic[StreamT, CallT]):
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Error that ended the driver, with which all later calls are answered."""
+        """Error for all calls once the driver has ended."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -72,8 +71,8 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- inputs ---
 
     def submit(self, event: MemberEvent, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Apply the event. The call is answered once its effects are durable: with EventRefused if
-        the event is refused, with `failure` if the driver has ended."""
+        """Apply the event. Its call is answered once all effects are durable: with EventRefused for
+        a refused event, with `failure` after the end."""
         if self.failure is not None:
             return [AnswerCall(call=call, error=self.failure)]
         return self._take(event, call, now_s)
@@ -95,7 +94,7 @@ class JobDriver(Generic[StreamT, CallT]):
     def retry(
         self, reason: str, call: CallT, now_s: float, *, from_scratch: bool
     ) -> list[Action[StreamT, CallT]]:
-        """Allow joins again for a job that is over. A refusal of `Job.retry` answers the call."""
+        """Allow joins again for a job that is over."""
         return self._decided(
             lambda: self.job.retry(reason, now_s, from_scratch=from_scratch), call, now_s
         )
@@ -105,14 +104,14 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._carry((), call, None, now_s)
 
     def open_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Send the member's later notices on this stream, and close its old one."""
+        """Send the member's notices on this stream, and close its old one."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
     def end_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Note a stream's end, which disconnects a member without a newer one."""
+        """Note a stream's end, which may disconnect its member."""
         if self._streams.get(stream.member_id) is not stream:
             return []
         del self._streams[stream.member_id]
@@ -132,7 +131,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._translated(self._queue.written(now_s))
 
     def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """End the driver and fail all waiting calls: a write failed, or the leader's term ended."""
+        """End the driver and fail all waiting calls."""
         self.failure = error
         return self._translated(self._queue.fail(error))
 
@@ -151,8 +150,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return min(scans_s, self._deadline_s(now_s))
 
     def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Find silent members, and act on passed deadlines, unless the previous deadline's effects
-        are not durable yet."""
+        """Find silent members, and act on passed deadlines."""
         actions: list[Action[StreamT, CallT]] = []
         if not self._may_wake:
             return actions
@@ -175,17 +173,16 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._scanned_s + self.job.limits.heartbeat_s
 
     def _deadline_s(self, now_s: float) -> float:
-        """Return the job's next deadline; infinite while the store is unavailable, since members
-        cannot be notified."""
+        """Return the next deadline; infinite without the store, since members cannot be
+        notified."""
         if now_s - self._queue.begun_s > self.job.limits.heartbeat_s:
             return math.inf
         deadline_s = self.job.next_deadline_s()
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[MemberLost]:
-        """Return members with a silence that their uneven heartbeats do not explain."""
-        # A process that stood still cannot tell which members were silent. Nor can it if the store
-        # did not answer: members send heartbeats only once their attendance is durable.
+        # A process that stood still cannot tell which members were silent. Without the store,
+        # members could not begin their heartbeats.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s
@@ -245,7 +242,7 @@ class JobDriver(Generic[StreamT, CallT]):
         match carried:
             case SendNotice():
                 stream = self._streams.get(carried.member_id)
-                # The stream may belong to the member's later process.
+                # The stream may be a later process's.
                 if stream is not None and stream.incarnation == carried.incarnation:
                     yield SendOnStream(stream=stream, notice=carried.notice)
             case ExpelMember():

@@ -1,4 +1,4 @@
-"""Durable writes of a job, and the changes gathered for the next one."""
+"""Durable writes of a job, and the gathered changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """The job's own record: its membership without members and generations."""
+    """The job's own record, without members and generations."""
 
     spec: JobSpec
     last_generation: Generation
@@ -20,25 +20,24 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal once the job's state is lost; None before."""
+    """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason why the job was or is being stopped; empty if neither."""
+    """Reason why the job was or is being stopped, if so."""
     failed: bool = False
     """True if all members were gone for good."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job ended; 0 if it is not over, or unknown."""
+    """0: not over, or unknown."""
     done: tuple[str, ...] = ()
-    """Members that have done their work, while others have not."""
+    """Members that have done their work."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of a later release."""
     revision: int = field(default=0, compare=False)
-    """Revision at which the record was read; 0 if it was not."""
+    """Store's revision of the record; 0 for a new one."""
 
     @property
     def may_go_on(self) -> bool:
-        """True if the job's stored data may still be needed: the job is not over, or may be joined
-        again."""
+        """True if the job is not over, or may be joined again."""
         if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
@@ -53,7 +52,7 @@ class StateRecord:
             reason=job.reason,
             progress=replace(job.progress),
             lost=job.loss_refusal.seen if job.loss_refusal is not None else None,
-            # A job may have finished before its stop.
+            # The job may have finished before its stop.
             stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stop_reason,
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
@@ -64,7 +63,7 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """Durable write of a job. The generation's record is never durable before the rest."""
+    """Durable write of a job, with the generation's record last."""
 
     job: str
     members: Mapping[str, MemberState | None]
@@ -79,7 +78,6 @@ class PendingWrite:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # Newest change of each member.
         self._members: dict[str, MemberState | None] = {}
         self._state_changed = False
         self._finished = job.phase in OVER

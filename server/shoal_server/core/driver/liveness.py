@@ -1,8 +1,8 @@
 """Detection of silent members, which allows for slow and uneven networks.
 
-A member may be silent for its median interval between heartbeats plus several median deviations: at
-least for the lease, at most for the limit on silence. With medians, one long gap does not make the
-next look usual.
+A member may be silent for its median interval between heartbeats plus several median deviations,
+within the lease and the limit on silence. With medians, one long gap does not make the next look
+usual.
 """
 
 from array import array
@@ -13,12 +13,11 @@ from statistics import median
 from shoal_server.core.limits import Limits
 
 WINDOW = 32
-"""Kept intervals of each member: 16 s at heartbeats of half a second."""
+"""Intervals kept: the last 16 s at heartbeats of half a second."""
 MIN_INTERVALS = 4
-"""Number of intervals from which their spread is known."""
+"""Number of intervals from which the spread is known."""
 DEVIATIONS = 8.0
-"""Median deviations allowed above the median interval; about 5 standard deviations if normally
-distributed."""
+"""About 5 standard deviations of normally distributed intervals."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,7 +25,6 @@ class HeartbeatHistory:
     """One member's signs of life."""
 
     at_s: float
-    """Newest sign of life."""
     step: int = 0
     _beat_s: float | None = None
     _intervals: "array[float]" = field(default_factory=lambda: array("f"))
@@ -39,8 +37,7 @@ class HeartbeatHistory:
         self.step = max(self.step, step)
 
     def resume(self, now_s: float) -> None:
-        """Restart the silence without an interval: no heartbeat came, or the coordinator stood
-        still."""
+        """Restart the silence without an interval."""
         self.at_s, self._beat_s = now_s, None
 
     def spread_s(self) -> tuple[float, float]:
@@ -83,13 +80,13 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Restart all silences, after this process or the store stood still."""
+        """Restart all silences."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
     @property
     def heartbeats(self) -> Mapping[str, HeartbeatHistory]:
-        """Signs of life by member id."""
+        """Signs of life, by member id."""
         return self._pulses
 
     def silent_members(self, now_s: float) -> list[str]:
@@ -112,7 +109,7 @@ class Liveness:
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:
-        """Return why the member is lost; empty if it is not. Raises KeyError."""
+        """Return why the member is lost, if it is. Raises KeyError."""
         pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
         silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:

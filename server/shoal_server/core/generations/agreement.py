@@ -13,23 +13,21 @@ class Agreement:
 
     roster: GenerationRoster
     digest: str
-    """Digest of the roster, for members to accept."""
     unanswered: set[str] = field(default_factory=set)
-    """Members that have neither accepted nor rejected."""
     unready: set[str] = field(default_factory=set)
     """Members that have not passed the first collective."""
     unoffered: set[str] = field(default_factory=set)
-    """Members of the old generation that have not offered a step before which it could stop."""
+    """Members of the old generation that have not offered a boundary."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    """Peers that each member could not reach, with the error."""
+    """Peers that each member could not reach: their errors."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
-    """Complete checkpoints that each member sees, if the roster starts from one."""
+    """Complete checkpoints that each member sees."""
     starts_at: Step | None = None
-    """Highest step of a ready member; None while none is stated."""
+    """Highest step of a ready member, if stated."""
     stop_at: Step | None = None
     """First step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
-    """True if an earlier leader began the attempt, and may have notified members of a boundary."""
+    """True if an earlier leader began the attempt."""
     _highest_offer: Step | None = None
 
     @classmethod
@@ -41,7 +39,7 @@ class Agreement:
         *,
         inherited: bool = False,
     ) -> "Agreement":
-        """Begin an attempt. `stopping`: members of the old generation with steps left."""
+        """Begin an attempt. `stopping`: old members with steps left."""
         names = set(roster.member_ids)
         agreement = cls(
             roster=roster,
@@ -65,9 +63,8 @@ class Agreement:
 
     @property
     def may_have_stopped(self) -> bool:
-        """True if a member may have left the old generation for this one.
-
-        The boundary is not durable: a new leader learns it from new offers.
+        """True if a member may have left the old generation. A new leader learns a boundary only
+        from new offers.
         """
         return self.stop_at is not None or self.is_inherited
 
@@ -88,7 +85,7 @@ class Agreement:
         return not self.unanswered
 
     def offer(self, member_id: str, step: Step) -> bool:
-        """Note an offer; True if it is the last one, which sets the boundary."""
+        """Note an offer; True if it sets the boundary."""
         self._highest_offer = max(self._highest_offer or step, step)
         self.unoffered.discard(member_id)
         if self.unoffered or self.stop_at is not None:
@@ -99,13 +96,13 @@ class Agreement:
     def ready(self, member_id: str, step: Step | None = None) -> bool:
         """Note a member's first collective, at that step; True once all are ready."""
         if step is not None:
-            # Members may have trained on before they report to a new leader.
+            # Members may have trained on before they report.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready
 
     def best_checkpoint(self) -> Step | None:
-        """Return the checkpoint that most members see, the newest of equals; None without any."""
+        """Return the checkpoint that most members see, the newest of equals."""
         seen = Counter(step for steps in self.checkpoint_steps.values() for step in steps)
         return max(seen, key=lambda step: (seen[step], step), default=None)
 

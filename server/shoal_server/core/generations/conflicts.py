@@ -1,4 +1,4 @@
-"""Fields in which members' proposals differ, with the first differing entry."""
+"""Fields in which members' proposals differ."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ MAX_CONFLICT_VALUES = 8
 MAX_CONFLICT_TEXT = 200
 MAX_HOLDERS = 16
 MAX_LISTINGS = 4
-"""Number of values with compared listings; further ones keep their digests."""
+"""Number of values with compared listings."""
 _CONTEXT_CHARACTERS = 80
 """Characters shown before the first difference of long values."""
 ANOTHER_ORDER = (
@@ -26,9 +26,8 @@ def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
     """Return the fields in which the candidates differ: required ones first, sorted by name. All
     values are listed, since none is known to be right.
 
-    A required field that a candidate lacks is "(absent)" there; an optional one is compared among
-    those that state it. If a field has a listing (the entries behind its digest), the first
-    differing entry is shown.
+    A missing required field is "(absent)"; an optional one is compared among those that state it.
+    If a field has a listing (the entries behind its digest), the first differing entry is shown.
     """
     conflicts = []
     for name in sorted({name for c in candidates for name in c.proposal.fields}):
@@ -53,9 +52,7 @@ def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
 
 
 def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListing]]) -> Conflict:
-    """Replace each value by its first differing entry. Unchanged without readable listings that
-    differ.
-    """
+    """Replace each value by its first differing entry, if the listings are readable and differ."""
     listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
     for _, holders in conflict.values[:MAX_LISTINGS]:
         listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)
@@ -81,7 +78,6 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListi
 
 
 def _first_difference(sequences: Sequence[Sequence[Any]]) -> int | None:
-    """Return the index of the first element that differs between sequences; None without any."""
     rows = enumerate(zip_longest(*sequences))
     return next((line_number for line_number, row in rows if len(set(row)) > 1), None)
 
@@ -93,7 +89,7 @@ def _entry(lines: Sequence[str], line_number: int) -> str:
 
 
 def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """Shorten the conflicts to fit into a record that all members get."""
+    """Shorten the conflicts to fit into a record."""
     return tuple(
         replace(
             conflict,
@@ -110,8 +106,7 @@ def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Cut all values, if one is longer than MAX_CONFLICT_TEXT, to the part around the first
-    difference."""
+    """Cut long values to the part around the first difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

@@ -1,8 +1,6 @@
 """Progress of a job as its coordinator knows it, which shows what a lost state costs.
 
-`JobProgress` is in the job's record in etcd. The record says that the first synchronous generation
-ran before any of its steps. The newest reported step becomes durable with each write of the record,
-not with each step.
+The newest reported step becomes durable with each write of the job's record, not with each step.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ class JobResult:
     loss: float | None
     """Last reported loss; None without any."""
     num_samples: int | None
-    """Completed samples, over all epochs of the data; None if unknown, or if members lease none."""
+    """Completed samples, over all epochs of the data; None if unknown."""
 
 
 @dataclass(kw_only=True)
@@ -30,12 +28,11 @@ class LifetimeFigures:
 
     begun_s: float = 0.0
     num_breaks: int = 0
-    """Running generations that broke because a member was gone or a collective failed. Breaks
-    during a stop or at a planned boundary do not count."""
+    """Running generations that broke because a member was gone or a collective failed."""
     idle_s: float = 0.0
     """Time without a running generation."""
     result: JobResult | None = None
-    """None until the job is over and the result is kept."""
+    """None until the result is kept."""
     is_cleared: bool = False
     """True if only the job's own record is left."""
 
@@ -45,13 +42,12 @@ class JobProgress:
     trained_in: Generation = NO_GENERATION
     """Newest synchronous generation that ran."""
     reached: Step = NO_STEP
-    """Newest step whose state a member has reported, or from which the running synchronous
-    generation started."""
+    """Newest reported step, or the one from which the running synchronous generation started."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures, compare=False)
 
     @property
     def has_trained(self) -> bool:
-        """True if a step may have been committed: initial values are no longer the job's state."""
+        """True if a step may have been committed."""
         return self.trained_in > NO_GENERATION or self.reached > 0
 
     def note_reached(self, step: Step) -> None:

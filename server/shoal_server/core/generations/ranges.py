@@ -1,4 +1,4 @@
-"""Checks of the devices and addresses that members state."""
+"""Checks of members' devices and addresses."""
 
 from collections.abc import Sequence
 from ipaddress import ip_address

@@ -13,13 +13,13 @@ NO_GENERATION = Generation(0)
 
 
 class StateAction(Enum):
-    """Source of a member's training state at the start of its generation."""
+    """Source of a member's training state."""
 
     INITIAL = "initial"
     KEEP = "keep"
     RECEIVE = "receive"
     CHECKPOINT = "checkpoint"
-    """No member holds the job's state: all start from a checkpoint that all see, or not at all."""
+    """No member holds the job's state."""
 
 
 class Verdict(Enum):
@@ -29,22 +29,20 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job's name, the bounds of its world size, and its secret's digest."""
+    """A job's name, bounds and secret."""
 
     job: str
     min_members: int = 1
     max_members: int = 1024
     desired_members: int = 1
     last_call_s: float = 0.0
-    """Wait of a first generation for the desired members; 0: `Limits.last_call_s`."""
+    """Wait for the desired members; 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
-    """Digest of the job's secret; empty without one."""
+    """Empty: no secret."""
 
     def fits(self, other: "JobSpec") -> bool:
-        """True if a member of the other spec may join while the job has members.
-
-        `desired_members` may differ: it counts until the first generation only, and scaling changes
-        it.
+        """True if a member of the other spec may join while the job has members. `desired_members`
+        may differ, as after scaling.
         """
         return replace(other, desired_members=self.desired_members) == self
 
@@ -76,11 +74,11 @@ class MemberInfo:
     torch_version: str = ""
     shoal_version: str = ""
     num_devices: int = 0
-    """Devices of the kind of `device` on the member's host; 0: not stated."""
+    """Devices of the kind of `device`; 0: not stated."""
     probe_port: int = 0
-    """Port on which peers test that they reach the member; 0: none."""
+    """Port for peers' tests that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret in the launcher's reports; empty: not stated."""
+    """Digest of the launcher's secret; empty: not stated."""
 
 
 class DigestListing(Protocol):
@@ -92,19 +90,19 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes. Members must have the same `fields`, and the same value of
-    each stated optional field."""
+    """Training that a member proposes. Members must have the same `fields`, and the same stated
+    `optional_fields`."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True
     step: Step = Step(0)
     has_state: bool = False
     stateless: bool = False
-    """True if the script keeps its own state: no committed step can be lost."""
+    """True if the script keeps its own state."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields compared only among members that state them: a release may add some."""
+    """Compared only among members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """Listings behind digests, by field; used to show the first entry that differs."""
+    """By field; used to show the first entry that differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +125,9 @@ class GenerationRoster:
     source_member_id: str
     """Member that sends its state to the others."""
     step: Step
-    """Step that the source proposed; a planned generation starts at a later one."""
+    """Step of the source; a planned generation starts later."""
     planned: bool
-    """True if the generation follows a running one, which trains until a boundary."""
+    """True if the running generation trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
     """Fields that all members proposed."""
@@ -149,7 +147,7 @@ class GenerationRoster:
 
     @cached_property
     def from_checkpoint(self) -> bool:
-        """True if the members can only start from a checkpoint that all see."""
+        """True if the members can only start from a checkpoint."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
     def keeps(self, member_id: str) -> bool:
@@ -162,12 +160,12 @@ class GenerationRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """A field in which members differ: each value, and the members with it."""
+    """A field in which members differ: its values, each with its members."""
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
     fix: str = ""
-    """Advice on this difference, if any."""
+    """Advice, if any."""
 
     def __str__(self) -> str:
         held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)
@@ -189,7 +187,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A member at the time at which a roster is drawn up."""
+    """A member for whom a roster is drawn up."""
 
     member_id: str
     incarnation: str
@@ -203,7 +201,7 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
     before = {e.member_id: e.rank for e in previous.entries} if previous else {}
     ranks = {m: before[m] for m in member_ids if before.get(m, num_members) < num_members}
     holes = iter(sorted(set(range(num_members)) - set(ranks.values())))
-    # Survivors come before newcomers, so that survivors keep low ranks.
+    # Survivors come first, so that they keep low ranks.
     for m in sorted((m for m in member_ids if m not in ranks), key=lambda m: (m not in before, m)):
         ranks[m] = next(holes)
     return ranks
@@ -213,8 +211,7 @@ def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> 
     """Choose the member whose state the others receive.
 
     Among members with trained state the highest step decides, then the lowest rank. Without trained
-    state, the same rule chooses whose initial values count. But a job that has trained continues
-    from a checkpoint, or not at all.
+    state, the same rule chooses whose initial values count, unless the job has trained.
     """
     return min(
         candidates,
@@ -233,11 +230,8 @@ def build_roster(
     """Draw up the roster of a new generation, with ranks and state actions.
 
     `previous`: the roster whose ranks members keep; `running`: the roster that trains, for a
-    planned change; `trained`: True if the job may have committed steps, and must not start from
-    initial values.
-
-    Members in `running` will stop at one common step, later than any that they reported. A
-    newcomer's own state is of another step, so it receives theirs.
+    planned change; `trained`: True if the job must not start from initial values. Members in
+    `running` will stop at one common step, whose state newcomers receive.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]
@@ -268,7 +262,6 @@ def build_roster(
 
 
 def _stands_with(candidate: Candidate, source: Candidate, trainers: Sequence[Candidate]) -> bool:
-    """True if the candidate will start with the same state as the source."""
     same_step = bool(trainers) or candidate.proposal.step == source.proposal.step
     return candidate.proposal.has_state and same_step
 

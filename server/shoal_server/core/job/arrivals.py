@@ -1,4 +1,4 @@
-"""Members that join, reconnect or are disconnected; refusals of other processes."""
+"""Members that join, reconnect or are disconnected."""
 
 from uuid import UUID
 
@@ -36,8 +36,7 @@ def require_member(job: JobState, event: MemberEvent) -> MemberState:
 
 
 def _fenced(job: JobState, holder: MemberState | None, event: MemberEvent) -> Refusal:
-    """Return the refusal of a process that is no member. `holder`: the present member of its
-    name."""
+    """`holder`: the present member of the name."""
     if holder is None:
         return refusals.not_a_member(job.spec.job, event, job.last_generation)
     return refusals.replaced(event, holder.incarnation, job.last_generation)
@@ -110,8 +109,8 @@ def continued(job: JobState, member: MemberState) -> None:
 def _repeat_notices(
     job: JobState, member: MemberState, generation: Generation, now_s: float
 ) -> None:
-    """Repeat notices that a reconnected member may have missed. `generation`: the newest that the
-    member has entered, or began to bring up.
+    """Repeat notices that a reconnected member may have missed. `generation`: the newest that it
+    has entered or brought up.
     """
     agreement, running = job.agreement, job.running
     missed_end = _is_over(job, member, generation)
@@ -150,10 +149,8 @@ def _repeat_notices(
 def _is_over(job: JobState, member: MemberState, generation: Generation) -> bool:
     """True if the synchronous generation that the member reports is over, or now formed without it.
 
-    A leader may have died after it aborted the generation and before it notified members. Its
-    successor goes on with an older generation, or forms one of the first members that connect.
-    Without a notice, a member that brought up the aborted generation would wait for its peers until
-    a time limit.
+    A leader may have died after it aborted the generation and before it notified members. Without a
+    notice, a member would wait for its peers until a time limit.
     """
     running, attempt = job.running, job.attempt
     if job.phase is not Phase.COMMITTED:
@@ -167,8 +164,8 @@ def _is_over(job: JobState, member: MemberState, generation: Generation) -> bool
 def is_older(incarnation: str, than: str) -> bool:
     """True if the process `incarnation` started before the process `than`, by their hosts' clocks.
 
-    UUIDs of version 7 (RFC 9562) begin with their time; for others the answer is False. So a late
-    call of an older process cannot replace the newer one.
+    Only UUIDs of version 7 (RFC 9562) show their time. So a late call of an older process cannot
+    replace the newer one.
     """
     first, second = _version_7(incarnation), _version_7(than)
     return first is not None and second is not None and first < second

@@ -49,8 +49,8 @@ def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: floa
 def _conflicts_with_trainers(
     job: JobState, member: MemberState, proposal: Proposal
 ) -> tuple[Conflict, ...]:
-    """Return a newcomer's conflicts with the members that train, or trained before a break. The
-    newcomer is refused at once, so that it does not disturb them.
+    """Return a newcomer's conflicts with the members that train, or trained before a break: it is
+    refused before it disturbs them.
     """
     roster = job.running or job.previous
     if roster is None or member.is_in(roster):
@@ -72,9 +72,8 @@ def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
 
 
 def form(job: JobState, now_s: float) -> bool:
-    """Draw up a roster once enough members are ready, while no generation runs.
-
-    True if members were refused instead: try again without them.
+    """Draw up a roster once enough members are ready. True if members were refused instead: try
+    again.
     """
     if _may_form(job, now_s):
         return not freeze(job, chosen(job, now_s), now_s)
@@ -83,10 +82,7 @@ def form(job: JobState, now_s: float) -> bool:
 
 
 def change(job: JobState, now_s: float) -> bool:
-    """Begin, drop or continue a planned change of the running generation.
-
-    True if members were refused instead: try again without them.
-    """
+    """Begin, drop or continue a planned change. True if members were refused instead: try again."""
     wanted, members = _change_wanted(job, now_s)
     if not wanted:
         if job.phase is Phase.COLLECT:
@@ -96,7 +92,7 @@ def change(job: JobState, now_s: float) -> bool:
         return False  # the change waits until no member is paused
     if job.phase is Phase.RUNNING:
         job.apply_trigger(Trigger.CHANGE_WANTED, wanted, now_s)
-    # Wait for members that have not proposed, and for further drains, so that one stop serves all.
+    # Wait for more members or drains, so that one stop serves all.
     coming = job.table.num_not_proposed > 0 or bool(job.table.draining)
     if coming and not limit_passed(job.phase_since_s, job.limits.gather_s, now_s):
         return False
@@ -104,7 +100,7 @@ def change(job: JobState, now_s: float) -> bool:
 
 
 def _change_wanted(job: JobState, now_s: float) -> tuple[str, list[MemberState]]:
-    """Return the reason for a planned change, "" for none, and the members of the next roster."""
+    """Return the reason for a planned change, "" for none, and its members."""
     assert job.running is not None
     if job.table.has_finished_in(job.running):
         # A change could interrupt the others' last work.
@@ -145,16 +141,16 @@ def chosen(job: JobState, now_s: float) -> list[MemberState]:
     """Return the members of a roster drawn up now; put the others on standby.
 
     Members that hold the state come first (unless a generation runs), then former trainers by rank,
-    then by arrival, up to `max_members`.
+    then by arrival.
     """
-    # A member that has not settled may have missed its notice and still train.
+    # A member that has not settled may still train.
     candidates = [m for m in job.eligible if m.settled or m.is_in(job.running)]
     if amid := _amid_call(job):
         names = {m.member_id for m in amid}
         _keep_out(job, [m for m in candidates if m.member_id not in names], now_s)
         candidates = amid
     if job.running is not None and not any(m.is_in(job.running) for m in candidates):
-        # All trainers are to leave, and first hand over their state.
+        # All trainers are to leave, and hand over their state.
         candidates += [m for m in job.members_of(job.running) if m.proposal is not None]
     if job.lacks_state(candidates):
         # Draining members that hold the state hand it over first.
@@ -174,10 +170,7 @@ def chosen(job: JobState, now_s: float) -> list[MemberState]:
 
 
 def _hold_for_members(job: JobState, now_s: float) -> None:
-    """Put the ready members on standby if the job lacks only members, else end their standby. No
-    generation runs. Does nothing before the first generation, while members have to settle, or with
-    enough members.
-    """
+    """Put the ready members on standby if the job lacks only members, else end their standby."""
     if job.previous is None or not job.table.all_settled or _are_enough(job):
         return
     waiting = [m for m in job.eligible if m.settled]
@@ -194,14 +187,13 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
 
 
 def _waits_for_members(job: JobState) -> bool:
-    """True if the job lacks only members: a ready one has `keeps_job`, and no call between two
-    steps has to be repeated."""
+    """True if the job lacks only members: one has `keeps_job`, and no call between two steps is
+    repeated."""
     # A member that joins cannot take part in such a call.
     return not _amid_call(job) and any(m.keeps_job for m in job.table.candidates.values())
 
 
 def _may_form(job: JobState, now_s: float) -> bool:
-    """True if a roster can be drawn up now, while no generation runs."""
     num_ready = len(job.eligible) + len(job.table.finished)
     # Wait for survivors to settle.
     if not job.table.all_settled or not _are_enough(job):
@@ -214,22 +206,21 @@ def _may_form(job: JobState, now_s: float) -> bool:
 
 
 def _are_enough(job: JobState) -> bool:
-    """True if enough members for a roster are present, while no generation runs."""
     amid = _amid_call(job)
     return len(amid or job.eligible) >= _num_needed(job, amid)
 
 
 def _num_needed(job: JobState, amid: list[MemberState]) -> int:
-    """Return the number of members that a roster needs. `amid`: see `_amid_call`."""
-    # The job's minimum does not apply to a call between two steps.
+    """`amid`: see `_amid_call`."""
+    # A call between two steps needs no minimum.
     enough = max((job.table.in_call[m.member_id] for m in amid), default=None)
     least = job.min_roster_size
     return least if enough is None else min(least, enough)
 
 
 def _amid_call(job: JobState) -> list[MemberState]:
-    """Return members that have to repeat a call between two steps before others join. Other members
-    are elsewhere in their script, and cannot take part.
+    """Return members that repeat a call between two steps. Others are elsewhere in their script,
+    and cannot take part.
     """
     table = job.table
     if job.running is not None or not table.in_call:
@@ -244,8 +235,7 @@ def _keep_out(job: JobState, members: list[MemberState], now_s: float) -> None:
 
 
 def _awaits_state(job: JobState) -> bool:
-    """True if the missing state may be held by a member that has yet to propose, or that is put
-    off."""
+    """True if a member that may hold the state has yet to propose, or is put off."""
     if not job.lacks_state(job.eligible):
         return False
     candidates = job.table.candidates.values()
@@ -257,7 +247,7 @@ def _last_call_s(job: JobState) -> float:
 
 
 def _has_survivors(job: JobState) -> bool:
-    """True if a former trainer is present: a roster then waits for no others."""
+    """True if a former trainer is present."""
     if job.previous is None:
         return False
     staying = job.eligible
@@ -266,8 +256,8 @@ def _has_survivors(job: JobState) -> bool:
 
 
 def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
-    """Draw the roster up and send it, or abort it at once for conflicts. False without an attempt:
-    members were refused instead."""
+    """Draw the roster up and send it, or abort it for conflicts. False if members were refused
+    instead."""
     candidates = [m.as_candidate() for m in chosen]
     if blamed := _confined(job, chosen, candidates):
         _refuse_confined(job, blamed, candidates, now_s)
@@ -301,7 +291,6 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
 
 
 def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, now_s: float) -> None:
-    """Refuse the members that may be at fault for the size."""
     refusal = refusals.roster_too_large(job.spec.job, len(chosen), problem)
     for member in job.suspects_of(chosen):
         endings.refuse(job, member, refusal, now_s)
@@ -310,8 +299,8 @@ def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, no
 def _confined(
     job: JobState, chosen: list[MemberState], candidates: list[Candidate]
 ) -> list[Candidate]:
-    """Return members to refuse because their own address, or that of a member that stays, works on
-    one host only."""
+    """Return members to refuse: an address, their own or of a member that stays, works on one host
+    only."""
     confined = unreachable_members(candidates)
     staying = [m for m in chosen if job.stays(m)]
     hosts = {m.info.host for m in staying}
@@ -319,7 +308,6 @@ def _confined(
         return confined
     names = {m.member_id for m in staying}
     if any(c.member_id in names for c in confined):
-        # Members that stay are reachable on their own host only.
         confined += [c for c in candidates if c.info.host not in hosts]
     return [c for c in confined if c.member_id not in names]
 
@@ -339,8 +327,8 @@ def _refuse_confined(
 
 
 def drop_overdue(job: JobState, now_s: float) -> None:
-    """Refuse ready members that have waited for longer than the limit, while no generation runs:
-    `join_s`, or `wait_for_members_s` if the job lacks only members."""
+    """Refuse ready members that have waited for `join_s`, or for `wait_for_members_s` if the job
+    lacks only members."""
     job.deadlines.overdue_check_s = None
     if job.running is not None or job.phase is not Phase.COLLECT:
         return

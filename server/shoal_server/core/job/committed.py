@@ -1,6 +1,5 @@
-"""COMMITTED: the members bring the generation up, which runs once the last one is ready.
-
-Until then, the old generation of a planned change trains on, up to the boundary.
+"""COMMITTED: the members bring the generation up, which runs once the last one is ready. Until
+then, an old generation trains on, up to the boundary.
 """
 
 from shoal_server.core.generations.agreement import Agreement
@@ -43,7 +42,7 @@ def became_ready(
     step: Step | None = None,
 ) -> None:
     """Note the member's first collective; the last one makes the generation run. `step`: the step
-    of the member's state, if stated."""
+    of its state, if stated."""
     agreement = job.agreement_of(member, generation)
     if agreement is None:
         return
@@ -77,7 +76,6 @@ def became_ready(
 def _log_story(
     job: JobState, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
 ) -> None:
-    """Log the changes that led to the running generation."""
     changes = job.tries.changes
     if changes.newest_ran == roster.generation:
         # An earlier leader has logged this.
@@ -93,8 +91,7 @@ def _log_story(
 
 
 def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]) -> Step:
-    """Note and return the step from which a synchronous generation starts: all its members hold
-    that state."""
+    """Note and return the step from which a synchronous generation starts."""
     start, reached = agreement.starts_at, job.progress.reached
     if start is None:
         start = max(agreement.stop_at or agreement.roster.step, reached)
@@ -105,15 +102,15 @@ def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]
         reason = f"generation {agreement.generation} continues from step {start}"
         job.log("job_rolled_back", f"{reason}; the job had reached step {reached}")
     if job.progress.record_run(agreement.generation, start):
-        # Durable before any member takes a step: each waits for the answer to its Ready.
+        # Durable before any member takes a step.
         job.emit(SaveJobRecord())
     return start
 
 
 def overdue(job: JobState, now_s: float) -> None:
-    """Expel the members that hold up a bring-up; if it makes progress, move the deadline.
+    """Expel the members that hold up a bring-up, or move the deadline for progress.
 
-    Progress counts until `longest_bring_up_s` has passed. Members that only wait are not to blame.
+    Members that only wait are not to blame.
     """
     agreement = job.agreement
     assert agreement is not None
@@ -143,8 +140,8 @@ def overdue(job: JobState, now_s: float) -> None:
 def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s: float) -> None:
     late = [job.members[name] for name in sorted(names) if name in job.members]
     if attempt.synchronous:
-        # A member that holds the state waits for those that receive it. If it hangs too, it will
-        # fail to stop after the break.
+        # A member that holds the state waits for those that receive it. If it hangs, it will not
+        # stop after the break either.
         late = [m for m in late if not attempt.keeps(m.member_id)] or late
     reason = f"{names_of(late)} did not bring the generation up in time"
     endings.abort(job, reason, now_s)
@@ -158,8 +155,7 @@ def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s
 def break_reported(job: JobState, member: MemberState, event: BreakReported, now_s: float) -> bool:
     """Handle a break during a bring-up; False if the report is of something else.
 
-    A failed bring-up, or a break of an old generation that the member has not left, aborts. A
-    report that a synchronous job's state is lost ends the job, unless an old generation trains on
+    A report that a synchronous job's state is lost ends the job, unless an old generation trains on
     without a boundary.
     """
     agreement = job.agreement
@@ -172,7 +168,7 @@ def break_reported(job: JobState, member: MemberState, event: BreakReported, now
             _count_failure(job, member, event, now_s, ends=True)
         return True
     if agreement.has_boundary and job.running is None and member.member_id in agreement.unready:
-        # A new leader could not know of members that still trained in the old generation.
+        # The member still trained in it, unknown to a new leader.
         endings.abort(job, f"the old generation broke under {member.member_id}", now_s)
         return True
     return False
@@ -181,7 +177,7 @@ def break_reported(job: JobState, member: MemberState, event: BreakReported, now
 def late_break_reported(
     job: JobState, member: MemberState, event: BreakReported, now_s: float
 ) -> bool:
-    """Count the member's own failure in an attempt that has ended already. True if this removed the
+    """Count the member's own failure in an attempt that has ended. True if this removed the
     member."""
     _count_failure(job, member, event, now_s, ends=False)
     return job.members.get(member.member_id) is not member
@@ -195,7 +191,7 @@ def _count_failure(
     error = f"{member.member_id} could not bring it up: {event.error}"
     newcomers = _newcomers(job)
     # A member that keeps the job may fail because of newcomers, for example while it sends its
-    # state. The newcomers are then put off, and the member is not blamed.
+    # state. The newcomers are then put off instead.
     is_spared = is_own and member.keeps_job and bool(newcomers)
     puts_off = is_spared or (ends and not is_own and job.running is not None)
     if ends:
@@ -210,7 +206,6 @@ def _count_failure(
 
 
 def _is_first_failure(job: JobState, member: MemberState, generation: Generation) -> bool:
-    """True for the member's first report of its failure in the newest bring-up."""
     roster = _brought_up(job)
     if roster is None or roster.generation != generation or member.failed_in >= generation:
         return False
@@ -233,7 +228,6 @@ def _newcomers(job: JobState) -> list[MemberState]:
 
 
 def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: float) -> None:
-    """Delay the newcomers' next try: the others stopped for nothing."""
     for newcomer in newcomers:
         job.setbacks.count_shared_failure(newcomer.member_id, now_s)
         newcomer.set_wait(f"another try: in the last one, {error}", now_s)
@@ -242,7 +236,6 @@ def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: flo
 def _blame(
     job: JobState, member: MemberState, generation: Generation, error: str, now_s: float
 ) -> None:
-    """Count the member's own failure; the last try removes it."""
     member.failed_in = generation
     num_tries = job.setbacks.count_failure(member.member_id, error, now_s)
     reason = (

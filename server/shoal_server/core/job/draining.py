@@ -1,4 +1,4 @@
-"""Members that are to leave, and the times of their notices."""
+"""Members that are to leave, and their notices."""
 
 from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.job import endings
@@ -43,8 +43,8 @@ def _notify_drain(
 
 
 def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if no generation follows once this member, which is to leave now, has left. False once
-    its drain is overdue: the others might keep the member from taking a step."""
+    """True if no generation follows a member that leaves now. False once its drain is overdue: the
+    others might keep it from taking a step."""
     running = job.running
     if running is None:
         return member.holds_state and len(job.table.draining) == len(job.members)
@@ -54,7 +54,7 @@ def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> 
 
 def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
     """True if a generation without the member may soon follow."""
-    # A planned change is finished first: a member that left during it would take the state along.
+    # A member that left during a planned change would take the state along.
     if _may_hand_over(job, member) or _is_changing(job, member):
         return not limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
     roster = job.attempt if member.is_in(job.attempt) else job.running
@@ -70,15 +70,13 @@ def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
 
 
 def _is_changing(job: JobState, member: MemberState) -> bool:
-    """True during a planned change of this member's synchronous generation."""
     running, attempt = job.running, job.attempt
     changes = running is not None and running.synchronous and attempt is not None
     return changes and (member.is_in(running) or member.is_in(attempt))
 
 
 def _may_hand_over(job: JobState, member: MemberState) -> bool:
-    """True if only draining members hold the job's state, and enough others are present to take
-    it."""
+    """True if only draining members hold the state, and enough others are present to take it."""
     others = len(job.members) - len(job.table.draining)
     return (
         others >= job.spec.min_members
@@ -99,8 +97,8 @@ def leavers(job: JobState, chosen: list[MemberState]) -> list[MemberState]:
 def part_leavers(
     job: JobState, old: GenerationRoster, roster: GenerationRoster, now_s: float
 ) -> None:
-    """Remove draining members that the new `roster` leaves out; notify others left out that the old
-    generation is over."""
+    """Remove draining members that the new `roster` leaves out; notify others left out of a
+    break."""
     for leaver in [m for m in job.members_of(old) if not m.is_in(roster)]:
         if leaver.drain.since_s is not None:
             job.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
@@ -112,7 +110,6 @@ def part_leavers(
         elif job.table.has_finished(leaver):
             job.notify_member(leaver, job.break_notice(old.generation))
         else:
-            # The member will repeat its request, which an earlier leader got; it waits at the
-            # boundary.
+            # The member waits at the boundary, and repeats a request to an earlier leader.
             job.table.settle((leaver,), settled=False)
             job.notify_member(leaver, job.break_notice(old.generation))

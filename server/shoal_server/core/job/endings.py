@@ -30,7 +30,7 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     """End the attempt with one record for all its members.
 
     The old generation continues, unless the boundary may have been agreed: members may then have
-    begun to leave it, and it is over too.
+    left it.
     """
     agreement = job.agreement
     assert agreement is not None
@@ -44,8 +44,7 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     job.agreement, job.tries.failures = None, job.tries.failures + 1
     job.emit(WriteGeneration(record=record))
     if brought_up and old_is_over and job.running is not None:
-        # Before the outcome: members at the boundary must not take the abort as permission to
-        # train.
+        # Before the outcome, which is no permission to train.
         old, job.running = job.running, None
         job.tries.changes.record_break(reason, now_s)
         notify_broken(job, old, (), reason, now_s)
@@ -56,8 +55,8 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
         notify_broken(job, roster, (), reason, now_s)
     elif brought_up:
         newcomers = [m for m in job.members_of(roster) if not m.is_in(job.running)]
-        # The newcomers may have trained in it, if a new leader wrongly assumed that the old
-        # generation ran.
+        # A new leader may wrongly assume that the old generation ran while newcomers trained in the
+        # new one.
         job.table.settle(newcomers, settled=False)
     job.previous = job.running or job.previous
     failures = job.tries.failures
@@ -110,8 +109,8 @@ def remove(
     cause: str = "",
     lost: bool = True,
 ) -> None:
-    """Remove a member. Unless its work is done, this ends its attempt or generation. In a
-    completing job, the others are notified of the break, and the last removal ends the job.
+    """Remove a member. Unless its work is done, this ends its attempt or generation; in a
+    completing job, the last removal ends the job.
 
     `completed`: True if the member left with its work done. `refusal`: answer to later calls of its
     process. `cause`: the reason in a word or two. `lost`: True if the member did not leave in
@@ -152,8 +151,8 @@ def refuse(job: JobState, member: MemberState, refusal: Refusal, now_s: float) -
     job.notify_member(member, RefusedNotice(reason=refusal.what, refusal=refusal))
     text = f"{member.member_id} was refused: {refusal.what}"
     job.log("member_refused", text, member)
-    # A member that was too late may join again as a new process. Its old process is fenced like a
-    # lost one.
+    # A member that was too late may join again as a new process: its old one is fenced like a lost
+    # one.
     lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
     reason = f"refused: {refusal.what}"
     remove(job, member, reason, now_s, refusal=lasting, cause=refusal.what)
@@ -213,10 +212,8 @@ def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) ->
 
 
 def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
-    """Stop waiting for a member that has done its work; the last one completes the job.
-
-    The other members train on, also in further generations. A member outside of the newest
-    generation is ignored.
+    """Stop waiting for a member that has done its work; the last one completes the job. Ignored for
+    a member outside of the newest generation.
     """
     table, agreement = job.table, job.agreement
     trained = job.running or job.previous
@@ -225,8 +222,7 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
     elif not member.is_in(trained):
         return
     elif table.has_finished(member):
-        # A repeated report: an earlier leader may have died before it completed the job. A lost
-        # member has not finished.
+        # A repeated report: an earlier leader may not have completed the job.
         is_last = table.finished.issuperset(trained.ranks)
     else:
         table.finish(member)
@@ -255,8 +251,7 @@ def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None
         if job.running is not None:
             job.apply_trigger(Trigger.INTACT, reason, now_s)
     job.deadlines.deadline_s, job.reason = None, reason
-    # Members that have trained finish by themselves, asynchronous ones even between two
-    # generations.
+    # Members that have trained finish by themselves.
     trained = job.running or job.previous
     newcomers = [m for m in job.members.values() if not m.is_in(trained)]
     for member in [m for m in newcomers if m is not leaver]:

@@ -9,19 +9,17 @@ PREPARE sends the roster to its members; all must accept the same digest. COMMIT
 durable record for all. The members bring the generation up, and it runs when the last one is ready.
 A failure ends the attempt in one durable ABORTED record.
 
-During a planned change (a join or a drain), the old generation trains on through COLLECT and
-PREPARE. It stops at the boundary, a step that all its members share. Each member offers the first
-step that it has not begun, and waits before that step until the boundary is known: the highest
-offer. Synchronous members are at most one step apart, so the offers cost at most one step. A
-draining member leaves once the others train without it.
+During a planned change (a join or a drain), the old generation trains on, up to the boundary, a
+step that all its members share. Each member offers the first step that it has not begun, and waits
+before that step until the boundary is known: the highest offer. Synchronous members are at most one
+step apart, so this takes at most one step.
 
 A loss breaks the generation at once. Survivors settle (stop, and report their step) and form the
-next one without waiting for other members. Members of an asynchronous job need neither boundary nor
+next one without waiting for others. Members of an asynchronous job need neither boundary nor
 settling.
 
 `Job._apply` is the table of events by phase, and `Job._advance` takes the transitions without an
-event. Each phase has a module: `collect`, `prepare`, `committed`, `running`. Modules for all phases
-are `arrivals`, `pausing`, `draining` and `endings`.
+event. Each phase has a module: `collect`, `prepare`, `committed`, `running`.
 """
 
 from collections.abc import Iterator
@@ -101,9 +99,8 @@ class Job(JobState):
         return min(self._deadlines(), default=None)
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
-        """Make all members leave at their next step boundary, which ends the job.
-
-        May be repeated, by a new leader too. Does nothing to a job that is over.
+        """Make all members leave at their next step boundary, which ends the job. May be repeated,
+        by a new leader too.
         """
         if self.phase not in OVER:
             if self.stop_reason != reason:
@@ -133,8 +130,7 @@ class Job(JobState):
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
         Raises EventRefused if the job has members or is finished, or if its records were removed
-        and `from_scratch` is false. A job without members that is not over accepts the call, which
-        may be a repetition.
+        and `from_scratch` is false. The call may be repeated.
         """
         if self.phase is Phase.FINISHED:
             raise EventRefused(refusals.finished(self.spec.job, self.reason))
@@ -166,7 +162,7 @@ class Job(JobState):
     # --- the table: phase and event -> what follows ---
 
     def _apply(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
-        """Apply the event of a member by the phase, which is not in OVER: the job has members."""
+        """Apply the event of a member by the phase."""
         match self.phase, event:
             case Phase.PREPARE, RosterAnswered():
                 prepare.answered(self, member, event, now_s)
@@ -185,7 +181,7 @@ class Job(JobState):
                 if not committed.late_break_reported(self, member, event, now_s):
                     running.collective_failed(self, member, event, now_s)
             case Phase.COMMITTED, MemberWorkDone():
-                # The member has entered the generation, even if no report of that arrived.
+                # Implied, even if no report of it arrived.
                 committed.became_ready(self, member, event.generation, now_s)
                 endings.work_done(self, member, event, now_s)
             case _:
@@ -219,7 +215,6 @@ class Job(JobState):
                 raise AssertionError(f"no handler for {event}")
 
     def _decide(self, now_s: float) -> list[Effect]:
-        """Take the due transitions; return all effects."""
         self._advance(now_s)
         pausing.announce(self, now_s)
         collect.notify_waiting(self)
@@ -265,7 +260,6 @@ class Job(JobState):
             yield from self._pausable_deadlines()
 
     def _pausable_deadlines(self) -> Iterator[float]:
-        """Yield the ends of limits that do not run during a pause."""
         if self.deadlines.deadline_s is not None:
             yield self.deadlines.deadline_s
         if self.deadlines.broken_since_s is not None:

@@ -45,16 +45,16 @@ class Deadlines:
     """Time limits of a job. None: the limit does not run."""
 
     deadline_s: float | None = None
-    """Latest end of the phase, moved on by progress; in ABORTED, the end of the back-off."""
+    """Latest end of the phase, moved on by progress, or of the back-off in ABORTED."""
     bring_up_over_s: float | None = None
-    """Latest end of the bring-up, progress or not."""
+    """Latest end of the bring-up."""
     first_proposal_s: float | None = None
     broken_since_s: float | None = None
-    """Time at which members were notified to stop after a break."""
+    """Notices of a break were sent."""
     suspect_since_s: float | None = None
-    """Time since which a failed collective awaits the report of a loss."""
+    """A collective failed, and a report of a loss is awaited."""
     overdue_check_s: float | None = None
-    """Next check for members that have waited longer than the join limit."""
+    """Next check for members that have waited too long."""
 
     def stop(self) -> None:
         """Stop all limits except `first_proposal_s`."""
@@ -62,8 +62,7 @@ class Deadlines:
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """Move the limits, except `first_proposal_s`, by a time in which no member could be
-        notified."""
+        """Move the limits by a time in which no member could be notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -71,8 +70,7 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def extend(self, by_s: float) -> None:
-        """Move the limits by the time of a pause, except `suspect_since_s`: after a failed
-        collective, the report of a loss is due in any case."""
+        """Move the limits by the time of a pause, except the one for the report of a loss."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -91,17 +89,15 @@ class AttemptCounts:
     failures: int = 0
     """Number of aborted attempts."""
     num_excluded: int = 0
-    """Number of ready members that were left out; the job does not wait for others in their place.
-    """
+    """Ready members that were left out; the job does not wait for others in their place."""
     failed_roster: GenerationRoster | None = None
-    """Newest roster that failed its bring-up, even if a later generation runs."""
+    """Newest roster with a failed bring-up."""
     changes: PendingChanges = field(default_factory=PendingChanges)
-    """Departures and arrivals, for the next generation's reason."""
 
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """End of a job. If any of these is set, members may no longer join."""
+    """End of a job. If any of these is set, members may not join."""
 
     completing: bool = False
     """True once the work is done, a member has closed the job, or its state is lost."""
@@ -113,14 +109,13 @@ class JobEnd:
 
 @dataclass(kw_only=True)
 class JobState:
-    """State of one job. The modules of this package change it."""
+    """State of one job, changed by the modules of this package."""
 
     spec: JobSpec
     limits: Limits
     digest_of: Callable[[GenerationRoster], str]
-    """Returns the digest by which members accept a roster."""
     size_problem: Callable[[GenerationRoster], str] = lambda roster: ""
-    """Returns why etcd would not accept a roster's record; empty if it would."""
+    """Returns why etcd would not accept a roster's record, if so."""
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
     phase_since_s: float = 0.0
@@ -129,10 +124,9 @@ class JobState:
     running: GenerationRoster | None = None
     """The generation that trains, if any."""
     previous: GenerationRoster | None = None
-    """Newest committed roster, even if its bring-up failed; after an aborted planned change, the
-    running one. Members keep its ranks."""
+    """Newest committed roster, or the running one after an aborted planned change. Members keep its
+    ranks."""
     agreement: Agreement | None = None
-    """Agreement in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
     """Newest committed record; its generation may be over."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -141,7 +135,7 @@ class JobState:
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: JobProgress = field(default_factory=JobProgress)
     announced_paused: tuple[str, ...] = ()
-    """Paused members in the last notice to all members."""
+    """Paused members in the last notice."""
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -165,7 +159,7 @@ class JobState:
 
     @property
     def stop_reason(self) -> str:
-        """Reason why the job was or is being stopped; empty for other jobs."""
+        """Reason why the job was or is being stopped, if so."""
         return self.end.stopping
 
     @property
@@ -182,27 +176,26 @@ class JobState:
         return self.table.members_of(roster)
 
     def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
-        """Return the current attempt if it is for this generation and with the member."""
+        """Return the current attempt, if of this generation and with the member."""
         agreement = self.agreement
         if agreement is None or generation != agreement.generation:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
     def members_to_notify(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of an attempt's outcome: those of its roster, and of a running
-        synchronous generation."""
+        """Members of the attempt's roster, and of a running synchronous generation."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note a heartbeat's step, the trainer's steps so far, in constant time. Ignored for
-        another incarnation, or a member without a synchronous generation that it has entered."""
+        """Note a heartbeat's step, in constant time. Ignored for another incarnation, or outside of
+        a synchronous generation that the member has entered."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
-        # Before its first generation, a member may count steps of another run.
+        # Before its first generation, a member may count another run's steps.
         if member.entered > NO_GENERATION and self._trains_together(member):
             self.progress.note_reached(step)
 
@@ -211,8 +204,8 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move limits by a time in which no member could be notified. Decisions could not become
-        durable then, so a member that waits for one is not late.
+        """Move limits by a time in which no member could be notified: decisions could not become
+        durable, so no member is late.
 
         The limits of pauses, halts and the last call are not moved.
         """
@@ -222,13 +215,13 @@ class JobState:
 
     @property
     def attempt_is_synchronous(self) -> bool:
-        """True if members wait for each other in the running generation, else in the attempt, else
-        in the last one; True before the first."""
+        """True if members wait for each other in the running generation, or else the attempt or the
+        last one; True before the first."""
         roster = self.running or self.attempt or self.previous
         return roster is None or roster.synchronous
 
     def rank_of(self, member: MemberState) -> int | None:
-        """Rank in the running generation, else in the attempt, else in the last one, if any."""
+        """Rank in the running generation, or else the attempt or the last one, if any."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None
@@ -245,8 +238,7 @@ class JobState:
         return member.is_in(self.running) or member.is_in(self.attempt)
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Name up to three paused members that others wait for, with their limits if `now_s` is
-        given; empty without any."""
+        """Name up to three paused members that others wait for, with their limits at `now_s`."""
         pausing = self.pausing()
         texts = [
             pause_in_words(member, self.rank_of(member), pause, now_s)
@@ -259,8 +251,8 @@ class JobState:
     def eligible(self) -> Collection[MemberState]:
         """Candidates that may be in a roster now: all but those that are put off.
 
-        A member that trains is never put off. A member that holds state retries at once after its
-        first own failure, if it had no shared one.
+        A member that trains is never put off, and a member that holds state not after one own
+        failure.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):
@@ -278,19 +270,20 @@ class JobState:
         return member.is_in(self.running) or member.keeps_job
 
     def suspects_of(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Return the members to refuse if their roster fails: those that neither train nor have
+        """Return the members to refuse with their roster: those that neither train nor have
         `keeps_job`, or else all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
     @property
     def min_roster_size(self) -> int:
-        """Number of members that a roster needs; those that have done their work count."""
+        """Number of members that a roster needs."""
         return max(1, self.spec.min_members - len(self.table.finished))
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
-        while a generation runs, in a completing job, and before the job has trained."""
+        without need: while a generation runs, in a completing job, and before the job has trained.
+        """
         if self.running is not None or self.is_completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)

@@ -19,7 +19,7 @@ def begin(job: JobState, member: MemberState, event: MemberPaused, now_s: float)
 
 def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) -> None:
     pause = job.table.pauses.end(member, event.number)
-    # The time in the script's own code belonged to the pause.
+    # That time belonged to the pause.
     member.trainer.own_code_since_s = None
     if pause is not None:
         text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"
@@ -27,9 +27,8 @@ def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) 
 
 
 def keep_limits(job: JobState, now_s: float) -> None:
-    """Move the limits by the time of a pause. Call before any other check.
-
-    Limits that detect a loss are not moved.
+    """Move the limits by the time of a pause, except those that detect a loss. Call before any
+    other check.
     """
     by_s = job.table.pauses.hold(now_s, held=bool(job.pausing()))
     if not by_s:
@@ -49,7 +48,7 @@ def announce(job: JobState, now_s: float) -> None:
 
 
 def send_notice(job: JobState) -> None:
-    """Send all members the pauses, on which they restart or stop their own limits."""
+    """Send all members the pauses: they restart or stop their own limits."""
     pauses = notice(job)
     for member in job.members.values():
         job.notify_member(member, pauses)

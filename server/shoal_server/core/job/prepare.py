@@ -49,8 +49,7 @@ def overdue(job: JobState, now_s: float) -> None:
 
 
 def _exclude_unreachable(job: JobState, agreement: Agreement, now_s: float) -> None:
-    """Exclude members so that the others reach each other, and abort; commit if all cut pairs train
-    already."""
+    """Commit if all cut pairs train already; else abort, and exclude members."""
     members = job.members_of(agreement.roster)
     newest_last = sorted(members, key=lambda m: (not m.is_in(job.previous), m.joined_s))
     names, running = [m.member_id for m in newest_last], job.running
@@ -78,9 +77,9 @@ def members_to_exclude(
 ) -> dict[str, str]:
     """Return members to exclude so that the others reach each other, each with up to five errors.
 
-    `unreachable`: peers that each member could not reach, with the errors. A report of either side
-    cuts a pair: collectives need both directions. The member cut off from most is excluded first;
-    of equals, the last in `newest_last`. Members in `kept` are never excluded.
+    `unreachable`: peers that each member could not reach, with the errors. The member cut off from
+    most is excluded first; of equals, the last in `newest_last`. Members in `kept` are never
+    excluded.
     """
     cut: dict[str, dict[str, str]] = {}
     for member, peers in unreachable.items():
@@ -90,7 +89,7 @@ def members_to_exclude(
     order = {member: position for position, member in enumerate(newest_last)}
     excluded: dict[str, str] = {}
     while any(cut.values()):
-        # Kept members reached each other before; if they cannot now, their generation breaks.
+        # Kept members reached each other before: if they cannot now, their generation breaks.
         able = [m for m, peers in cut.items() if peers and m not in kept]
         if not able:
             break
@@ -104,9 +103,9 @@ def members_to_exclude(
 def _commit_if_there_is_state(job: JobState, agreement: Agreement, now_s: float) -> None:
     """Commit if the members have a state to start from.
 
-    A job that has trained never starts from initial values again. If no member holds its state, the
-    members start from the checkpoint that most of them see. Members that do not see it are removed,
-    and the attempt is aborted. Without any checkpoint, the job's state is lost.
+    A job that has trained never starts from initial values again, but from the checkpoint that most
+    members see. Members that do not see it are removed, and the attempt is aborted. Without any,
+    the job's state is lost.
     """
     if not agreement.roster.from_checkpoint:
         _commit(job, agreement, now_s)
@@ -136,7 +135,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     job.apply_trigger(Trigger.ACCEPTED, reason, now_s)
     record = job.record_of(Verdict.COMMITTED, reason, now_s)
     job.previous, job.record = roster, record
-    # After a break, all members have settled or are gone.
+    # All members have settled or are gone.
     job.deadlines.broken_since_s = None
     job.emit(WriteGeneration(record=record))
     to_boundary_s = job.limits.collective_s if agreement.has_boundary else 0.0
@@ -151,7 +150,6 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
 
 
 def _note_leavers(job: JobState, roster: GenerationRoster) -> None:
-    """Record former trainers that are not in this roster as departures."""
     changes = job.tries.changes
     before = job.members_of(changes.before) if changes.before is not None else []
     for member in before:

@@ -28,16 +28,15 @@ class SavedJob:
     last_generation: Generation
     record: GenerationRecord | None
     before: GenerationRecord | None
-    """Committed record before `record`, if any. If `record` is of a planned change, members may
-    still train in it."""
+    """Committed record before `record`, if any. Members may still train in it."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal once the job's state is lost; None before."""
+    """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason why the job was or is being stopped; empty if neither."""
+    """Reason why the job was or is being stopped, if so."""
     failed: bool = False
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
@@ -57,8 +56,8 @@ def restored(
 ) -> Job:
     """Make the job from its durable state.
 
-    Only members know if the newest generation already ran. They have `GRACE_LEASES` times `lease_s`
-    to attend, since the coordinator that they ask first may hang.
+    Members report if the newest generation already ran. They get `GRACE_LEASES` times `lease_s` to
+    attend, since the coordinator that they ask first may hang.
     """
     job = Job(
         spec=spec,
@@ -71,7 +70,7 @@ def restored(
     job.progress = saved.progress
     job.progress.tally = saved.tally
     if saved.finished:
-        # A leader with a wrong clock may have written a future time.
+        # A leader's clock may have been wrong.
         job.phase_since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
         job.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
@@ -96,7 +95,7 @@ def restored(
     if saved.record is not None:
         _continue_generation(job, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
-        # The generation has no readable record: members report their step.
+        # Without a readable record, members report their step.
         job.table.settle(saved.members, settled=False)
         job.deadlines.broken_since_s = now_s
     return job
@@ -109,7 +108,7 @@ def _continue_generation(
     job.record, job.previous = record, roster
     job.tries.changes.before = roster
     if job.progress.has_trained and roster.synchronous:
-        # This generation most likely ran: the store records only the first one that did.
+        # Most likely, it ran: only the first run is stored.
         job.progress.trained_in = max(job.progress.trained_in, roster.generation)
     present = job.members_of(roster)
     job.table.settle(present, settled=not roster.synchronous)
@@ -128,6 +127,6 @@ def _continue_generation(
         job.deadlines.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
         job.deadlines.bring_up_over_s = now_s + job.limits.longest_bring_up_s
     elif roster.synchronous and present:
-        # A member was lost without a leader: survivors are notified when they attend.
+        # A loss without a leader: survivors are notified when they attend.
         job.deadlines.broken_since_s = now_s
         job.tries.changes.record_break("", now_s)

@@ -14,12 +14,11 @@ from shoal_server.core.membership.phases import Phase
 def collective_failed(
     job: JobState, member: MemberState, event: BreakReported, now_s: float
 ) -> None:
-    """Handle a failed collective: remove disconnected members as lost. Without any, a loss may be
-    noticed later."""
+    """Handle a failed collective: remove disconnected members as lost."""
     running = job.running
     if running is None or event.generation != running.generation:
         if NO_GENERATION < event.generation <= job.last_generation:
-            # The member missed that end, or an earlier leader announced it.
+            # The member missed the notice, or an earlier leader sent it.
             job.notify_member(member, job.break_notice(event.generation))
         return
     if not running.synchronous:
@@ -33,18 +32,18 @@ def collective_failed(
     job.log("collective_failed", job.reason, member)
     member.reported_broken = running.generation
     for other in job.members_of(running):
-        # A new leader sets this time in the future, so that members can attend.
+        # A new leader sets future times, so that members can attend.
         if other.disconnected_s is not None and other.disconnected_s <= now_s:
             reason = "its stream broke, and so did a collective"
             endings.remove(job, other, reason, now_s, cause="connection lost")
     if all(m.reported_broken == running.generation for m in trainers):
-        # All members are connected: no loss explains the break.
+        # No loss explains the break.
         endings.break_off(job, (), f"{job.reason}; all members answer", now_s)
 
 
 def step_reported(job: JobState, member: MemberState, event: StepReported, now_s: float) -> None:
-    """Note that the member has stopped, with the state after this step. Ends the attempt in
-    COMMITTED, or the running generation, that the member has left."""
+    """Note that the member has stopped, with the state after this step. Ends the attempt or
+    generation that it has left."""
     job.refuse_if_over()
     if event.left < member.entered or job.table.has_finished(member):
         return  # late: the member has trained since
@@ -70,12 +69,11 @@ def step_reported(job: JobState, member: MemberState, event: StepReported, now_s
 def _end_left_generation(
     job: JobState, member: MemberState, left: Generation, now_s: float
 ) -> None:
-    """End the attempt or generation that the member has left: an earlier leader's break was not
-    durable."""
+    """End the attempt or generation that the member has left, after an undurable break."""
     reason = f"{member.member_id} has left generation {left}"
     running = job.running
     committed = job.attempt if job.phase is Phase.COMMITTED else None
-    # A new leader may attempt an older generation than the newest, which was aborted.
+    # The newest generation may have been aborted, and this attempt older.
     if committed is not None and member.is_in(committed) and left >= committed.generation:
         endings.abort(job, reason, now_s)
     if running is not None and member.is_in(running) and left >= running.generation:
@@ -96,7 +94,7 @@ def drop_unsettled(job: JobState, now_s: float) -> None:
 
 def _away_in_words(job: JobState, members: list[MemberState], now_s: float) -> str:
     """Name the members that have been in the script's own code for at least half of `collective_s`,
-    or return "". For example "rank 0 (vm-0) has been in your code for 54 s".
+    or return "".
     """
     texts = []
     for member in members:

@@ -1,7 +1,4 @@
-"""Reasons for a new generation: departures with their causes, arrivals, failures.
-
-They are summarized in one line, such as "lost vm-2 (SIGKILL); 3 go on".
-"""
+"""Reasons for a new generation, in a line such as "lost vm-2 (SIGKILL); 3 go on"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +16,7 @@ UNSEEN = "gone while no coordinator led"
 class Departure:
     member_id: str
     cause: str
-    """Cause of a loss, such as SIGKILL or connection lost; or the reason for leaving."""
+    """Such as SIGKILL or connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 
@@ -30,12 +27,11 @@ class ChangeSummary:
 
     generation: Generation
     cause: str
-    """The record's reason: members that were lost, left or joined, and how many go on."""
+    """Reason in the generation's record."""
     lost: tuple[Departure, ...]
     left: tuple[Departure, ...]
     joined: tuple[str, ...]
     stayed: tuple[str, ...]
-    """Members that trained before and train on."""
     synchronous: bool
     start: Step
     steps_lost: int
@@ -52,12 +48,12 @@ class PendingChanges:
     """Newest roster that ran; under a new leader, the newest committed one."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
-    """Cause of the break; empty without one, or if a lost member explains it."""
+    """Cause of the break; empty if a lost member explains it."""
     broke_s: float | None = None
-    """Time since which no synchronous generation runs; None if one runs, or none ever did."""
+    """Time of the break; None while a synchronous generation runs, or before the first."""
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member of the newest roster that ran is gone; the first cause counts."""
+        """Note that a member is gone; its first cause counts."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -88,7 +84,7 @@ class PendingChanges:
     def summarize(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> ChangeSummary:
-        """Sum up the changes once the roster runs. `cause`: the reason in its record."""
+        """Sum up the changes once the roster runs. `cause`: its record's reason."""
         lost, left, joined, stayed = self._sorted(roster)
         return ChangeSummary(
             generation=roster.generation,
@@ -104,7 +100,7 @@ class PendingChanges:
         )
 
     def clear_for(self, roster: GenerationRoster) -> None:
-        """Clear the reported changes: this roster runs."""
+        """Clear the reported changes."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 
@@ -115,8 +111,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return members that were lost, left, joined and stayed. A member that returned with a new
-        process is listed as lost or left, and as joined."""
+        """Return members that were lost, left, joined and stayed. A member with a new process is
+        listed twice."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}
@@ -132,13 +128,12 @@ class PendingChanges:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return the first line of a text, cut to the length."""
+    """Return the first line, cut to the length."""
     line = text.strip().partition("\n")[0].strip()
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def _grouped(departures: Iterable[Departure]) -> list[str]:
-    """Group departures by cause: "vm-1, vm-2 (SIGKILL)"."""
     by_cause: dict[str, list[str]] = {}
     for each in departures:
         by_cause.setdefault(each.cause, []).append(each.member_id)

@@ -18,9 +18,7 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent:
-    """An input of the state machine. Events of an incarnation that is not current are refused or
-    ignored, except `MemberJoined`.
-    """
+    """An input of the state machine. Events of outdated incarnations have no effect."""
 
     member_id: str
     incarnation: str
@@ -31,7 +29,7 @@ class MemberJoined(MemberEvent):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
-    """Newest generation that the member has entered, or began to bring up; 0: none."""
+    """Newest generation that the member has entered or brought up; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +50,9 @@ class RosterAnswered(MemberEvent):
     digest: str
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
-    """Peers that the member could not reach: member id and error."""
+    """Member ids and errors."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Complete checkpoints that the member sees, if the roster can only start from one."""
+    """Complete checkpoints that the member sees, if needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +62,14 @@ class StepReported(MemberEvent):
     step: Step
     has_state: bool
     left: Generation = NO_GENERATION
-    """Newest generation that the trainer has trained in or brought up, and left."""
+    """Newest generation that the trainer has left."""
     enough_for_call: int = 0
-    """Number of members that suffice to repeat the shared call in the script; 0: no shared call."""
+    """Number of members that suffice to repeat the shared call in the script; 0: no such call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextStepReached(MemberEvent):
-    """The member offers to stop before `next_step`, which it does not begin until the boundary is
-    agreed."""
+    """The member waits before `next_step` for the boundary."""
 
     generation: Generation
     next_step: Step
@@ -92,9 +89,9 @@ class BreakReported(MemberEvent):
     generation: Generation
     error: str
     own: bool = False
-    """True if the bring-up failed on this member, not because of a peer."""
+    """True if the bring-up failed on this member itself."""
     state_lost: bool = False
-    """True if the members hold no complete state, and there is no checkpoint."""
+    """True if neither members nor a checkpoint have a complete state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +106,10 @@ class HeartbeatReceived(MemberEvent):
     moved: int = 0
     """Counter that changes while the bring-up makes progress."""
     waits: bool = False
-    """True if the trainer waits for other members."""
     own_code_s: float = 0.0
-    """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or
-    unknown."""
+    """Time in the script's own code; 0 if unknown."""
     loads: bool = False
-    """True if the script's own code waits for a batch to be loaded."""
+    """True if the script waits for a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,35 +131,35 @@ class DrainRequested(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberPaused(MemberEvent):
-    """The trainer runs the script's own code, and the others are to wait."""
+    """The others wait for the script's own code."""
 
     reason: str
     limit_s: float
     elapsed_s: float = 0.0
     """Seconds since the pause began, for a repetition."""
     number: int = 0
-    """Rises from pause to pause of a process; 0: not stated."""
+    """Rising number of a process's pauses; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberResumed(MemberEvent):
-    """The pause is over."""
+    """The end of a pause."""
 
     number: int = 0
-    """Number of the pause; 0: not stated."""
+    """0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost(MemberEvent):
     reason: str
     cause: str = ""
-    """Reason in a word or two, for the next generation's; empty: `reason`."""
+    """Reason in a word or two; empty: `reason`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft(MemberEvent):
     completed: bool
-    """True if the member left with its work done."""
+    """True if the member's work is done."""
     reason: str
     failed: bool = False
     """True if the training ended without a usable result."""
@@ -176,11 +171,10 @@ class MemberWorkDone(MemberEvent):
 
     reason: str
     generation: Generation = NO_GENERATION
-    """Newest generation that the member has entered."""
     finished: bool = False
-    """True if the member has no step left. Others may use the state that it serves."""
+    """True if the member has no step left."""
     closes: bool = False
-    """True if the member closes the job to new members."""
+    """True if the job takes no new members any more."""
 
 
 # Notices.
@@ -204,7 +198,7 @@ class OutcomeNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtNotice(Notice):
-    """The old generation does not begin `step`, with which `generation` begins."""
+    """The old generation stops before `step`, with which `generation` begins."""
 
     generation: Generation
     step: Step
@@ -226,7 +220,7 @@ class RunningNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class StandbyNotice(Notice):
     position: int
-    """Position among the members that wait for a rank, from 1; 0: not stated."""
+    """Position among the waiting members, from 1; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,12 +244,11 @@ class WaitingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNotice(Notice):
-    """The member is to leave: at the boundary to be agreed, or at its next step boundary
-    (`now`)."""
+    """The member is to leave: at the coming boundary, or at its next step boundary (`now`)."""
 
     now: bool
     no_generation_follows: bool = False
-    """True, with `now`, if no generation follows once the member has left."""
+    """With `now`: no generation follows."""
 
 
 class RefusalKind:
@@ -284,7 +277,7 @@ class Refusal:
     fix: str = ""
     conflicts: tuple[Conflict, ...] = ()
     replaced_by: str = ""
-    """The incarnation that has the member's name now; empty for other reasons."""
+    """Incarnation that has the member's name now, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,14 +321,14 @@ class ExpelMember:
 
 @dataclass(frozen=True, kw_only=True)
 class LogJobEvent:
-    """Record an event for people, in the log, the page and `shoal why`."""
+    """Record an event for people."""
 
     kind: str
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
     summary: ChangeSummary | None = None
-    """Changes that led to a generation that now runs."""
+    """Changes that led to a running generation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ class Drain:
     """An orderly leave."""
 
     since_s: float | None = None
-    """Time of the request to leave; None without one."""
+    """None: not asked to leave."""
     reason: str = ""
     is_released: bool = False
-    """True once the member was notified to leave at its next step boundary."""
+    """True once the member is to leave at its next step boundary."""
 
 
 @dataclass(kw_only=True)
@@ -32,14 +32,13 @@ class TrainerActivity:
     """State of a trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Counter that changes while the bring-up makes progress."""
+    """Changes while the bring-up makes progress."""
     moved_s: float = float("-inf")
-    """Time at which `moved` last changed."""
+    """Last change of `moved`."""
     own_code_since_s: float | None = None
-    """Time since which the trainer has been in the script's own code; None if it is not there, or
-    unknown."""
+    """None: not in the script's own code, or unknown."""
     loads: bool = False
-    """True if the script's own code waits for a batch to be loaded."""
+    """True if the script waits for a batch."""
     waits_for_others: bool = False
     """True if the trainer waits for other members."""
 
@@ -49,7 +48,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if the member was notified of its standby: it waits without a limit of its own."""
+    """True without a limit on the wait."""
 
 
 @dataclass(kw_only=True)
@@ -61,25 +60,24 @@ class MemberState:
     proposal: Proposal | None = None
     """Without a proposal, the member cannot be in a roster."""
     settled: bool = True
-    """True if the member has stopped and can be in the next roster; False while it trains in a
-    synchronous generation."""
+    """True if the member can be in the next roster; False while it trains in a synchronous
+    generation."""
     reported_broken: Generation = NO_GENERATION
-    """Newest generation in which the member reported a failed collective."""
+    """Newest generation with a reported failure of a collective."""
     entered: Generation = NO_GENERATION
-    """Newest generation that the member is known to have entered."""
+    """Newest generation that the member has entered."""
     disconnected_s: float | None = None
-    """Time at which the member's stream broke; None while it is open. A new leader sets a time in
-    the future, so that members can attend."""
+    """Time at which the stream broke, or a future time from a new leader; None while it is open."""
     halted_s: float | None = None
-    """Time at which a signal halted the process; None if it is not halted."""
+    """None: not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """Newest generation with a failed bring-up on the member's side, blamed or not."""
+    """Newest failed bring-up on the member's side, blamed or not."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
     def set_wait(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
-        """Set what the member waits for; another reason restarts the time."""
+        """Set the reason to wait; another one restarts the time."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
         self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 
@@ -102,16 +100,16 @@ class MemberState:
 
     @property
     def keeps_job(self) -> bool:
-        """True if the job can continue from its state because this member is present."""
+        """True if the member's presence lets the job continue from its state."""
         if self.proposal is None or self.proposal.stateless:
             return False
-        # The state of an asynchronous job is on servers: any member that has trained keeps it.
+        # Servers have the state of an asynchronous job: any former trainer keeps it.
         trained_alone = not self.proposal.synchronous and self.entered > NO_GENERATION
         return self.proposal.has_state or trained_alone
 
     @property
     def state_and_step(self) -> tuple[bool, int]:
-        """Pair (holds state, step); members with the largest one hold the job's newest state."""
+        """Pair (holds state, step): the largest one is the newest state."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:

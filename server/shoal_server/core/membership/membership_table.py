@@ -1,4 +1,4 @@
-"""Table of a job's members, with indexes, so that most events scan no list of all members."""
+"""Table of a job's members, with indexes: most events scan no list of all members."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,20 +23,17 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, by order of request."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """The last MAX_EXPELLED incarnations that may not return, the oldest first, with the refusal
-    for their later calls. None: calls are refused like those of any process that is no member."""
+    """Newest incarnations that may not return, with the refusal for their later calls. None: no
+    special refusal."""
     unproposed: set[str] = field(default_factory=set)
-    """Members of an earlier leader that have not proposed again."""
+    """Members of an earlier leader that have yet to propose."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Members that have stopped in a shared call, with the number of members that suffices to
-    repeat it."""
+    """Members in a shared call, with the number that suffices to repeat it."""
     finished: set[str] = field(default_factory=set)
-    """Members, present or gone, that have done their work. None is waited for, and each counts
-    towards the minimum."""
+    """Members, present or gone, that have done their work."""
     num_announced_waiting: int = 0
-    """Number of members without a rank for which the job has room, as last sent to members under
-    torchrun."""
+    """As last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
@@ -70,14 +67,14 @@ class MembershipTable:
             self.candidates[member.member_id] = member
 
     def drain(self, member: MemberState, reason: str, now_s: float) -> None:
-        """Note that the member is to leave: it is in no further roster, unless it has to hand over
-        the state."""
+        """Note that the member is to leave: it is in no further roster, except to hand over the
+        state."""
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
 
     def finish(self, member: MemberState) -> None:
-        """Note that the member has done its work and stopped: it is in no further roster."""
+        """Note that the member has done its work: it is in no further roster."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):
@@ -90,8 +87,8 @@ class MembershipTable:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[MemberState], *, settled: bool) -> None:
-        """Note that the members have stopped, or train again. Members that have done their work
-        stay settled."""
+        """Note that the members have stopped, or train again. Members without work left stay
+        settled."""
         for member in members:
             if member.member_id in self.finished:
                 continue
@@ -107,7 +104,7 @@ class MembershipTable:
         last = next(reversed(self._disconnected.values()), None)
         member.disconnected_s = now_s
         self._disconnected[member.member_id] = member
-        # A new leader, and `postpone`, set future times.
+        # A new leader and `postpone` set future times.
         if last is not None and _disconnected_s(last) > now_s:
             members = sorted(self._disconnected.values(), key=_disconnected_s)
             self._disconnected = {each.member_id: each for each in members}
@@ -127,7 +124,7 @@ class MembershipTable:
         self.note_continued(member)
 
     def postpone(self, by_s: float) -> None:
-        """Extend the limits of disconnected and draining members: see `JobState.postpone`."""
+        """Extend limits as `JobState.postpone`."""
         for member in self._disconnected.values():
             member.disconnected_s = _disconnected_s(member) + by_s
         self.postpone_drains(by_s)

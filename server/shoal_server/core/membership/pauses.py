@@ -1,7 +1,6 @@
 """Pauses: a member runs its script's own code, and the others wait for it.
 
-The limits on joining, agreeing, bring-up, stopping and draining do not run meanwhile. The detection
-of losses goes on.
+Meanwhile the limits on joining, agreeing, bring-up, stopping and draining do not run.
 """
 
 from collections.abc import Iterator
@@ -30,18 +29,17 @@ class Pause:
 
 @dataclass(kw_only=True)
 class Pauses:
-    """Pauses of one job's members, also those without others waiting."""
+    """Pauses of one job's members."""
 
     _paused: dict[str, tuple[MemberState, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[MemberState, int]] = field(default_factory=dict)
-    """Number of each member's newest ended pause, by member id."""
+    """Newest ended pause, by member id."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
-    """Time until which pauses last stopped the limits."""
+    """End of the last stop of the limits."""
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
-        """Begin or update the member's pause. Returns None for a late message: that pause is over,
-        or a later one has begun."""
+        """Begin or update the member's pause. Returns None for a late message."""
         over, known = self._over.get(member.member_id), self.of(member)
         newest = known.number if known is not None else 0
         if over is not None and over[0] is member:
@@ -58,8 +56,7 @@ class Pauses:
         return pause
 
     def end(self, member: MemberState, number: int = 0) -> Pause | None:
-        """End the member's pause if its number is at most `number` (0: any). Returns the pause, if
-        there was one."""
+        """End the member's pause, if numbered at most `number` (0: any), and return it."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None
@@ -84,7 +81,7 @@ class Pauses:
 
     def hold(self, now_s: float, *, held: bool) -> float:
         """Stop the limits if `held`, else let them run. Returns the time to move them by: since the
-        last call, if they were stopped then, else 0."""
+        last call, if they were stopped, else 0."""
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:
             return 0.0

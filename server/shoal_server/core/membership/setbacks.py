@@ -1,8 +1,8 @@
 """Members that could not bring a generation up: when each retries, and which are left out.
 
-Three own failures in a row, counted by name over restarts, leave a member out. A shared failure,
-which another member caused, puts off a newcomer's next try, so that it does not stop a running
-generation again and again.
+Three own failures in a row, counted by name, leave a member out. A shared failure, which another
+member caused, only delays a newcomer, so that it does not stop a running generation again and
+again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time after which a member's failures are forgotten: it may join again."""
+"""Time after which failures are forgotten."""
 MAX_NAMES_KEPT = 10_000
 
 
@@ -25,9 +25,8 @@ class Setback:
     shared: int = 0
     """Failures that other members caused while this member joined."""
     error: str = ""
-    """Error of the newest own failure."""
     not_before_s: float | None = None
-    """Time until which the next try is put off; None: it is not."""
+    """Time of the next try; None: at once."""
 
 
 class Setbacks:
@@ -88,7 +87,7 @@ class Setbacks:
         return setback is not None and setback.own == 1 and not setback.shared
 
     def left_out(self, member_id: str, now_s: float) -> str:
-        """Return the newest own error of a member that is left out; else empty."""
+        """Return the error of a member that is left out; else empty."""
         setback = self._setbacks.get(member_id)
         if setback is None or setback.own < MAX_TRIES or now_s >= setback.at_s + REMEMBERED_S:
             return ""
@@ -101,7 +100,7 @@ class Setbacks:
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """Times at which given members that are put off may try again."""
+        """Times at which delayed members may try again."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)

@@ -25,11 +25,11 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """In elements. Empty `offsets` and `sizes`: the whole tensor."""
+    """Empty `offsets` and `sizes`: the whole tensor."""
     sizes: Numbers
     segment: int
     at: int
-    """Offset within the segment, in bytes."""
+    """In bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """Raised for parts that are not one whole model; has the parts of an error message."""
+    """Raised for parts that are not one whole model."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")
@@ -53,7 +53,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     """Merge the ranks' parts, in the order of ranks, to the layout of a version.
 
     Raises NotCovered if ranks disagree on a tensor, if a part does not have exactly one segment, or
-    if a slice is in another rank's segment or of an unlisted tensor.
+    if a slice is not its rank's own.
     """
     indices: dict[str, int] = {}
     tensors: list[PublishedTensor] = []
@@ -145,9 +145,8 @@ def _check_bounds(each: PublishedSlice, tensor: PublishedTensor, layout: Publish
 
 
 def _overlapping(boxes: Sequence[PublishedSlice]) -> tuple[PublishedSlice, PublishedSlice] | None:
-    """Return two boxes with a common element; None without any.
-
-    Sweeps along the dimension with the most distinct offsets, so that few boxes are open at a time.
+    """Return two boxes with a common element, if any. Sweeps along the dimension with the most
+    distinct offsets, so that few boxes are open.
     """
     if len(boxes) < 2:
         return None

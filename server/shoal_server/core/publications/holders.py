@@ -1,4 +1,4 @@
-"""Choice of servers for segments, for new publications and in place of gone servers."""
+"""Choice of servers for segments."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ class StoreServer:
     incarnation: str
     host: str = ""
     is_leaving: bool = False
-    """True if the server gets no segments while there are others."""
+    """True if the server gets segments only without others."""
 
 
 def servers_for(
@@ -30,7 +30,7 @@ def servers_for(
     """Ids of `copies` servers for a rank's segment, or of all if there are fewer.
 
     The first is on host `near` if possible, and passes the segment on; the second is on another
-    host. Ranks begin at different servers, to spread segments. Leaving servers are the last resort.
+    host. Ranks begin at different servers, to spread segments.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in by_id if not each.is_leaving] or by_id
@@ -62,14 +62,14 @@ class HoldsAnswer:
     """Answer of a server about segments."""
 
     held: Collection[bytes]
-    """Digests of the segments that the server has."""
+    """Digests of segments."""
     durable: Collection[bytes] = ()
-    """Digests of the segments on the server's disk."""
+    """Digests of segments on its disk."""
     writes_to_disk: bool = False
 
 
 class _Standing(Enum):
-    """Known state of a server as a holder of one segment."""
+    """State of a server as a holder."""
 
     HELD = "the server has the segment"
     UNKNOWN = "the server was not asked yet"
@@ -78,13 +78,13 @@ class _Standing(Enum):
 
 
 class Holders:
-    """Knowledge of one leader about the holders of a series' segments."""
+    """A leader's knowledge of the holders of a series."""
 
     def __init__(self) -> None:
         self._servers: dict[str, StoreServer] = {}
         self._away_since_s: dict[str, float] = {}
         self._answers: dict[tuple[str, bytes], tuple[str, bool]] = {}
-        """Answers by server and digest: the server's process, and True if it had the segment."""
+        """By server and digest: the server's process, and True if it had the segment."""
         self._durable: set[tuple[str, bytes]] = set()
         self._write_to_disk: set[str] = set()
         self._missing_since_s: dict[bytes, float] = {}
@@ -92,8 +92,7 @@ class Holders:
     def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Replace the registered servers, and note since when each holder of `versions` has been
-        absent."""
+        """Replace the registered servers, and note the absence of holders."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {
@@ -103,15 +102,14 @@ class Holders:
     def note(self, server: StoreServer, asked: Iterable[bytes], answer: HoldsAnswer) -> None:
         for digest in asked:
             self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
-            # The server's disk may have been replaced.
+            # Its disk may have been replaced.
             self._durable.discard((server.server_id, digest))
         self._durable.update((server.server_id, digest) for digest in answer.durable)
         if answer.writes_to_disk:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note since when segments are on none of their holders; forget dropped versions."""
-        # Versions may share segments and name different holders.
+        """Note since when segments are missing; forget dropped versions."""
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
             for segment in version.segments:
@@ -122,8 +120,8 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Digests to ask each registered holder about: segments that it is not known to have. A
-        holder that writes to disk is also asked about versions that are not durable."""
+        """Digests to ask each registered holder about: unconfirmed segments, and on disks those of
+        versions that are not durable."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -144,8 +142,8 @@ class Holders:
         ]
 
     def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
-        """Versions with a segment that no holder has had for LOST_AFTER_S (durable ones:
-        DURABLE_LOST_AFTER_S)."""
+        """Versions with a segment that no holder has had for LOST_AFTER_S, durable ones for
+        DURABLE_LOST_AFTER_S."""
         return [
             version.number
             for version in versions
@@ -183,7 +181,7 @@ class Holders:
         further = ordered[: max(copies - len(counted), 0)]
         if not further and not staying:
             return segment
-        # A leaving server is dropped once the others have the segment.
+        # Dropped once the others have the segment.
         if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
             staying = counted
         return replace(segment, holders=(*staying, *further))
@@ -219,8 +217,7 @@ class Holders:
 def verified(
     segments: Sequence[PublishedSegment], held: Mapping[str, Collection[bytes]]
 ) -> tuple[PublishedSegment, ...] | int:
-    """Return the segments with their confirmed holders; or the rank of the first segment without
-    any."""
+    """Return the segments with their confirmed holders; or the first rank without any."""
     answered = []
     for rank, segment in enumerate(segments):
         holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))

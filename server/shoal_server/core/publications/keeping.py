@@ -1,4 +1,4 @@
-"""Decisions on a series: which versions are kept, and whether another may be sent."""
+"""Decisions which versions of a series are kept, and whether another may be sent."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,8 +8,7 @@ from shoal_server.core.publications.records import StoredSeries
 def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     """Return the versions to drop, oldest first.
 
-    The newest, leased and pinned versions stay. Leased ones count among the `keep` versions, so
-    that a slow reader costs no further memory.
+    Leased versions count among the `keep` versions, so that a slow reader costs no further memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
@@ -18,7 +17,7 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """Versions that must stay and count among the `keep` versions: the newest and leased ones,
+    """Versions that count among the `keep` versions and must stay: the newest and leased ones,
     unless pinned."""
     newest = max(stored.head.kept, default=0)
     return [n for n in _unpinned(stored) if n == newest or n in leased]
@@ -30,9 +29,8 @@ def may_send_another(
     """True if another version may be sent: the series then has at most `keep` + 1 unpinned
     versions.
 
-    `may_be_leased`: leased versions, and those on which an earlier leader may have granted leases.
-    The latter are kept in addition, so that training need not wait for their end: up to twice as
-    many versions in all.
+    `may_be_leased`: with possible leases of an earlier leader, for which up to as many versions are
+    kept in addition.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

@@ -1,4 +1,4 @@
-"""Events and effects of a series. A `call` identifies a request, and the effect that answers it."""
+"""Events and effects of a series. A `call` identifies a request and its answer."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class PublicationPart:
     world: int
     segment: PublishedSegment
     layout: bytes = field(compare=False, repr=False)
-    """The rank's own layout, encoded."""
+    """Encoded layout of the rank."""
     layout_key: bytes
     """Identity of the layout."""
     step: int
@@ -128,7 +128,7 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearRequested:
-    """The series' job is removed or started over: all versions are dropped, but numbers keep
+    """The series' job is removed or started over: its versions are dropped, and numbers keep
     rising."""
 
     call: Call
@@ -139,7 +139,7 @@ class VersionsChanged:
     """The holders of kept versions have changed."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
-    """Same segments with other holders, by version number."""
+    """Segments with other holders, by version."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 
@@ -197,7 +197,7 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyParts:
-    """Check that these parts cover the model and that servers have the segments; then submit
+    """Check that the parts cover the model and that servers have the segments; submit
     `PartsVerified` or `PartsRejected`."""
 
     epoch: int
@@ -207,8 +207,8 @@ class VerifyParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSeries:
-    """Replace the head, put and drop versions in one transaction, unless another process has
-    changed the head; then submit `HeadWritten`."""
+    """In one transaction, replace the head, put and drop versions, unless another process has
+    changed the head; submit `HeadWritten`."""
 
     head: SeriesHead
     put: tuple[PublishedVersion, ...] = ()
