@@ -47,8 +47,8 @@ def populate(window: Window, start: int, num_bytes: int) -> bool:
 
 
 def make_huge(window: Window, start: int, num_bytes: int) -> bool:
-    """Put whole huge pages of this part into place, and keep the content. Needs no system setting.
-    Returns False if the kernel is too old or memory is fragmented."""
+    """Put this part into huge pages, except its ends, and keep the content. Needs no system
+    setting. Returns False if the kernel is too old or memory is fragmented."""
     address = ctypes.addressof(window)
     first = -(-(address + start) // HUGE_BYTES) * HUGE_BYTES
     last = (address + start + num_bytes) // HUGE_BYTES * HUGE_BYTES

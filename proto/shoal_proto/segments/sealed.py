@@ -67,7 +67,8 @@ class Segment:
         """Return the segment of a descriptor from another process; takes ownership of the
         descriptor.
 
-        Checks the seals and the size; computes missing digests. Raises MalformedMessage.
+        Checks the seals and the size; computes the digests unless they are given. Raises
+        MalformedMessage.
         """
         try:
             _check_sealed(descriptor, num_bytes)

@@ -85,8 +85,8 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
-    """Return the files for this user's cluster at one of the addresses, None without one. Raises
-    InvalidSpec."""
+    """Return the files for this user's cluster at one of the addresses; None if there is no such
+    cluster. Raises InvalidSpec."""
     found = local_clusters.find(addresses)
     return None if found is None else in_folder(found.certificates, *roles)
 
@@ -95,9 +95,10 @@ def from_environment(
     environment: Mapping[str, str] | None = None, addresses: Iterable[str] = ()
 ) -> TlsFiles | None:
     """Return a worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or those in the
-    folder SHOAL_TLS, or else those of a local cluster at one of the addresses.
+    folder SHOAL_TLS.
 
-    None if there are none. Raises InvalidSpec.
+    Without these variables, returns the files of a local cluster at one of the addresses, None if
+    there is no such cluster. Raises InvalidSpec.
     """
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)

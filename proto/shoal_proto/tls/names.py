@@ -1,8 +1,8 @@
 """Identity of a certificate's holder: a role, a name, and for some a job or a series.
 
-The identity is a SPIFFE URI: `spiffe://shoal/worker/NAME`, for a bound holder with `/job/JOB` or
-`/series/JOB/SERIES`. The certificate of a serving process also has the DNS name of its role, which
-callers check: a worker's certificate is not accepted as a server's.
+The identity is a SPIFFE URI: `spiffe://shoal/worker/NAME`, followed by `/job/JOB` or
+`/series/JOB/SERIES` if the holder is bound to one. The certificate of a serving process also has
+the DNS name of its role, which callers check: a worker's certificate is not accepted as a server's.
 """
 
 from collections.abc import Iterable

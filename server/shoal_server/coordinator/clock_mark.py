@@ -1,6 +1,6 @@
 """The last leader's clock, stored in etcd. A leader whose clock is far ahead of it removes nothing.
 
-By a clock that is days ahead, the first sweep would remove every ended job. So each leader writes
+With a clock that is days ahead, the first sweep would remove every ended job. So each leader writes
 the time to etcd once a minute. After a large gap, from an outage or a wrong clock, the next leader
 suspends removals for a while.
 """

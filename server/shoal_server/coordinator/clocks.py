@@ -31,7 +31,7 @@ MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
 MAX_GIVEN_UP = 64
-"""Number of superfluous finished waits at which the heap is compacted."""
+"""The heap is compacted once it has this many more finished waits than other ones."""
 
 
 class _Job:

@@ -44,7 +44,7 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 async def wait_for_drains(registry: Registry, drain_s: float) -> None:
     """Wait until no member drains and etcd has confirmed all changes, but at most `drain_s`.
-    Members have NOTICE_S to begin to drain. Without leadership, return at once.
+    Members have NOTICE_S to begin to drain. Return at once if this coordinator does not lead.
 
     A coordinator that is deposed meanwhile decides by its last count of members: it may be elected
     again while they drain.
@@ -63,7 +63,7 @@ async def wait_for_drains(registry: Registry, drain_s: float) -> None:
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:
-    """Count the members; `before` without leadership."""
+    """Count the members; return `before` while this coordinator does not lead."""
     if not registry.leads:
         return before
     actors = registry.actors()

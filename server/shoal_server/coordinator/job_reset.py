@@ -1,6 +1,6 @@
 """Reset of a job: one transaction deletes all its keys, so that its name is free.
 
-Its published versions are dropped first. Servers drop shards without a record, and calls from
+The job's published versions are dropped first. Servers drop shards without a record, and calls from
 earlier runs are refused (`EarlierRuns`).
 """
 
@@ -77,9 +77,9 @@ class JobReset:
         """Delete the job's state. Returns True if it had any state or published versions, and the
         job's last generation.
 
-        `forgets_processes`: keep no record of its earlier runs, since none of their processes can
-        return. Raises JobInUse while the job has members, Unavailable while etcd cannot be reached
-        or the job is being read or reset, NotLeader, and the error of the job's last write.
+        `forgets_processes`: True to keep no record of earlier runs, once none of their processes
+        can return. Raises JobInUse while the job has members, Unavailable while etcd cannot be
+        reached or the job is being read or reset, NotLeader, and the error of the job's last write.
         Published versions may then be gone, and all keys if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
@@ -114,7 +114,8 @@ class JobReset:
         return True, earlier.last_generation
 
     async def forget_runs(self, before_unix_s: float) -> None:
-        """Delete the records of earlier runs of unused names, last reset before `before_unix_s`.
+        """Delete the record of earlier runs of each unused name that was last reset before
+        `before_unix_s`.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """

@@ -35,7 +35,7 @@ class KeptHistory:
     gone_steps: int = 0
     """Sum of the steps of ended processes."""
     steps_by_process: Mapping[str, int] = field(default_factory=dict)
-    """Steps of each other process, by public id."""
+    """Steps of each process that has not ended, by public id."""
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -56,7 +56,7 @@ def read(value: bytes) -> KeptHistory:
 
 
 def _problem(kept: KeptHistory) -> str:
-    """Reason why the history cannot be charted; empty without one."""
+    """Reason why the history cannot be charted; empty if it can."""
     if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]

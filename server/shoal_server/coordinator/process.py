@@ -124,8 +124,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Operations for the HTTP API; None if only certificates, which HTTP does not read, identify
-    callers."""
+    """Operations for the HTTP API; None if callers have only certificates: HTTP does not read the
+    roles in these."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
@@ -177,7 +177,7 @@ class LeaderLoop:
         try:
             while True:
                 if not await self._lead(await self._election.campaign()):
-                    # Let another coordinator try.
+                    # The next term may fail the same way: let another coordinator try.
                     await asyncio.sleep(LEAD_AGAIN_S)
         finally:
             await _cancel(following)

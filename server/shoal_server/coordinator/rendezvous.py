@@ -49,7 +49,7 @@ class KeySpace:
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
     _newest_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
-    """Waiting calls to join, by the wanted keys."""
+    """Waiting calls that further calls may join, by wanted keys."""
     _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
     """Waiting calls by missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")

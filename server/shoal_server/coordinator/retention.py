@@ -63,7 +63,8 @@ class Retention:
         self._may_remove = True
         """True if this coordinator's clock is trusted for removals."""
         self._empty_since_s: dict[str, float] = {}
-        """Time at which this leader first saw each job that is not over without members."""
+        """Jobs that are not over and have no members, by the time at which this leader first saw
+        that."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:

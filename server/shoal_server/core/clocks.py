@@ -42,7 +42,7 @@ class ClockReport:
     enters: bool = False
     """True if the member asks for its first clock."""
     begins: bool = False
-    """True if the member does not wait for the answer."""
+    """True if the member begins the step without waiting for the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Clocks:
         self._standing = PositionIndex()
         """Members with a position."""
         self._stepping = PositionIndex()
-        """Those in a step."""
+        """Members in a step."""
         self._waits_since_s: dict[str, float] = {}
         """First refusal of each waiting member, the earliest first."""
         self._unreported = {who.member_id: who.incarnation for who in sorted(unreported)}
@@ -217,7 +217,7 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """Lowest clock; without any, that of the next member."""
+        """Lowest clock; if no member has one, the clock of the next member that enters."""
         lowest = self._standing.lowest
         return lowest.clock if lowest is not None else self._floor
 
@@ -240,7 +240,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no clock is known or missing."""
+        """True if no member has a clock or has yet to report one to this leader."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---
@@ -265,7 +265,8 @@ class Clocks:
         the limit.
 
         These members hold up others, do not wait, and have not moved within the limit. While
-        reports to a new leader are missing, they are those that have not reported within the limit.
+        reports to a new leader are missing, the members to declare lost are those that have not
+        reported within the limit.
         """
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:

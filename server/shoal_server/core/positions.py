@@ -17,10 +17,10 @@ class PositionIndex:
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}
-        # By arrival.
+        # Names at a position, by arrival.
         self._names: dict[ClockPosition, dict[str, None]] = {}
         self._positions: list[ClockPosition] = []
-        """Ordered."""
+        """Occupied positions, in order."""
 
     def move(self, name: str, position: ClockPosition) -> None:
         if self._at.get(name) == position:

@@ -129,8 +129,8 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Declare a process lost, on its launcher's report; ignored unless it is the present
-        member. Raises what `check_launcher` raises."""
+        """Declare a process lost, on its launcher's report; ignored unless the process is the
+        present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -141,8 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued, on its launcher's report; ignored unless it is the
-        present member. Raises what `check_launcher` raises."""
+        """Mark a process halted or continued, on its launcher's report; ignored unless the process
+        is the present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -259,8 +259,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise what `JobActor.authorize` raises for a former member, whose token has a generation.
-    Another leader may have expelled it.
+    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing. A
+    former member's token has a generation; an earlier leader may have expelled the process.
     """
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
@@ -273,7 +273,7 @@ def _identity(who: Token | MemberState) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> MemberState | None:
-    """Return the reported member; None if it is gone or another process."""
+    """Return the reported member; None if the member is gone or has another process."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None

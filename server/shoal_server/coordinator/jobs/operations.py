@@ -58,8 +58,8 @@ class JobOperations:
     async def drain(
         self, job: str, member_id: str, reason: str, who: CallerProof, *, process: str = ""
     ) -> JobActor:
-        """Let a member finish its step, hand over and leave. Also raises UnknownMember, for another
-        process than `process` (a public id) as well."""
+        """Let a member finish its step, hand over and leave. Also raises UnknownMember if there is
+        no such member, or if `process` is not its public id."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None:

@@ -219,7 +219,7 @@ class OutputsService(OutputsServicer):
     ) -> pb.OutputPart:
         if (before or after) and not _is_of(launcher, before or after or ""):
             if before:
-                return pb.OutputPart()  # of an ended launcher
+                return pb.OutputPart()  # the position is an ended launcher's
             after = None
         if len(self._pending) >= MAX_PENDING or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
@@ -271,7 +271,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher has the job's secret and started the member, as far as there are any."""
+    """True if the launcher has the job's secret, if any, and started the member, unless the member
+    is gone."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False

@@ -10,8 +10,8 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
-    """Raise AccessDenied if the member lacks the job's secret, or has one although the job has
-    members and none."""
+    """Raise AccessDenied if the member lacks the job's secret, or has a secret for a job that has
+    members and no secret."""
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",

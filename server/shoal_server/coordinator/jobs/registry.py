@@ -137,8 +137,8 @@ class Registry:
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
-        """Serve jobs, start their timers, and read the others in the background. Returns the actors
-        of the jobs that were read whole."""
+        """Serve jobs, start their timers, and read the other jobs in the background. Returns the
+        actors of the jobs that were read whole."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -158,8 +158,8 @@ class Registry:
         )
 
     def keep_state_only(self, state: StateRecord) -> None:
-        """Add a job that is over, of which only the state record is left. Does nothing without
-        leadership."""
+        """Add a job that is over, of which only the state record is left. Does nothing if this
+        coordinator does not lead."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
@@ -229,8 +229,8 @@ class Registry:
         return self._quarantine.jobs
 
     async def resume_quarantined(self, name: str) -> JobActor | None:
-        """Continue a quarantined job from its records in etcd; None if etcd has none. Other jobs
-        are unchanged.
+        """Continue a quarantined job from its records in etcd; None if etcd has none. A job that is
+        not quarantined is unchanged.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -424,8 +424,8 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Declare the member lost. Raises what `find` raises, Fenced or its refusal if it is no
-        member, and the error that ended the job's actor."""
+        """Declare the member lost. Raises what `find` raises, Fenced or the member's refusal, and
+        the error that ended the job's actor."""
         await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property

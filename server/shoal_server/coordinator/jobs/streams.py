@@ -31,7 +31,7 @@ class NoticeStream:
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
-    """Digest of the newest roster in a Prepare."""
+    """Digest of the roster in the newest Prepare."""
 
     def send_notice(self, notice: Notice, encoder: "Encoder") -> None:
         if self.ended:

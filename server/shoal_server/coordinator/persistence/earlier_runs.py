@@ -19,7 +19,7 @@ from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_EXPELLED = 1000
-"""40 bytes each."""
+"""Maximum number of incarnations, 40 bytes each."""
 MAX_SHOWN = 8
 _SEEN = "a process of an earlier run"
 

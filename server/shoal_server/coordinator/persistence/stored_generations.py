@@ -103,7 +103,7 @@ class StoredGenerations:
 
         Keeps the newest records within the bounds of `Records`, and the newest two committed ones.
         """
-        # Its record moves to the end if a committed generation is aborted.
+        # A committed generation that is aborted moves to the end.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
         needed: set[int] = set()

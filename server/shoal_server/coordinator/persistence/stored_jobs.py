@@ -154,7 +154,7 @@ class StoredJobs:
         return names
 
     async def state(self, job: str) -> StateRecord | None:
-        """The job's own record; None without one. Raises JobQuarantined."""
+        """The job's own record; None if etcd has none. Raises JobQuarantined."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return None

@@ -60,9 +60,9 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """As `Registry.authorize`."""
+    """Raises what `Registry.authorize` raises."""
     require_leading: Callable[[], None]
-    """Raises NotLeader."""
+    """Raises NotLeader unless the coordinator leads."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
     """Takes (job, member, reason), as `Registry.declare_lost`."""
     quarantine: Callable[[str, Exception], object]
@@ -95,7 +95,7 @@ class PlugIn:
             getattr(module, f"add_{name}Servicer_to_server")(refusing, server)
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Run the work that does not depend on leading."""
+        """Context of the work that does not depend on leading."""
         return _nothing()
 
     async def begin(self) -> None:
@@ -108,7 +108,7 @@ class PlugIn:
         """Take over a job whose members trained under another leader."""
 
     def leading(self) -> AbstractAsyncContextManager[None]:
-        """Run the work of a leader, once the coordinator serves jobs."""
+        """Context of a leader's work, entered once the coordinator serves jobs."""
         return _nothing()
 
     async def hand_over(self) -> None:
@@ -127,7 +127,7 @@ class PlugIn:
     # --- retention, reset and repair ---
 
     def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
-        """Keep samples of the job from being written."""
+        """Context in which no samples of the job are written."""
         return _nothing()
 
     def forget(self, job: str) -> None:

@@ -237,7 +237,7 @@ class SeriesActor:
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
         if not versions or not self._stores.mirror.is_in_sync:
-            return  # absences are unknown
+            return  # it is unknown which servers are gone
         name, now_s = self.series.name, self._clock
         self.holders.note_registered(self._stores.present, versions, now_s())
         for server, asked, answer in await self._stores.query_holders(

@@ -21,7 +21,8 @@ from shoal_server.core.publications.protocol import PublicationPart
 from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 
 MAX_CACHED_BYTES = 128 * 1024 * 1024
-"""Total size, unless one layout is larger. A model's layout is the same in each version."""
+"""Maximum size of the cache, unless a single layout is larger. A model's layout is the same in each
+version."""
 
 
 def layout_from_pb(message: pb.Layout) -> PublishedLayout:

@@ -60,7 +60,7 @@ class Stores:
     async def held_digests(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
-        """Digests that each holder has, without silent holders."""
+        """Digests that each holder has; holders that do not answer are left out."""
         questions: dict[str, list[bytes]] = {}
         for segment in segments:
             for holder in segment.holders:

@@ -36,10 +36,10 @@ def repaired_state(
     later release are kept.
 
     The last generation and the progress may follow from the generations in etcd: their numbers
-    (`generations`) and readable records (`records`). Without `trained_in`, it is the newest
-    generation that is not known to be aborted or asynchronous: the job then never starts again from
-    initial values. Without `reached_step`, it is the step at which the newest committed synchronous
-    generation in `records` was agreed.
+    (`generations`) and readable records (`records`). A missing `trained_in` becomes the newest
+    generation that is not known to be aborted or asynchronous: so the job never starts again from
+    initial values. A missing `reached_step` becomes the step at which the newest committed
+    synchronous generation in `records` was agreed.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.

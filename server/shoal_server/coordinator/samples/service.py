@@ -50,7 +50,7 @@ Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
 MAX_WRITES_A_SECOND = 32
-"""For all jobs: etcd then grows by less than 100 MB an hour with 30 jobs of 50 members."""
+"""Limit for all jobs: etcd then grows by less than 100 MB an hour with 30 jobs of 50 members."""
 HAND_OVER_WITHIN_S = 1.0
 MAX_OPEN = 256
 MAX_LOSSES = 4096
@@ -158,7 +158,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         traceback: TracebackType | None,
     ) -> None:
         assert self._writer is not None
-        # Not cancelled, which would leave unknown outcomes.
+        # Not cancelled: an interrupted write would have an unknown outcome.
         self._stopping.set()
         self._changed.set()
         await self._writer

@@ -42,7 +42,7 @@ class AutomaticRestores:
         """Reason why the job is not restored (empty without `restore`); None if none is known.
 
         The first call starts the restore, which is retried until `forget` if storage, etcd or
-        servers cannot be reached. It may be in progress although there is a reason.
+        servers cannot be reached. A restore in progress may have a reason, too.
         """
         if self._restore is None:
             return RestoreAttempt(is_restored=False)

@@ -152,7 +152,8 @@ class ShardController:
                 self._wake.set()
 
     async def _look_for_ever(self) -> None:
-        """Look at all jobs every MEASURE_EACH_S: absences last longer, and loads change."""
+        """Look at all jobs every MEASURE_EACH_S: absent servers come to count as dead, and loads
+        change."""
         while True:
             await asyncio.sleep(MEASURE_EACH_S)
             await self._measure()
@@ -187,7 +188,7 @@ class ShardController:
 
     async def _reconcile(self, job: str) -> None:
         if (finished := await self._finished(job)) is not None:
-            # Fails if the job was started over.
+            # The condition fails if the job was started over.
             await self._store.transact([finished], [records.delete_assignments(job)])
             return
         weights = await self._weights_of(job)

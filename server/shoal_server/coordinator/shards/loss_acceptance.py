@@ -170,7 +170,8 @@ def _ledger_deletions(job: str) -> Sequence[Delete]:
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
     """Return the wanted shards; by default all lost ones, or else all given up before. Raises
-    UnknownShard, and NothingLost if there is none, or a wanted one is neither."""
+    UnknownShard, and NothingLost if a wanted shard is neither lost nor given up, or if the job has
+    no such shard."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(

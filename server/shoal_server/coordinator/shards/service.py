@@ -70,7 +70,7 @@ class _WithoutServers:
 
     def __init__(self) -> None:
         self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
-        """By job and member: the reason, and the times of the first and last refusal."""
+        """Reason, and times of the first and last refusal, by job and member."""
 
     def refused(self, token: Token, why: str) -> None:
         now_s = time.time()
@@ -96,7 +96,7 @@ class _MapRead:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: int = 0
     done: int = 0
-    """Newest complete reading."""
+    """Number of the newest complete reading."""
     layout: ShardMap | None = None
 
 
@@ -240,7 +240,7 @@ class ShardsService(ShardsServicer):
         try:
             is_placed = await self._write(layout, first)
         except RetryError as error:
-            # The layout read below decides.
+            # After an unknown outcome, the layout read below decides.
             if not is_outcome_unknown(error):
                 raise
             is_placed = False

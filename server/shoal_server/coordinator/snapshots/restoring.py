@@ -185,7 +185,8 @@ class SnapshotRestorer:
         keeps_placement_id: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
         """Write the new assignments, ledger and lineage. Returns the earlier assignments, if any,
-        and the new ones. `keeps_placement_id`: True if members continue."""
+        and the new ones. `keeps_placement_id`: True if the job's members continue with the restored
+        shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -242,7 +243,7 @@ class SnapshotRestorer:
         try:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
-            # Such shards are declared lost later (`AbandonedLoads`).
+            # Shards that no server loads are declared lost later (`AbandonedLoads`).
             log.error("restore_incomplete", job=record.job, reason=str(error))
 
 

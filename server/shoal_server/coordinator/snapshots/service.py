@@ -117,7 +117,7 @@ class SnapshotService(SnapshotsServicer):
         # By lineage: clocks may be set back.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # Newer snapshots are not of the present shards.
+                # The present shards began with this snapshot, not with newer ones.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url

@@ -49,7 +49,7 @@ WAITS_S = (1.0, 2.0, 4.0)
 PAUSE_S = 0.5
 WRITE_WITHIN_S = 3600.0
 PUBLISH_WITHIN_S = 60.0
-"""Below the time for which servers keep unnamed segments."""
+"""Below the time for which servers keep segments that no version names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,14 @@ class JobPosition:
 class TakenSnapshot:
     manifest: Manifest
     pause_s: float
-    """Time from Close to Freeze, for which new pushes waited."""
+    """Time from the first Close to the last answer of Freeze, for which new pushes waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
     cut_id: str
     number: int
-    """0: published weights."""
+    """Number of the snapshot; 0 for published weights."""
     layout: ShardMap
     addresses: Mapping[str, str]
     """Servers' addresses by id."""
@@ -348,7 +348,7 @@ class SnapshotTaker:
         try:
             await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
         except ShoalError as error:
-            # The server admits pushes again after its time limit.
+            # A server that was not reached admits pushes again after its time limit.
             log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
 
     async def _ask_all(

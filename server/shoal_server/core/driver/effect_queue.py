@@ -2,7 +2,7 @@
 
 `WriteGeneration`, `SaveJobRecord` and `FinishJob` are durable before any later effect. Keys of
 members are written with the next such write, or before the call is answered. Events that arrive
-during a write share the next one.
+during a write share the next write.
 """
 
 import math

@@ -181,8 +181,8 @@ class JobDriver(Generic[StreamT, CallT]):
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[MemberLost]:
-        # A process that stood still cannot tell which members were silent. Without the store,
-        # members could not begin their heartbeats.
+        # A process that stood still cannot tell which members were silent. Nor can it if the store
+        # did not answer: members send heartbeats only once their attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s

@@ -22,12 +22,12 @@ class StateRecord:
     lost: str | None = None
     """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason why the job was or is being stopped, if so."""
+    """Reason why the job was or is being stopped; empty if neither."""
     failed: bool = False
     """True if all members were gone for good."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """0: not over, or unknown."""
+    """Time of the job's end; 0: not over, or unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)

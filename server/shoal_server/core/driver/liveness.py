@@ -1,8 +1,8 @@
 """Detection of silent members, which allows for slow and uneven networks.
 
-A member may be silent for its median interval between heartbeats plus several median deviations,
-within the lease and the limit on silence. With medians, one long gap does not make the next look
-usual.
+A member may be silent for its median interval between heartbeats plus several median deviations: at
+least for the lease, at most for the limit on silence. With medians, one long gap does not make the
+next look usual.
 """
 
 from array import array

@@ -19,7 +19,7 @@ class StateAction(Enum):
     KEEP = "keep"
     RECEIVE = "receive"
     CHECKPOINT = "checkpoint"
-    """No member holds the job's state."""
+    """Restored from a checkpoint that all members see: no member holds the state."""
 
 
 class Verdict(Enum):
@@ -90,8 +90,8 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes. Members must have the same `fields`, and the same stated
-    `optional_fields`."""
+    """Training that a member proposes. Members must have the same `fields`, and the same value of
+    each optional field that they state."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True
@@ -102,7 +102,7 @@ class Proposal:
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Compared only among members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """By field; used to show the first entry that differs."""
+    """Listings by field, to show the first entry that differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class GenerationRoster:
     step: Step
     """Step of the source; a planned generation starts later."""
     planned: bool
-    """True if the running generation trains until a boundary."""
+    """True if the generation follows a running one, which trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
     """Fields that all members proposed."""
@@ -187,7 +187,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A member for whom a roster is drawn up."""
+    """State of a member when a roster is drawn up."""
 
     member_id: str
     incarnation: str

@@ -109,8 +109,8 @@ def continued(job: JobState, member: MemberState) -> None:
 def _repeat_notices(
     job: JobState, member: MemberState, generation: Generation, now_s: float
 ) -> None:
-    """Repeat notices that a reconnected member may have missed. `generation`: the newest that it
-    has entered or brought up.
+    """Repeat notices that a reconnected member may have missed. `generation`: the newest that the
+    member has entered, or began to bring up.
     """
     agreement, running = job.agreement, job.running
     missed_end = _is_over(job, member, generation)

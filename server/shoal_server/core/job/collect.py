@@ -49,8 +49,8 @@ def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: floa
 def _conflicts_with_trainers(
     job: JobState, member: MemberState, proposal: Proposal
 ) -> tuple[Conflict, ...]:
-    """Return a newcomer's conflicts with the members that train, or trained before a break: it is
-    refused before it disturbs them.
+    """Return a newcomer's conflicts with the members that train, or trained before a break. The
+    newcomer is then refused before it disturbs them.
     """
     roster = job.running or job.previous
     if roster is None or member.is_in(roster):
@@ -299,8 +299,8 @@ def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, no
 def _confined(
     job: JobState, chosen: list[MemberState], candidates: list[Candidate]
 ) -> list[Candidate]:
-    """Return members to refuse: an address, their own or of a member that stays, works on one host
-    only."""
+    """Return members to refuse because their own address, or that of a member that stays, works on
+    one host only."""
     confined = unreachable_members(candidates)
     staying = [m for m in chosen if job.stays(m)]
     hosts = {m.info.host for m in staying}

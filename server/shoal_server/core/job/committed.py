@@ -42,7 +42,7 @@ def became_ready(
     step: Step | None = None,
 ) -> None:
     """Note the member's first collective; the last one makes the generation run. `step`: the step
-    of its state, if stated."""
+    of the member's state, if stated."""
     agreement = job.agreement_of(member, generation)
     if agreement is None:
         return
@@ -108,7 +108,7 @@ def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]
 
 
 def overdue(job: JobState, now_s: float) -> None:
-    """Expel the members that hold up a bring-up, or move the deadline for progress.
+    """Expel the members that hold up a bring-up, or move the deadline if it makes progress.
 
     Members that only wait are not to blame.
     """
@@ -168,7 +168,7 @@ def break_reported(job: JobState, member: MemberState, event: BreakReported, now
             _count_failure(job, member, event, now_s, ends=True)
         return True
     if agreement.has_boundary and job.running is None and member.member_id in agreement.unready:
-        # The member still trained in it, unknown to a new leader.
+        # A new leader could not know that members still trained in the old generation.
         endings.abort(job, f"the old generation broke under {member.member_id}", now_s)
         return True
     return False

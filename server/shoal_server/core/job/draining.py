@@ -97,8 +97,8 @@ def leavers(job: JobState, chosen: list[MemberState]) -> list[MemberState]:
 def part_leavers(
     job: JobState, old: GenerationRoster, roster: GenerationRoster, now_s: float
 ) -> None:
-    """Remove draining members that the new `roster` leaves out; notify others left out of a
-    break."""
+    """Remove the draining members that are not in the new `roster`. Others that are not in it get a
+    BreakNotice, or a DrainNotice."""
     for leaver in [m for m in job.members_of(old) if not m.is_in(roster)]:
         if leaver.drain.since_s is not None:
             job.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
@@ -110,6 +110,7 @@ def part_leavers(
         elif job.table.has_finished(leaver):
             job.notify_member(leaver, job.break_notice(old.generation))
         else:
-            # The member waits at the boundary, and repeats a request to an earlier leader.
+            # The member waits at the boundary, and will repeat its request to leave, which an
+            # earlier leader got.
             job.table.settle((leaver,), settled=False)
             job.notify_member(leaver, job.break_notice(old.generation))

@@ -44,7 +44,8 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     job.agreement, job.tries.failures = None, job.tries.failures + 1
     job.emit(WriteGeneration(record=record))
     if brought_up and old_is_over and job.running is not None:
-        # Before the outcome, which is no permission to train.
+        # Sent before the outcome: members at the boundary must not take the abort as permission to
+        # train.
         old, job.running = job.running, None
         job.tries.changes.record_break(reason, now_s)
         notify_broken(job, old, (), reason, now_s)

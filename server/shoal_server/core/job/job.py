@@ -181,7 +181,7 @@ class Job(JobState):
                 if not committed.late_break_reported(self, member, event, now_s):
                     running.collective_failed(self, member, event, now_s)
             case Phase.COMMITTED, MemberWorkDone():
-                # Implied, even if no report of it arrived.
+                # The member has entered the generation, even if no report of that arrived.
                 committed.became_ready(self, member, event.generation, now_s)
                 endings.work_done(self, member, event, now_s)
             case _:

@@ -50,9 +50,9 @@ class Deadlines:
     """Latest end of the bring-up."""
     first_proposal_s: float | None = None
     broken_since_s: float | None = None
-    """Notices of a break were sent."""
+    """Time of the notices to stop after a break."""
     suspect_since_s: float | None = None
-    """A collective failed, and a report of a loss is awaited."""
+    """Time of a failed collective, while the report of a loss is awaited."""
     overdue_check_s: float | None = None
     """Next check for members that have waited too long."""
 
@@ -115,7 +115,7 @@ class JobState:
     limits: Limits
     digest_of: Callable[[GenerationRoster], str]
     size_problem: Callable[[GenerationRoster], str] = lambda roster: ""
-    """Returns why etcd would not accept a roster's record, if so."""
+    """Returns why etcd would not accept a roster's record; empty if it would."""
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
     phase_since_s: float = 0.0
@@ -159,7 +159,7 @@ class JobState:
 
     @property
     def stop_reason(self) -> str:
-        """Reason why the job was or is being stopped, if so."""
+        """Reason why the job was or is being stopped; empty for other jobs."""
         return self.end.stopping
 
     @property
@@ -176,7 +176,7 @@ class JobState:
         return self.table.members_of(roster)
 
     def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
-        """Return the current attempt, if of this generation and with the member."""
+        """Return the current attempt if it is of this generation and with the member."""
         agreement = self.agreement
         if agreement is None or generation != agreement.generation:
             return None
@@ -251,8 +251,8 @@ class JobState:
     def eligible(self) -> Collection[MemberState]:
         """Candidates that may be in a roster now: all but those that are put off.
 
-        A member that trains is never put off, and a member that holds state not after one own
-        failure.
+        A member that trains is never put off. A member that holds state tries again at once after
+        its first own failure, unless it had a shared one.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):
@@ -282,7 +282,7 @@ class JobState:
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
-        without need: while a generation runs, in a completing job, and before the job has trained.
+        while a generation runs, in a completing job, and before the job has trained.
         """
         if self.running is not None or self.is_completing or not self.progress.has_trained:
             return False

@@ -19,7 +19,7 @@ def begin(job: JobState, member: MemberState, event: MemberPaused, now_s: float)
 
 def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) -> None:
     pause = job.table.pauses.end(member, event.number)
-    # That time belonged to the pause.
+    # The time in the script's own code belonged to the pause.
     member.trainer.own_code_since_s = None
     if pause is not None:
         text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"

@@ -104,8 +104,8 @@ def _commit_if_there_is_state(job: JobState, agreement: Agreement, now_s: float)
     """Commit if the members have a state to start from.
 
     A job that has trained never starts from initial values again, but from the checkpoint that most
-    members see. Members that do not see it are removed, and the attempt is aborted. Without any,
-    the job's state is lost.
+    members see. Members that do not see it are removed, and the attempt is aborted. Without any
+    checkpoint, the job's state is lost.
     """
     if not agreement.roster.from_checkpoint:
         _commit(job, agreement, now_s)

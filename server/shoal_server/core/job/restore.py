@@ -36,7 +36,7 @@ class SavedJob:
     lost: str | None = None
     """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason why the job was or is being stopped, if so."""
+    """Reason why the job was or is being stopped; empty if neither."""
     failed: bool = False
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
@@ -108,7 +108,7 @@ def _continue_generation(
     job.record, job.previous = record, roster
     job.tries.changes.before = roster
     if job.progress.has_trained and roster.synchronous:
-        # Most likely, it ran: only the first run is stored.
+        # This generation most likely ran: the store records only the first one that did.
         job.progress.trained_in = max(job.progress.trained_in, roster.generation)
     present = job.members_of(roster)
     job.table.settle(present, settled=not roster.synchronous)

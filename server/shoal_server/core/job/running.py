@@ -37,7 +37,7 @@ def collective_failed(
             reason = "its stream broke, and so did a collective"
             endings.remove(job, other, reason, now_s, cause="connection lost")
     if all(m.reported_broken == running.generation for m in trainers):
-        # No loss explains the break.
+        # All members are connected: no loss explains the break.
         endings.break_off(job, (), f"{job.reason}; all members answer", now_s)
 
 
@@ -69,7 +69,8 @@ def step_reported(job: JobState, member: MemberState, event: StepReported, now_s
 def _end_left_generation(
     job: JobState, member: MemberState, left: Generation, now_s: float
 ) -> None:
-    """End the attempt or generation that the member has left, after an undurable break."""
+    """End the attempt or generation that the member has left: an earlier leader notified the member
+    of a break that never became durable."""
     reason = f"{member.member_id} has left generation {left}"
     running = job.running
     committed = job.attempt if job.phase is Phase.COMMITTED else None

@@ -50,7 +50,7 @@ class PendingChanges:
     trouble: str = ""
     """Cause of the break; empty if a lost member explains it."""
     broke_s: float | None = None
-    """Time of the break; None while a synchronous generation runs, or before the first."""
+    """Time since which no synchronous generation runs; None if one runs, or before the first."""
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
         """Note that a member is gone; its first cause counts."""

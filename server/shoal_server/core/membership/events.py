@@ -18,7 +18,8 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent:
-    """An input of the state machine. Events of outdated incarnations have no effect."""
+    """An input of the state machine. Other events than `MemberJoined` are refused or ignored unless
+    their `incarnation` is the member's current one."""
 
     member_id: str
     incarnation: str
@@ -29,7 +30,7 @@ class MemberJoined(MemberEvent):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
-    """Newest generation that the member has entered or brought up; 0: none."""
+    """Newest generation that the member has entered, or began to bring up; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class RosterAnswered(MemberEvent):
     digest: str
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
-    """Member ids and errors."""
+    """Peers that the member could not reach: ids and errors."""
     checkpoint_steps: tuple[Step, ...] = ()
     """Complete checkpoints that the member sees, if needed."""
 
@@ -248,7 +249,7 @@ class DrainNotice(Notice):
 
     now: bool
     no_generation_follows: bool = False
-    """With `now`: no generation follows."""
+    """True, with `now`, if no generation follows."""
 
 
 class RefusalKind:

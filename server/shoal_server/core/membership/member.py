@@ -48,7 +48,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True without a limit on the wait."""
+    """True if the member was notified of its standby, and waits without a limit."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class MemberState:
     info: MemberInfo
     joined_s: float
     proposal: Proposal | None = None
-    """Without a proposal, the member cannot be in a roster."""
+    """Training that the member proposes, required for a roster."""
     settled: bool = True
     """True if the member can be in the next roster; False while it trains in a synchronous
     generation."""

@@ -23,8 +23,8 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, by order of request."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Newest incarnations that may not return, with the refusal for their later calls. None: no
-    special refusal."""
+    """Newest incarnations that may not return, with the refusal for their later calls. None: the
+    refusal of any process that is no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members of an earlier leader that have yet to propose."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -33,9 +33,9 @@ class MembershipTable:
     finished: set[str] = field(default_factory=set)
     """Members, present or gone, that have done their work."""
     num_announced_waiting: int = 0
-    """As last sent to members under torchrun."""
+    """Number of waiting members, as last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
-    # By id, the earliest time first.
+    # Both by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class MembershipTable:
         self.note_continued(member)
 
     def postpone(self, by_s: float) -> None:
-        """Extend limits as `JobState.postpone`."""
+        """Extend the limits of disconnected and draining members, for `JobState.postpone`."""
         for member in self._disconnected.values():
             member.disconnected_s = _disconnected_s(member) + by_s
         self.postpone_drains(by_s)

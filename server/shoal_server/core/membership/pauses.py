@@ -33,10 +33,10 @@ class Pauses:
 
     _paused: dict[str, tuple[MemberState, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[MemberState, int]] = field(default_factory=dict)
-    """Newest ended pause, by member id."""
+    """Number of each member's newest ended pause."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
-    """End of the last stop of the limits."""
+    """Time until which pauses last stopped the limits."""
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
         """Begin or update the member's pause. Returns None for a late message."""

@@ -25,11 +25,11 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Empty `offsets` and `sizes`: the whole tensor."""
+    """Offset per dimension, in elements. Empty `offsets` and `sizes`: the whole tensor."""
     sizes: Numbers
     segment: int
     at: int
-    """In bytes."""
+    """Offset in the segment, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     """Merge the ranks' parts, in the order of ranks, to the layout of a version.
 
     Raises NotCovered if ranks disagree on a tensor, if a part does not have exactly one segment, or
-    if a slice is not its rank's own.
+    if a slice is in another rank's segment or of an unlisted tensor.
     """
     indices: dict[str, int] = {}
     tensors: list[PublishedTensor] = []

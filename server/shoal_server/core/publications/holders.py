@@ -21,7 +21,7 @@ class StoreServer:
     incarnation: str
     host: str = ""
     is_leaving: bool = False
-    """True if the server gets segments only without others."""
+    """True if the server gets no segments while there are others."""
 
 
 def servers_for(
@@ -69,7 +69,7 @@ class HoldsAnswer:
 
 
 class _Standing(Enum):
-    """State of a server as a holder."""
+    """State of a server as a holder of one segment."""
 
     HELD = "the server has the segment"
     UNKNOWN = "the server was not asked yet"
@@ -84,7 +84,7 @@ class Holders:
         self._servers: dict[str, StoreServer] = {}
         self._away_since_s: dict[str, float] = {}
         self._answers: dict[tuple[str, bytes], tuple[str, bool]] = {}
-        """By server and digest: the server's process, and True if it had the segment."""
+        """Answers by server and digest: the server's process, and True if it had the segment."""
         self._durable: set[tuple[str, bytes]] = set()
         self._write_to_disk: set[str] = set()
         self._missing_since_s: dict[bytes, float] = {}
@@ -92,7 +92,7 @@ class Holders:
     def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Replace the registered servers, and note the absence of holders."""
+        """Replace the registered servers, and note since when holders of `versions` are absent."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {
@@ -102,7 +102,7 @@ class Holders:
     def note(self, server: StoreServer, asked: Iterable[bytes], answer: HoldsAnswer) -> None:
         for digest in asked:
             self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
-            # Its disk may have been replaced.
+            # The server's disk may have been replaced.
             self._durable.discard((server.server_id, digest))
         self._durable.update((server.server_id, digest) for digest in answer.durable)
         if answer.writes_to_disk:
@@ -120,8 +120,8 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Digests to ask each registered holder about: unconfirmed segments, and on disks those of
-        versions that are not durable."""
+        """Digests to ask each holder about: those that it is not known to have. A holder that
+        writes to disk is also asked about versions that are not durable."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -142,8 +142,8 @@ class Holders:
         ]
 
     def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
-        """Versions with a segment that no holder has had for LOST_AFTER_S, durable ones for
-        DURABLE_LOST_AFTER_S."""
+        """Versions with a segment that no holder has had for LOST_AFTER_S (DURABLE_LOST_AFTER_S if
+        durable)."""
         return [
             version.number
             for version in versions
@@ -181,7 +181,7 @@ class Holders:
         further = ordered[: max(copies - len(counted), 0)]
         if not further and not staying:
             return segment
-        # Dropped once the others have the segment.
+        # A leaving server is dropped once the others have the segment.
         if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
             staying = counted
         return replace(segment, holders=(*staying, *further))
@@ -217,7 +217,8 @@ class Holders:
 def verified(
     segments: Sequence[PublishedSegment], held: Mapping[str, Collection[bytes]]
 ) -> tuple[PublishedSegment, ...] | int:
-    """Return the segments with their confirmed holders; or the first rank without any."""
+    """Return the segments with their confirmed holders; or the rank of the first segment without
+    any."""
     answered = []
     for rank, segment in enumerate(segments):
         holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))

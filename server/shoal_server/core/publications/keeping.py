@@ -29,8 +29,9 @@ def may_send_another(
     """True if another version may be sent: the series then has at most `keep` + 1 unpinned
     versions.
 
-    `may_be_leased`: with possible leases of an earlier leader, for which up to as many versions are
-    kept in addition.
+    `may_be_leased`: leased versions, and those that an earlier leader may have leased. The latter
+    are kept in addition, up to twice as many versions in all, so that training need not wait for
+    the end of their leases.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

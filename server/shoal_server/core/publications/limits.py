@@ -1,9 +1,9 @@
 """Limits on published weights."""
 
 LEASE_S = 30.0
-"""From its request; a lease is renewed after a third of this time."""
+"""Duration of a lease from its request; a renewal follows after a third of it."""
 CLOCK_MARGIN = 1.1
-"""Lets the leader keep leases longer than their owners, whose clocks differ in rate."""
+"""Factor by which the leader keeps leases longer than their owners do: clocks differ in rate."""
 HELD_S = LEASE_S * CLOCK_MARGIN
 READER_FORGOTTEN_S = 120.0
 """Time of silence after which a reader is no longer shown."""
@@ -22,12 +22,13 @@ SEGMENTS_A_WRITE = 4096
 MAX_PENDING = 4
 """Unfinished publications of a series; one more abandons the oldest."""
 ABANDONED_AFTER_S = 90.0
-"""Below the time after which servers free the segments."""
+"""Time without a new part after which a publication is abandoned; servers free its segments later.
+"""
 ABANDONED_KEPT = 16
 """Abandoned publications with a kept reason."""
 REPLACED_AFTER_S = 15.0
-"""An absent server may be restarting before."""
+"""Absence after which a server is replaced; a shorter one may be a restart."""
 LOST_AFTER_S = 60.0
-"""Time after which a segment without a server is lost."""
+"""Time after which a segment that no server has is lost."""
 DURABLE_LOST_AFTER_S = 600.0
-"""Longer, since the holders' disks may come back."""
+"""Longer for a durable version, since its holders' disks may come back."""

@@ -207,7 +207,7 @@ class VerifyParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSeries:
-    """In one transaction, replace the head, put and drop versions, unless another process has
+    """Replace the head, put and drop versions in one transaction, unless another process has
     changed the head; submit `HeadWritten`."""
 
     head: SeriesHead
