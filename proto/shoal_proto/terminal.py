@@ -60,8 +60,7 @@ _SEQUENCE = re.compile(
 
 def plain_lines(data: bytes) -> list[str]:
     """Return the lines of the bytes, without escape sequences. Of a line that a progress bar has
-    overwritten, only the newest state is kept.
-    """
+    overwritten, only the newest state is kept."""
     text = data.decode("utf-8", "replace")
     return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []
 

@@ -77,8 +77,6 @@ class ReusedMemory:
 
 
 class _Pages(SegmentWriter):
-    """A memory file with its only mapping."""
-
     is_touched = False
 
     def window(self) -> Window:

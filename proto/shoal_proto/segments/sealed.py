@@ -254,7 +254,6 @@ class SegmentWriter:
         self._mapped, self._buffer = None, memoryview(bytearray())
 
     def _unmap(self) -> None:
-        """Drop the references to the mapping. Raises InternalError if it is still in use."""
         if self._mapped is None:
             return
         mapped = weakref.ref(self._mapped)

@@ -432,7 +432,6 @@ class SegmentConnection:
                     self._socket.sendfile(file, start, len(chunk))
 
     def _error_of_failed_send(self, error: OSError) -> ShoalError:
-        """Return the server's error, if it sent one before it closed the connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
         except ShoalError as reason:

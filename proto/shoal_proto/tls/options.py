@@ -55,7 +55,7 @@ class TlsOptions:
 
 
 class LauncherTls(TlsOptions):
-    """TLS options of `shoal run`."""
+    """TLS options of `shoal run`, whose workers get the certificate of a worker."""
 
     roles: ClassVar[tuple[CertificateRole, ...]] = (
         CertificateRole.OPERATOR,

@@ -64,8 +64,7 @@ def use(provider: Any) -> None:
 @contextmanager
 def span(name: str, token: Carrier | None = None) -> Iterator[None]:
     """Make a span around the block. `token`: token of a received call, whose span becomes the
-    parent. Costs nothing while traces are off.
-    """
+    parent. Costs nothing while traces are off."""
     tracer = _Tracing.tracer
     if tracer is None:
         yield

@@ -135,7 +135,6 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """Return the highest generation number in the job's keys."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     generations = [number for number in numbers if number is not None]
     for each in held:

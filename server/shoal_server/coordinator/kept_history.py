@@ -56,7 +56,6 @@ def read(value: bytes) -> KeptHistory:
 
 
 def _problem(kept: KeptHistory) -> str:
-    """Reason why the history cannot be charted; empty if it can."""
     if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]

@@ -224,8 +224,7 @@ class Clocks:
     @property
     def horizon(self) -> ClockPosition | None:
         """Lowest position. A member goes on once it reaches the member's `threshold`; None: no
-        member may go on.
-        """
+        member may go on."""
         if self._unreported:
             return None
         lowest = self._standing.lowest
@@ -287,5 +286,4 @@ class Clocks:
 
 
 def _threshold(position: ClockPosition, bound: int) -> ClockPosition:
-    """Position that all others must reach for a member at `position` to go on."""
     return position._replace(clock=position.clock - bound)

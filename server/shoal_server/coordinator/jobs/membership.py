@@ -227,7 +227,6 @@ class MembershipService(MembershipServicer):
 
 
 def _agreed_protocol(request: pb.AttendRequest) -> int:
-    """Newest protocol that both sides speak. Raises ProtocolMismatch."""
     oldest = request.oldest_protocol or request.protocol
     return OWN_PROTOCOLS.negotiate(ProtocolRange(oldest, request.protocol))
 
@@ -260,8 +259,7 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
     """Raise what `JobActor.authorize` raises for a former member, unless the job is completing. A
-    former member's token has a generation; an earlier leader may have expelled the process.
-    """
+    former member's token has a generation; an earlier leader may have expelled the process."""
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
 
@@ -273,7 +271,6 @@ def _identity(who: Token | MemberState) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> MemberState | None:
-    """Return the reported member; None if the member is gone or has another process."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None

@@ -65,8 +65,6 @@ class _PendingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _LastLines:
-    """The last lines of a member whose launcher has ended."""
-
     launcher: _Launcher
     part: pb.OutputPart
 
@@ -175,8 +173,8 @@ class OutputsService(OutputsServicer):
 
         For a position of an earlier launcher, `after` gives the newest lines, and `before` none.
         Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
-        both positions, AccessDenied without the job's secret, UnknownMember without a launcher,
-        Unavailable if the launcher does not answer, Overloaded.
+        both positions, AccessDenied as `check_asker` does, UnknownMember if no launcher has the
+        output, Unavailable if the launcher does not answer, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")

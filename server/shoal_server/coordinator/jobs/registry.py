@@ -188,7 +188,6 @@ class Registry:
         )
 
     async def _read_rest(self) -> None:
-        """Read jobs without members, then the records of finished ones."""
         await gather_bounded(self._read_in_background, list(self._unread), BACKGROUND_READS_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, BACKGROUND_READS_AT_ONCE)

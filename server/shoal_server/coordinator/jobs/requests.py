@@ -130,7 +130,6 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.MemberPause
 
 
 def _seconds(name: str, value: float, above: float = -1.0) -> float:
-    """Return a duration. Raises InvalidSpec if it is out of range."""
     if not (math.isfinite(value) and value > above):
         raise InvalidSpec(
             f"{name} is out of range",

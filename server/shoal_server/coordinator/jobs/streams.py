@@ -48,7 +48,6 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the roster is large, or known from the newest Prepare."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False

@@ -133,7 +133,6 @@ class DurableJobs:
 
 
 def _is_waited_out(error: ShoalError) -> bool:
-    """True for an error after which a write is repeated."""
     return isinstance(error, RetryError | AccessDenied) and not isinstance(error, NotLeader)
 
 
@@ -161,7 +160,6 @@ def operations_of(write: JobWrite) -> list[Operation]:
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Split the operations into transactions within the bounds."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:

@@ -78,8 +78,7 @@ def _record_from_json(value: Mapping[str, object]) -> GenerationRecord:
 
 def size_problem(roster: GenerationRoster) -> str:
     """Reason why etcd could not keep this roster's record; empty if it can. Checked before members
-    see the roster.
-    """
+    see the roster."""
     decided = GenerationRecord(
         job="", roster=roster, verdict=Verdict.COMMITTED, reason="", digest="", decided_s=0.0
     )

@@ -232,7 +232,6 @@ class StoredJobs:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
-        """Return the existing items; for an unreadable value, its error."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
         items: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
@@ -255,8 +254,6 @@ class StoredJobs:
 
 @dataclass
 class _Reading:
-    """Records read so far, newest first."""
-
     records: list[GenerationRecord] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
     """Numbers of unread records."""

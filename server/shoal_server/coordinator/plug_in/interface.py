@@ -80,8 +80,7 @@ class Host:
 
 class PlugIn:
     """Services of a coordinator beside membership, on its event loop. The base class refuses their
-    calls.
-    """
+    calls."""
 
     take_snapshot: Callable[[str], Awaitable[object]] | None = None
     """Takes a snapshot of a job; None if there are no snapshots."""

@@ -216,7 +216,6 @@ class SeriesActor:
     async def _verified(
         self, segments: list[PublishedSegment]
     ) -> tuple[PublishedSegment, ...] | int:
-        """Return the segments with confirmed holders; or a rank without any."""
         for attempt in range(VERIFY_ATTEMPTS):
             result = verified(segments, await self._stores.held_digests(self.series.name, segments))
             if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:

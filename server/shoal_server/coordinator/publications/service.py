@@ -161,7 +161,6 @@ class WeightSeriesService(WeightSeriesServicer):
             await actor.writer.delete_records()
 
     def _servers_changed(self) -> None:
-        """Notify all readers of new addresses of servers."""
         for actor in self._actors.values():
             actor.notify()
 
@@ -454,5 +453,4 @@ def _version(answer: Answer) -> pb.VersionRecord:
 
 
 def _host(peer: str) -> str:
-    """Return the host in gRPC's name of a caller."""
     return peer.partition(":")[2].rpartition(":")[0]

@@ -133,8 +133,7 @@ SeriesWithWriter = tuple[StoredSeries, SeriesWriter]
 
 async def read_all(store: LeaderStore) -> tuple[dict[str, SeriesWithWriter], dict[str, ShoalError]]:
     """Read all series, and return the error of each unreadable one by name. Raises what the store
-    raises.
-    """
+    raises."""
     listed = (await store.range(keys.SERIES)).items
     layouts = await store.keys(keys.SERIES_LAYOUTS)
     return _parsed(store, listed, layouts)
@@ -142,8 +141,7 @@ async def read_all(store: LeaderStore) -> tuple[dict[str, SeriesWithWriter], dic
 
 async def read_one(store: LeaderStore, name: str) -> SeriesWithWriter:
     """Read one series; an empty one if it does not exist. Raises InternalError for unreadable
-    records, and what the store raises.
-    """
+    records, and what the store raises."""
     listed = (await store.range(f"{keys.SERIES}{name}/")).items
     layouts = await store.keys(keys.series_layouts(name))
     series, broken = _parsed(store, listed, layouts)

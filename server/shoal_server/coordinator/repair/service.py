@@ -139,7 +139,6 @@ class RepairService(RepairsServicer):
 
 
 def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[GenerationRecord]]:
-    """Return the numbers of all generation records, and the readable records."""
     numbers, records = [], []
     for item in items:
         number = keys.generation_number(job, item.key)

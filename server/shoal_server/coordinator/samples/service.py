@@ -88,7 +88,6 @@ class _OpenLedger:
         self._wake()
 
     def close(self) -> None:
-        """Stop writing: later changes stay in memory."""
         self.is_closed = True
         self._wake()
 

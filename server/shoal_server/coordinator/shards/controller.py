@@ -246,8 +246,6 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """Return the condition that the ended job's record is unchanged; None if the job may
-        continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -285,8 +283,7 @@ class ShardController:
 
 class TorchVersions:
     """Logs a warning if servers run different versions of torch, by which copies may differ from
-    their primary in the last bits.
-    """
+    their primary in the last bits."""
 
     def __init__(self) -> None:
         self._logged: dict[str, list[str]] = {}

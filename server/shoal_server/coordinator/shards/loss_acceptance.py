@@ -77,11 +77,13 @@ class LossAcceptance:
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Give up the requested lost shards, all lost ones if none are named.
 
-        The reply lists the requested shards, else all given up now or before. A dry run changes
-        nothing, and lists what it would give up. Raises UnknownJob, UnknownShard, NothingLost,
-        NotLeader, what the store and `LedgerAccess.counts` raise, and InvalidSpec for a bad name or
-        a missing choice for the samples. If etcd fails between two transactions, some shards are
-        given up already.
+        The reply lists the requested shards; if none are named, all that were given up, now or
+        before. A dry run changes nothing, and lists the shards that it would give up; without any,
+        those given up before.
+
+        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store and
+        `LedgerAccess.counts` raise, and InvalidSpec for a bad name or a missing choice for the
+        samples. If etcd fails between two transactions, some shards are given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
@@ -125,8 +127,7 @@ class LossAcceptance:
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
         """Give up the lost shards, and append each to `given_up` once durable. The others' records
-        have changed.
-        """
+        have changed."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:

@@ -102,8 +102,7 @@ class _MapRead:
 
 class _CurrentMaps:
     """Reader of current shard maps. Calls that arrive during a reading share the next one: all
-    workers of a large job ask at once.
-    """
+    workers of a large job ask at once."""
 
     def __init__(self, store: LeaderStore, layouts: shard_map.ShardMapReader) -> None:
         self._store = store

@@ -338,7 +338,6 @@ def _ledger(manifest: Manifest) -> Operation:
 
 
 def _cut_of(layout: ShardMap) -> bytes:
-    """Serialize the layout without servers."""
     bare = ShardMap()
     bare.CopyFrom(layout)
     for shard in bare.shards:

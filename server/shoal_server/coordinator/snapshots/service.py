@@ -37,8 +37,7 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 class SnapshotService(SnapshotsServicer):
     """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns the time of a job's last reset.
-    """
+    returns the time of a job's last reset."""
 
     def __init__(
         self,

@@ -39,8 +39,6 @@ from shoal_server.core.membership.phases import OVER
 
 
 class _InternalCall(Enum):
-    """Calls of the driver, without a caller to answer."""
-
     EVENT = "event"
     TICK = "tick"
 

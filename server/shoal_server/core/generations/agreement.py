@@ -64,8 +64,7 @@ class Agreement:
     @property
     def may_have_stopped(self) -> bool:
         """True if a member may have left the old generation. A new leader learns a boundary only
-        from new offers.
-        """
+        from new offers."""
         return self.stop_at is not None or self.is_inherited
 
     def accept(

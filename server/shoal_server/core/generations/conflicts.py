@@ -106,7 +106,6 @@ def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Cut long values to the part around the first difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

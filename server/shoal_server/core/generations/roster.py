@@ -42,8 +42,7 @@ class JobSpec:
 
     def fits(self, other: "JobSpec") -> bool:
         """True if a member of the other spec may join while the job has members. `desired_members`
-        may differ, as after scaling.
-        """
+        may differ, as after scaling."""
         return replace(other, desired_members=self.desired_members) == self
 
     def problem(self) -> str:

@@ -36,7 +36,6 @@ def require_member(job: JobState, event: MemberEvent) -> MemberState:
 
 
 def _fenced(job: JobState, holder: MemberState | None, event: MemberEvent) -> Refusal:
-    """`holder`: the present member of the name."""
     if holder is None:
         return refusals.not_a_member(job.spec.job, event, job.last_generation)
     return refusals.replaced(event, holder.incarnation, job.last_generation)
@@ -110,8 +109,7 @@ def _repeat_notices(
     job: JobState, member: MemberState, generation: Generation, now_s: float
 ) -> None:
     """Repeat notices that a reconnected member may have missed. `generation`: the newest that the
-    member has entered, or began to bring up.
-    """
+    member has entered, or began to bring up."""
     agreement, running = job.agreement, job.running
     missed_end = _is_over(job, member, generation)
     if missed_end:

@@ -50,8 +50,7 @@ def _conflicts_with_trainers(
     job: JobState, member: MemberState, proposal: Proposal
 ) -> tuple[Conflict, ...]:
     """Return a newcomer's conflicts with the members that train, or trained before a break. The
-    newcomer is then refused before it disturbs them.
-    """
+    newcomer is then refused before it disturbs them."""
     roster = job.running or job.previous
     if roster is None or member.is_in(roster):
         return ()
@@ -65,7 +64,6 @@ def _conflicts_with_trainers(
 
 
 def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
-    """Share equal listings between members, to save memory."""
     others = (m.proposal.listings for m in job.members.values() if m.proposal)
     same = next((each for each in others if each == proposal.listings), proposal.listings)
     return replace(proposal, listings=same)
@@ -73,8 +71,7 @@ def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
 
 def form(job: JobState, now_s: float) -> bool:
     """Draw up a roster once enough members are ready. True if members were refused instead: try
-    again.
-    """
+    again."""
     if _may_form(job, now_s):
         return not freeze(job, chosen(job, now_s), now_s)
     _hold_for_members(job, now_s)
@@ -211,7 +208,6 @@ def _are_enough(job: JobState) -> bool:
 
 
 def _num_needed(job: JobState, amid: list[MemberState]) -> int:
-    """`amid`: see `_amid_call`."""
     # A call between two steps needs no minimum.
     enough = max((job.table.in_call[m.member_id] for m in amid), default=None)
     least = job.min_roster_size
@@ -220,8 +216,7 @@ def _num_needed(job: JobState, amid: list[MemberState]) -> int:
 
 def _amid_call(job: JobState) -> list[MemberState]:
     """Return members that repeat a call between two steps. Others are elsewhere in their script,
-    and cannot take part.
-    """
+    and cannot take part."""
     table = job.table
     if job.running is not None or not table.in_call:
         return []
@@ -247,7 +242,6 @@ def _last_call_s(job: JobState) -> float:
 
 
 def _has_survivors(job: JobState) -> bool:
-    """True if a former trainer is present."""
     if job.previous is None:
         return False
     staying = job.eligible

@@ -1,6 +1,5 @@
 """COMMITTED: the members bring the generation up, which runs once the last one is ready. Until
-then, an old generation trains on, up to the boundary.
-"""
+then, an old generation trains on, up to the boundary."""
 
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.generations.roster import Generation, GenerationRoster, Step
@@ -213,14 +212,12 @@ def _is_first_failure(job: JobState, member: MemberState, generation: Generation
 
 
 def _brought_up(job: JobState) -> GenerationRoster | None:
-    """Return the roster in bring-up, or the last one that failed."""
     if job.phase is Phase.COMMITTED:
         return job.attempt
     return job.tries.failed_roster
 
 
 def _newcomers(job: JobState) -> list[MemberState]:
-    """Return newcomers in the newest bring-up; none if all its members are newcomers."""
     roster = _brought_up(job)
     members = job.members_of(roster) if roster is not None else []
     newcomers = [m for m in members if not job.stays(m)]

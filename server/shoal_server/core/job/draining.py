@@ -53,7 +53,6 @@ def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> 
 
 
 def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if a generation without the member may soon follow."""
     # A member that left during a planned change would take the state along.
     if _may_hand_over(job, member) or _is_changing(job, member):
         return not limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
@@ -97,8 +96,8 @@ def leavers(job: JobState, chosen: list[MemberState]) -> list[MemberState]:
 def part_leavers(
     job: JobState, old: GenerationRoster, roster: GenerationRoster, now_s: float
 ) -> None:
-    """Remove the draining members that are not in the new `roster`. Others that are not in it get a
-    BreakNotice, or a DrainNotice."""
+    """Remove the draining members that are not in the new `roster`. Other members that are not in
+    it get a BreakNotice."""
     for leaver in [m for m in job.members_of(old) if not m.is_in(roster)]:
         if leaver.drain.since_s is not None:
             job.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))

@@ -214,8 +214,7 @@ def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) ->
 
 def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
     """Stop waiting for a member that has done its work; the last one completes the job. Ignored for
-    a member outside of the newest generation.
-    """
+    a member outside of the newest generation."""
     table, agreement = job.table, job.agreement
     trained = job.running or job.previous
     if trained is None:

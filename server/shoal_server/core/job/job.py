@@ -100,8 +100,7 @@ class Job(JobState):
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
         """Make all members leave at their next step boundary, which ends the job. May be repeated,
-        by a new leader too.
-        """
+        by a new leader too."""
         if self.phase not in OVER:
             if self.stop_reason != reason:
                 self.end.stopping = reason

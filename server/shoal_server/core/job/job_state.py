@@ -282,8 +282,7 @@ class JobState:
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
-        while a generation runs, in a completing job, and before the job has trained.
-        """
+        while a generation runs, in a completing job, and before the job has trained."""
         if self.running is not None or self.is_completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)

@@ -28,8 +28,7 @@ def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) 
 
 def keep_limits(job: JobState, now_s: float) -> None:
     """Move the limits by the time of a pause, except those that detect a loss. Call before any
-    other check.
-    """
+    other check."""
     by_s = job.table.pauses.hold(now_s, held=bool(job.pausing()))
     if not by_s:
         return

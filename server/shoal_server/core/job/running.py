@@ -95,8 +95,7 @@ def drop_unsettled(job: JobState, now_s: float) -> None:
 
 def _away_in_words(job: JobState, members: list[MemberState], now_s: float) -> str:
     """Name the members that have been in the script's own code for at least half of `collective_s`,
-    or return "".
-    """
+    or return ""."""
     texts = []
     for member in members:
         since_s = member.trainer.own_code_since_s

@@ -69,8 +69,6 @@ class HoldsAnswer:
 
 
 class _Standing(Enum):
-    """State of a server as a holder of one segment."""
-
     HELD = "the server has the segment"
     UNKNOWN = "the server was not asked yet"
     LACKING = "the server does not have the segment"
