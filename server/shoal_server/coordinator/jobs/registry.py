@@ -93,7 +93,7 @@ class KnownLeader:
 
 
 class Registry:
-    """Jobs and their actors, served from `begin`, after `read`, to `step_down`."""
+    """Jobs and their actors, served from `begin`, which follows `read`, to `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies
@@ -271,7 +271,7 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
         for actor in self.actors():
             await actor.end()
-        # Last: meanwhile, failing writes may quarantine jobs.
+        # Last: while actors end, failing writes may quarantine jobs.
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._reading = None
         for table in (self._tasks, self._actors, self._unread, self._quarantine):

@@ -126,7 +126,7 @@ class DurableJobs:
             stored = next(iter(result.reads[0]), None)
             if stored is None or stored.value != state or job not in self._unsure:
                 raise _changed(job, stored, known)
-            revision = stored.mod_revision  # the unknown write had arrived
+            revision = stored.mod_revision  # the write of unknown outcome had arrived
         if state is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)

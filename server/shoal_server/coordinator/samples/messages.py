@@ -19,7 +19,7 @@ MAX_SHOWN_HOLDERS = 4
 
 
 def check(request: samples_pb2.LeaseRequest) -> None:
-    """Raise MalformedMessage or InvalidSpec for a request without a possible answer."""
+    """Raise MalformedMessage or InvalidSpec for a request that no ledger could answer."""
     if request.sequence < 1 or not request.token.member_id:
         raise MalformedMessage(
             "a lease request without member or sequence number",

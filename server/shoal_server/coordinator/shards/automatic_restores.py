@@ -30,7 +30,7 @@ class AutomaticRestores:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`on_news` is called with a job if its `outcome` may have changed. `is_restoring`: True
-        during any restore of the job here."""
+        while this coordinator restores the job for any reason."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news

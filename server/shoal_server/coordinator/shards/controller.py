@@ -60,8 +60,8 @@ class ShardController:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`restore`: restores a job before its shards are declared lost. `measure`: returns the
-        load of a job's shards; without it, size alone weighs. `is_restoring`: True during a restore
-        here."""
+        load of a job's shards; without it, size alone weighs. `is_restoring`: True while this
+        coordinator restores the job."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True

@@ -97,7 +97,7 @@ def change(job: JobState, now_s: float) -> bool:
 
 
 def _change_wanted(job: JobState, now_s: float) -> tuple[str, list[MemberState]]:
-    """Return the reason for a planned change, "" for none, and its members."""
+    """Return the reason for a planned change, "" for none, and the members of the next roster."""
     assert job.running is not None
     if job.table.has_finished_in(job.running):
         # A change could interrupt the others' last work.
@@ -184,8 +184,8 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
 
 
 def _waits_for_members(job: JobState) -> bool:
-    """True if the job lacks only members: one has `keeps_job`, and no call between two steps is
-    repeated."""
+    """True if the job lacks only members: a ready one has `keeps_job`, and no call between two
+    steps is repeated."""
     # A member that joins cannot take part in such a call.
     return not _amid_call(job) and any(m.keeps_job for m in job.table.candidates.values())
 

@@ -108,7 +108,7 @@ class HeartbeatReceived(MemberEvent):
     """Counter that changes while the bring-up makes progress."""
     waits: bool = False
     own_code_s: float = 0.0
-    """Time in the script's own code; 0 if unknown."""
+    """Time in the script's own code; 0 if the trainer is not there, or unknown."""
     loads: bool = False
     """True if the script waits for a batch."""
 
@@ -147,7 +147,7 @@ class MemberResumed(MemberEvent):
     """The end of a pause."""
 
     number: int = 0
-    """0: not stated."""
+    """Number of the pause; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
