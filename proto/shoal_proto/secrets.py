@@ -1,8 +1,7 @@
-"""Secrets that a process presents to prove its identity. They are stored only as digests.
+"""Secrets that prove a process's identity, stored only as digests.
 
-A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
-process. A launcher makes a secret for each of its workers, and keeps it across the worker's
-restarts.
+A job's secret is in the file SHOAL_JOB_SECRET_FILE, because other users can read a process's
+arguments. A launcher makes a secret for each of its workers.
 """
 
 import hashlib
@@ -22,13 +21,13 @@ MIN_LENGTH, MAX_LENGTH = 16, 128
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSecrets:
-    """Secrets that a member presents, or its launcher for the member."""
+    """Secrets of a member and of its launcher."""
 
     job: str = field(default="", repr=False)
-    """The job's secret, which its first member sets; empty: none."""
+    """The job's secret, set by its first member; empty: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret with which the launcher reports on the member; empty: reports on the
-    member need no secret, but with TLS only an operator's are accepted."""
+    """Digest of the secret with which the launcher reports on the member. Empty: reports need no
+    secret, but with TLS an operator's certificate."""
 
 
 def new_secret() -> str:
@@ -37,7 +36,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return the digest of a secret, which is stored instead of it; empty for no secret."""
+    """Return the digest of a secret; empty for no secret."""
     if not secret:
         return ""
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
@@ -49,25 +48,24 @@ def matches_digest(secret: str, digest: str) -> bool:
 
 
 def job_secret(environment: Mapping[str, str]) -> str:
-    """Return the secret of this process's job; empty if none is set. Raises InvalidSpec."""
+    """Return the secret of this process's job, empty if it has none. Raises InvalidSpec."""
     name = environment.get(JOB_VARIABLE)
     return read_job_secret(Path(name)) if name else ""
 
 
 def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
-    """Return the secrets of the member that this process becomes. Raises InvalidSpec."""
+    """Return the secrets of this process as a member. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
-        # No launcher has started this process: a secret that no other process knows keeps all
-        # launchers from reporting on it.
+        # Without a launcher, a secret that no other process knows keeps launchers from reporting on
+        # this member.
         launch = new_secret()
     return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
 
 
 def read_job_secret(path: Path) -> str:
-    """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read or
-    is not ASCII, if its mode gives its group or others any access, or if the line has a bad
-    length."""
+    """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read,
+    is not ASCII or may be used by others, or if the line has a bad length."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").partition("\n")[0].strip()

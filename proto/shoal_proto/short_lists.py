@@ -6,9 +6,7 @@ from itertools import islice
 
 def short_list(names: Iterable[str], limit: int, num_names: int | None = None) -> str:
     """The first `limit` names, and the number of the others: "a, b and 3 more"; empty for none.
-
-    `num_names`: the number of all names; if it is given, no more than `limit` of them are read.
-    """
+    `num_names`: the number of all names; None: `names` is read to its end."""
     if num_names is None:
         names = list(names)
         num_names = len(names)

@@ -1,9 +1,7 @@
 """Errors over gRPC: `to_status` on the serving side, `from_rpc_error` on the calling side.
 
-The status code shows any gRPC client the kind of failure; the trailing metadata entry
-`shoal-error-bin` has the error, from which a Shoal client raises the same class again. If the error
-is larger than 4 KiB, the entry has its texts cut, and some of its details are left out. The text of
-the status takes at most 1 KiB.
+The metadata entry `shoal-error-bin` carries the error, shortened to 4 KiB; the text of the status
+takes at most 1 KiB.
 """
 
 from collections.abc import Iterable, Mapping
@@ -68,7 +66,7 @@ def to_detail(error: ShoalError) -> ErrorDetail:
 
 
 def from_detail(detail: ErrorDetail) -> ShoalError:
-    """Return the error of a message; an InternalError if this release does not know its class."""
+    """Return the error of a message; InternalError if this release does not know its class."""
     kind = ShoalError.kinds.get(detail.kind, InternalError)
     return kind(
         detail.what,
@@ -82,7 +80,7 @@ def from_detail(detail: ErrorDetail) -> ShoalError:
 def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Return the status code, text and trailing metadata that report the error to a client."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    # Metadata and text count towards HTTP/2's header limit (8 KiB by default): both are cut.
+    # Metadata and text count towards HTTP/2's header limit (8 KiB by default).
     detail = to_detail(error)
     if detail.ByteSize() > _MAX_DETAIL_BYTES:
         detail = _shortened(detail)
@@ -94,8 +92,8 @@ _MAX_TEXT_BYTES = 1024
 
 
 def _status_text(text: str) -> str:
-    """Beginning of the text that fits into the header. gRPC encodes each byte that is not printable
-    ASCII, and the percent sign, as three characters."""
+    """Cut the text to fit into the header. gRPC encodes each byte that is not printable ASCII, and
+    the percent sign, as three characters."""
     num_bytes = 0
     for at, character in enumerate(text):
         is_plain = " " <= character <= "~" and character != "%"
@@ -106,7 +104,6 @@ def _status_text(text: str) -> str:
 
 
 def _cut(text: str, max_bytes: int) -> str:
-    """Beginning of the text, at most that long in UTF-8."""
     return text.encode()[:max_bytes].decode(errors="ignore")
 
 
@@ -128,13 +125,10 @@ def _shortened(detail: ErrorDetail) -> ErrorDetail:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
-    """Return the ShoalError of a failed call to `target` (host:port, for the message).
-
-    A failure that no Shoal server explained is mapped by its status code.
-    """
+    """Return the ShoalError of a failed call to `target` (host:port, for the message)."""
     for key, value in _trailing_metadata(error):
         if key == ERROR_METADATA_KEY:
-            # Binary entries (their key ends in -bin) are bytes by gRPC's own rule.
+            # gRPC gives entries with a key in -bin as bytes.
             assert isinstance(value, bytes)
             try:
                 return from_detail(ErrorDetail.FromString(value))
@@ -144,7 +138,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
 
 
 def is_explained(error: grpc.RpcError) -> bool:
-    """True if a Shoal server, and not gRPC alone, gave the reason of the failure."""
+    """True if a Shoal server, not gRPC alone, gave the reason of the failure."""
     return any(key == ERROR_METADATA_KEY for key, _ in _trailing_metadata(error))
 
 
@@ -177,6 +171,6 @@ _NAMED: Mapping[grpc.StatusCode, tuple[type[ShoalError], str]] = {
 
 
 def _trailing_metadata(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
-    # grpc.aio and grpc both give pairs, of types that have no common base.
+    # The pairs of grpc.aio and grpc have no common base type.
     metadata: Any = error.trailing_metadata()
     return metadata or ()

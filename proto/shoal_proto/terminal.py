@@ -1,8 +1,7 @@
 """Text from other processes, made safe to show on a terminal.
 
-The name of a host, a reason or an error may come from any process that joins a job. A terminal
-would obey an escape sequence in it, a line feed would begin a line that looks like one of Shoal's,
-and direction marks would show a different text.
+Any process that joins a job may send escape sequences, line feeds that imitate lines of Shoal, or
+direction marks that show a different text.
 """
 
 import re
@@ -20,17 +19,17 @@ _ALL = {
 }
 _WITHIN_LINES = {code: shown for code, shown in _ALL.items() if chr(code) != "\n"}
 OF_SEVERAL_LINES = frozenset({"exception", "stack", "last_error"})
-"""Keys whose values may have several lines, such as tracebacks."""
+"""Keys whose values may have several lines."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return the text, with escapes in place of characters that a terminal obeys. `lines`: line
-    feeds are kept."""
+    """Return the text with escapes for characters that a terminal obeys. `lines`: True to keep line
+    feeds."""
     return text.translate(_WITHIN_LINES if lines else _ALL)
 
 
 def printable_json(value: Any, name: str = "") -> Any:
-    """Return a value from JSON with all its texts made printable; `name` is the value's key."""
+    """Return a value from JSON with printable texts; `name`: its key."""
     if isinstance(value, str):
         return printable(value, lines=name in OF_SEVERAL_LINES)
     if isinstance(value, list):
@@ -43,7 +42,7 @@ def printable_json(value: Any, name: str = "") -> Any:
 def printable_event(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Make the texts of an event printable: a processor of structlog."""
+    """Make the texts of an event printable, as a processor of structlog."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = printable(value, lines=name in OF_SEVERAL_LINES)
@@ -60,11 +59,8 @@ _SEQUENCE = re.compile(
 
 
 def plain_lines(data: bytes) -> list[str]:
-    """Return the lines of the bytes, without escape sequences; bytes that are not UTF-8 are
-    replaced.
-
-    If a progress bar has overwritten a line, only its newest state is kept.
-    """
+    """Return the lines of the bytes, without escape sequences. Of a line that a progress bar has
+    overwritten, only the newest state is kept."""
     text = data.decode("utf-8", "replace")
     return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []
 

@@ -84,7 +84,7 @@ def _as_dict(limits: Limits) -> dict[str, object]:
 
 
 def _chains(limits: Limits) -> list[list[tuple[str, float]]]:
-    """The pairs of the hierarchy, joined into chains: a < b and b < c become a < b < c."""
+    """Join the pairs of the hierarchy into chains: a < b and b < c become a < b < c."""
     chains: list[list[tuple[str, float]]] = []
     for smaller, larger in limits.hierarchy():
         if chains and chains[-1][-1] == smaller:

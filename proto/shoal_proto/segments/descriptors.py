@@ -1,4 +1,4 @@
-"""Descriptors attached to data that are received over a Unix socket. See unix(7), SCM_RIGHTS."""
+"""Descriptors received over a Unix socket. See unix(7), SCM_RIGHTS."""
 
 import array
 import socket
@@ -7,11 +7,10 @@ _ONE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list[int]]:
-    """Receive bytes into `space`; return their number, 0 at the end, and the descriptors attached
-    to them: usually one. The caller closes them; other programs do not inherit them. Raises
-    OSError.
+    """Receive bytes into `space`; return their number, 0 at the end, and their descriptors, usually
+    one.
 
-    With a plain `recv`, the kernel would close the descriptors.
+    The caller closes the descriptors. Raises OSError.
     """
     count, ancillary, _, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")

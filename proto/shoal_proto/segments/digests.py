@@ -12,7 +12,7 @@ from shoal_proto.pieces import Buffer
 
 DIGEST_BYTES = 16
 AT_ONCE = 4
-"""Maximum number of chunks digested at once: a few cores use all of the memory's bandwidth."""
+"""A few cores use all of the memory's bandwidth."""
 
 
 def num_chunks(num_bytes: int) -> int:
@@ -33,7 +33,7 @@ def chunk_digest(chunk: Buffer) -> bytes:
 
 
 def chunk_digests(data: Buffer) -> bytes:
-    """Return the concatenated digests of all chunks of a segment's bytes."""
+    """Return the digests of all chunks, concatenated."""
     threads = min(AT_ONCE, os.cpu_count() or 1, num_chunks(len(memoryview(data))) // 2)
     if threads < 2:
         return b"".join(map(chunk_digest, chunks_of(data)))
@@ -42,7 +42,7 @@ def chunk_digests(data: Buffer) -> bytes:
 
 
 def root_digest(of_chunks: bytes) -> bytes:
-    """Return the digest of a segment, from the digests of its chunks."""
+    """Return the digest of a segment with these chunk digests."""
     return xxh3_128_digest(of_chunks)
 
 
@@ -59,8 +59,8 @@ def check_chunk(index: int, chunk: Buffer, of_chunks: bytes) -> None:
 
 
 def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
-    """Raise MalformedMessage or ChecksumMismatch unless `of_chunks` are the digests of the chunks
-    of a segment of `num_bytes` with the digest `expected`."""
+    """Raise MalformedMessage or ChecksumMismatch unless `of_chunks` are the chunk digests of this
+    segment. `expected`: the segment's digest."""
     if len(of_chunks) != num_chunks(num_bytes) * DIGEST_BYTES:
         raise MalformedMessage(
             "the digests of chunks do not match the segment's size",

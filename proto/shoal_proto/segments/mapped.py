@@ -1,7 +1,6 @@
-"""Mappings of memory files, at multiples of 2 MiB, and in pages of 2 MiB if the kernel can.
+"""Mappings of memory files, aligned to 2 MiB, in pages of 2 MiB if the kernel can.
 
-With pages of 4 KiB, each process that maps a gigabyte of weights takes a quarter of a million page
-faults, and unmapping takes a third as long as copying.
+With pages of 4 KiB, each process takes a quarter of a million page faults per gigabyte of weights.
 """
 
 import ctypes
@@ -10,11 +9,9 @@ import os
 import weakref
 
 HUGE_BYTES = 2 * 1024 * 1024
-"""Size of a huge page."""
 HUGE_FROM_BYTES = 64 * 1024 * 1024
-"""Size from which a memory file gets huge pages."""
 COLLAPSED_BYTES = 64 * 1024 * 1024
-"""Number of bytes that one call makes huge pages: each call interrupts all processors."""
+"""Size of one collapse, which interrupts all processors."""
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
 """Linux 5.14 and 6.1; the module `mmap` does not name them."""
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
@@ -23,14 +20,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 
 Window = ctypes.Array[ctypes.c_ubyte]
-"""Mapped memory. It is unmapped when the last view of it, or tensor over it, is gone."""
+"""Mapped memory, unmapped when the last view of it, or tensor over it, is gone."""
 
 
 def map_file(
     descriptor: int, num_bytes: int, *, prot: int, flags: int, is_inherited: bool = True
 ) -> Window:
-    """Map a memory file of at least 1 byte. `prot`, `flags`: as for mmap(2). `is_inherited`: False
-    if forked processes must not have the mapping. Raises OSError."""
+    """Map a memory file of at least 1 byte; `prot` and `flags` are those of mmap(2).
+    `is_inherited`: False to leave the mapping out of forked processes. Raises OSError."""
     address = _map_aligned(descriptor, num_bytes, prot, flags)
     window = (ctypes.c_ubyte * num_bytes).from_address(address)
     owner = None if is_inherited else os.getpid()
@@ -38,21 +35,20 @@ def map_file(
     if not is_inherited:
         _advise(address, num_bytes, mmap.MADV_DONTFORK)
     if num_bytes >= HUGE_FROM_BYTES:
-        # The kernel then allocates huge pages at once if `shmem_enabled` is `advise`.
+        # If `shmem_enabled` is `advise`, the kernel then allocates huge pages at once.
         _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
     return window
 
 
 def populate(window: Window, start: int, num_bytes: int) -> bool:
-    """Allocate and map pages, so that writing to them does not fault. Content is kept. False if the
-    kernel cannot, for example because it is too old."""
+    """Allocate and map pages, and keep their content: later writes do not fault. Returns False if
+    the kernel cannot."""
     return _advise(ctypes.addressof(window) + start, num_bytes, MADV_POPULATE_WRITE)
 
 
 def make_huge(window: Window, start: int, num_bytes: int) -> bool:
-    """Put this part into huge pages, except bytes at its ends that do not fill one; content is
-    kept. Needs no system setting: the kernel collapses small pages and holes when it is asked to.
-    False if the kernel cannot, because it is too old or memory is fragmented."""
+    """Put this part into huge pages, except its ends, and keep the content. Needs no system
+    setting. Returns False if the kernel is too old or memory is fragmented."""
     address = ctypes.addressof(window)
     first = -(-(address + start) // HUGE_BYTES) * HUGE_BYTES
     last = (address + start + num_bytes) // HUGE_BYTES * HUGE_BYTES
@@ -67,15 +63,13 @@ def make_huge(window: Window, start: int, num_bytes: int) -> bool:
 
 
 def protect(window: Window, start: int, num_bytes: int) -> None:
-    """Make whole pages read-only for this process: writing to them ends it by SIGSEGV. Does nothing
+    """Make whole pages read-only for this process, which a write then ends by SIGSEGV. Does nothing
     if the kernel refuses."""
     address = ctypes.c_void_p(ctypes.addressof(window) + start)
     _libc.mprotect(address, ctypes.c_size_t(num_bytes), mmap.PROT_READ)
 
 
 def _map_aligned(descriptor: int, num_bytes: int, prot: int, flags: int) -> int:
-    """Map the file at a multiple of HUGE_BYTES: reserve a larger range, map over it, and free the
-    rest of it."""
     reserving = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _mmap(0, size + HUGE_BYTES, _PROT_NONE, reserving, -1)
@@ -108,13 +102,13 @@ def _mmap(address: int, num_bytes: int, prot: int, flags: int, descriptor: int) 
 
 
 def _unmap(address: int, num_bytes: int, owner: int | None = None) -> None:
-    """Unmap. `owner`: the only process that has the mapping; None: forked processes have it, too.
-    In a forked process without it the addresses may be in use for something else."""
+    """Unmap. `owner`: the only process that has the mapping; None: forked processes have it,
+    too."""
     if owner is None or owner == os.getpid():
         _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call madvise(2) without holding the GIL: `mmap.madvise` holds it, so training on other
-    threads would stop. False if the kernel refuses."""
+    """Call madvise(2) without the GIL, which `mmap.madvise` would hold. Returns False if the kernel
+    refuses."""
     return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)

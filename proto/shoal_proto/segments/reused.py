@@ -1,8 +1,7 @@
-"""Memory into which segments are received again and again.
+"""Memory into which segments are received again and again, since the first touch of a page costs
+more than receiving its bytes.
 
-The first touch of a page costs more than receiving its bytes. So a reader that follows a series
-over a network receives each version into the pages of an earlier one. Such memory is not sealed:
-it is not shared with other processes, and only its owner may keep a view of it.
+Such memory is not sealed: only its owner may keep a view of it.
 """
 
 import ctypes
@@ -16,13 +15,11 @@ from shoal_proto.segments.mapped import Window
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
-"""Maximum number of memory files that are kept while they are not in use; a few more if several
-come back at the same moment."""
+"""Maximum number of memory files kept idle; concurrent returns may exceed it a little."""
 _owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
 
 
 def _forget_after_fork() -> None:
-    """Forget the parent's memory: a forked process receives into memory of its own."""
     for owner in list(_owners):
         owner._forget()
 
@@ -34,22 +31,20 @@ class ReusedMemory:
     """Memory files of one owner. Thread-safe."""
 
     def __init__(self) -> None:
-        # Finalizers give pages back. They run wherever the garbage collector runs, even on a thread
-        # that is in a method of this class: with a lock, that thread would wait for itself for
-        # ever.
+        # Finalizers return pages, even on a thread that is inside a method of this class. A lock
+        # would make that thread wait for itself.
         self._idle: SimpleQueue[_Pages] = SimpleQueue()
         self._is_closed = False
         _owners.add(self)
 
     def writer(self, num_bytes: int) -> SegmentWriter:
-        """Return a writer, on idle pages of `num_bytes` if there are any, else on new pages. Raises
-        Overloaded if the system has no memory."""
+        """Return a writer on idle pages of `num_bytes`, else on new pages. Raises Overloaded if the
+        system has no memory."""
         fitting = []
         for each in self._take_idle():
             if each.num_bytes == num_bytes:
                 fitting.append(each)
             else:
-                # These pages belong to another model or other ranks: not needed again soon.
                 each.close()
         pages = fitting.pop() if fitting else _Pages(num_bytes)
         for each in fitting:
@@ -82,19 +77,16 @@ class ReusedMemory:
 
 
 class _Pages(SegmentWriter):
-    """A memory file with its only mapping. `is_touched`: all of it has been written to."""
-
     is_touched = False
 
     def window(self) -> Window:
-        """Return an object over the same bytes that lives as long as its views: a finalizer on it
-        is called when the last view is gone."""
+        """Return an object over the same bytes that lives as long as its views."""
         assert self._mapped is not None
         return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapped)
 
 
 class ReusedSegment(Segment):
-    """A segment whose memory receives a later segment once this one is closed and has no views."""
+    """A segment whose memory is reused once the segment is closed and has no views."""
 
     def __init__(
         self,
@@ -123,8 +115,8 @@ class ReusedSegment(Segment):
         )
 
     def sealed_copy(self) -> Segment:
-        """Return an immutable (sealed) copy, which may be passed to other processes. Its memory is
-        not reused. Raises Overloaded if there is no memory."""
+        """Return a sealed copy, which may be passed to other processes. Raises Overloaded if there
+        is no memory."""
         writer = SegmentWriter(self.num_bytes)
         writer.buffer[:] = self.view()
         return writer.seal(self.chunk_digests, is_whole=self.is_whole)
@@ -135,8 +127,6 @@ class ReusedSegment(Segment):
 
 
 class _ReusingWriter(SegmentWriter):
-    """Fills pages that return to their owner when the last view of them is gone."""
-
     def __init__(self, pages: _Pages, owner: ReusedMemory) -> None:
         self.num_bytes = pages.num_bytes
         self._pages: _Pages | None = pages
@@ -155,8 +145,8 @@ class _ReusingWriter(SegmentWriter):
         return self._pages.is_touched or self._pages.populate(start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Return the bytes as a segment. Its memory is not sealed: no other process has it.
-        `of_chunks`: the digests of its chunks; None: they are computed."""
+        """Return the bytes as an unsealed segment. `of_chunks`: the digests of its chunks; None:
+        they are computed."""
         pages, window = self._pages, self._window
         assert pages is not None and window is not None
         if of_chunks is None:

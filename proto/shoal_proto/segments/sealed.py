@@ -1,8 +1,7 @@
 """Immutable memory that processes of one host share: a memory file, sealed by the kernel.
 
-Processes that have a descriptor of such a file map the same pages, read-only. No process can write
-to the file, shrink it or grow it any more, not even the one that made it, and the file outlives
-that process. See memfd_create(2).
+No process can write to the file or resize it any more; the file outlives its maker. See
+memfd_create(2).
 """
 
 import errno
@@ -28,22 +27,18 @@ _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 SEAL_ATTEMPTS = 10
 SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Number of bytes for which one call allocates and maps pages."""
 
 
 def _closing(
     owner: "Segment | SegmentWriter", descriptor: int
 ) -> "weakref.finalize[[int], Segment | SegmentWriter]":
-    """Return a finalizer that closes the descriptor once: when called, or when the owner is
-    deleted."""
     _open.add(owner)
     return weakref.finalize(owner, os.close, descriptor)
 
 
 def _close_after_fork() -> None:
-    """Close the descriptors that a forked process has inherited: as long as it lived, they would
-    keep the memory of segments from being freed. Inherited views of sealed segments stay valid; the
-    memory of writers and of `ReusedSegment` is not mapped in the child."""
+    """Close descriptors that a forked process has inherited, which would keep memory from being
+    freed. Inherited views of sealed segments stay valid."""
     for owner in list(_open):
         owner._close()
 
@@ -69,11 +64,10 @@ class Segment:
 
     @classmethod
     def adopt(cls, descriptor: int, num_bytes: int, *, of_chunks: bytes | None = None) -> "Segment":
-        """Return the segment of a descriptor that another process sent; takes ownership of the
+        """Return the segment of a descriptor from another process; takes ownership of the
         descriptor.
 
-        Checks the seals and the size. Computes the digests, unless they are given as `of_chunks`
-        by a process that computed them once the memory was write-protected. Raises
+        Checks the seals and the size; computes the digests unless they are given. Raises
         MalformedMessage.
         """
         try:
@@ -103,8 +97,8 @@ class Segment:
         return memoryview(self._mapped).cast("B").toreadonly()
 
     def private_memory(self) -> memoryview:
-        """Return a writable view of the bytes, mapped anew. Writing to it changes only this
-        process's copy of the pages. The view stays valid after `close`."""
+        """Return a writable view of a private mapping: writes change only this process's copy of
+        the pages. The view stays valid after `close`."""
         if not self.num_bytes:
             return memoryview(bytearray())
         mapped = map_file(
@@ -145,11 +139,11 @@ def _check_sealed(descriptor: int, num_bytes: int) -> None:
 
 
 class SegmentWriter:
-    """A memory file that is being filled. `seal` makes it a Segment."""
+    """A memory file that is being filled."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make a memory file of `num_bytes`. Its pages take memory once they are written to. Raises
-        Overloaded if the system has no memory, or no file descriptor."""
+        """Make a memory file of `num_bytes`, whose pages take memory once written to. Raises
+        Overloaded if the system has no memory or file descriptor."""
         self.num_bytes = num_bytes
         try:
             self._descriptor = os.memfd_create(
@@ -178,9 +172,9 @@ class SegmentWriter:
 
     @classmethod
     def prepare(cls, num_bytes: int) -> "SegmentWriter":
-        """Return a writer whose memory is allocated and mapped already: filling it costs one copy.
+        """Return a writer whose memory is allocated and mapped: filling it costs one copy.
 
-        Takes up to a second per gigabyte: call it from a background thread, ahead of time. Raises
+        Takes up to a second per gigabyte: call it ahead of time, from a background thread. Raises
         Overloaded if there is not enough memory.
         """
         writer = cls(num_bytes)
@@ -195,12 +189,12 @@ class SegmentWriter:
         return writer
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Allocate and map a part before it is written to, in huge pages if possible: that costs
-        less than a fault for each page, and may be done on another thread. Existing content is
-        kept.
+        """Allocate and map a part before it is written to, in huge pages if possible; keeps its
+        content.
 
-        Returns False if the kernel only allocates the part. Raises Overloaded if there is not
-        enough memory. Do not call it concurrently with `seal` or `close`.
+        May be called from another thread, but not concurrently with `seal` or `close`. Returns
+        False if the kernel only allocates the part. Raises Overloaded if there is not enough
+        memory.
         """
         is_mapped = True
         if self._mapped is not None and self._may_be_huge:
@@ -217,29 +211,26 @@ class SegmentWriter:
 
     @property
     def descriptor(self) -> int:
-        """File descriptor of the memory file."""
+        """The memory file's descriptor."""
         return self._descriptor
 
     @property
     def buffer(self) -> memoryview:
-        """Writable view of the bytes. Everything made from it must be released before `seal`."""
+        """Writable view of the bytes. Release everything made from it before `seal`."""
         return self._buffer
 
     def digest_in_place(self) -> bytes:
-        """Write-protect the memory, and return the digests of its chunks for `seal`, which then
-        need not map the memory again. No other process has the memory: its bytes cannot change any
-        more."""
+        """Write-protect the memory, and return its chunk digests for `seal`."""
         if self._mapped is not None:
             protect(self._mapped, 0, self.num_bytes)
         return chunk_digests(self._buffer)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Make the bytes immutable, and return them as a segment. `of_chunks`: the digests of its
-        chunks; None: they are computed, and `is_whole` is ignored: the segment is whole. Do not use
-        the writer afterwards.
+        """Make the bytes immutable, and return them as a segment. Do not use the writer afterwards.
 
-        Raises InternalError while anything else refers to `buffer`, or if the kernel does not seal
-        the file.
+        `of_chunks`: the digests of its chunks; None: they are computed, and the segment is whole
+        whatever `is_whole` says. Raises InternalError while anything refers to `buffer`, or if the
+        kernel does not seal the file.
         """
         self._unmap()
         descriptor = os.dup(self._descriptor)
@@ -263,7 +254,6 @@ class SegmentWriter:
         self._mapped, self._buffer = None, memoryview(bytearray())
 
     def _unmap(self) -> None:
-        """Drop the references to the mapping. It ends with the last one."""
         if self._mapped is None:
             return
         mapped = weakref.ref(self._mapped)
@@ -277,8 +267,7 @@ class SegmentWriter:
 
 
 def _seal(descriptor: int) -> None:
-    """Set the seals. While another thread reads a page to forward it, the kernel may refuse, as if
-    the page could still be written to (EBUSY): then try again for a moment. Raises OSError."""
+    """Set the seals; retry briefly on EBUSY, as while another thread forwards a page."""
     for attempt in range(SEAL_ATTEMPTS):
         try:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)

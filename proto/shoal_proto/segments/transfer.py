@@ -1,7 +1,4 @@
-"""Transfer of segments over a bulk connection, from the caller's side. Blocks.
-
-Used by publishers, by readers, and by parameter servers that copy segments from each other.
-"""
+"""The caller's side of segment transfers over a bulk connection. Blocks."""
 
 import os
 import select
@@ -48,7 +45,6 @@ from shoal_proto.v1.weights_pb2 import (
 )
 
 AHEAD = 2
-"""Number of chunks whose memory is prepared before they arrive."""
 
 M = TypeVar("M", bound=Message)
 
@@ -58,8 +54,7 @@ def _nothing() -> None:
 
 
 class StagedSegment:
-    """A segment that is being received. Verified chunks are kept if the rest has to be fetched over
-    another connection."""
+    """A segment that is being received, possibly over several connections."""
 
     def __init__(
         self,
@@ -68,10 +63,9 @@ class StagedSegment:
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
         on_progress: Callable[[], object] = _nothing,
     ) -> None:
-        """`wanted`: ranges of chunk indices, in rising order; empty: all. A segment received as a
-        descriptor is whole in any case. `new_writer` returns the memory for a segment, given its
-        size. `on_progress` is called once the segment is open, after each chunk, and for each BEAT
-        of the sender."""
+        """`wanted`: ranges of chunk indices, in rising order; empty: all. `new_writer` returns
+        memory of a given size. `on_progress` is called when the segment is open, after each chunk,
+        and for each BEAT of the sender."""
         self.digest = digest
         self._on_progress = on_progress
         self._new_writer = new_writer
@@ -83,8 +77,8 @@ class StagedSegment:
         self._buffers: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
-        """Verify the chunk digests that a holder sent; the first call allocates the segment's
-        memory. Raises MalformedMessage, ChecksumMismatch, or Overloaded if there is no memory."""
+        """Verify a holder's chunk digests; the first call allocates the memory. Raises
+        MalformedMessage, ChecksumMismatch, or Overloaded if there is no memory."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
@@ -92,7 +86,7 @@ class StagedSegment:
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor of the memory that receives the segment; None before `open`."""
+        """Descriptor of the memory that receives the segment; None before `open`."""
         return None if self._writer is None else self._writer.descriptor
 
     def has(self, index: int) -> bool:
@@ -114,7 +108,7 @@ class StagedSegment:
         return self._writer is not None and not self.missing
 
     def chunk_buffer(self, index: int) -> memoryview:
-        """Return the memory for a chunk."""
+        """Return a chunk's memory."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         view = self._writer.buffer[start : start + CHUNK_BYTES]
@@ -128,8 +122,8 @@ class StagedSegment:
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """Note a BEAT of the sender of this segment. The BEAT of a relay means that the relay
-        itself is still receiving bytes."""
+        """Note a BEAT of the sender. A relay's BEAT means that the relay itself still receives
+        bytes."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:
@@ -140,11 +134,10 @@ class StagedSegment:
         self._on_progress()
 
     def seal(self) -> Segment:
-        """Return the segment, by the writer's `seal`. Call it only if no chunk is `missing`: this
-        is not checked. Releases all buffers of `chunk_buffer`."""
+        """Return the sealed segment, and release all buffers of `chunk_buffer`. Call it only if no
+        chunk is `missing`."""
         assert self._writer is not None
-        # The error of a failed connection may still refer to these views, and a buffer with views
-        # cannot be sealed.
+        # A failed connection's error may refer to these views, which would prevent sealing.
         for view in self._buffers:
             view.release()
         return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
@@ -156,20 +149,18 @@ class StagedSegment:
 
 
 class SegmentConnection:
-    """A connection on which one thread makes one call at a time; any thread may `abort` it. It
-    cannot be used after an error."""
+    """A connection for one call at a time, on one thread. Unusable after an error."""
 
     def __init__(
         self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
     ) -> None:
-        """Takes ownership of the socket, on which a server has accepted the key. `chunk_within_s`:
-        see `open`."""
+        """Takes ownership of the socket, on which a server has accepted the key."""
         self._socket = connected
         self._chunk_within_s = chunk_within_s
         self._on_beat: Callable[[], object] = _nothing
         self._address = address
         self.is_local = connected.family == socket.AF_UNIX
-        """True if descriptors can be passed: both ends are in one network namespace."""
+        """True if descriptors can be passed."""
         self._reader = FrameReader(self._buffer_for)
         self._next_buffer: Callable[[int], memoryview] | None = None
         self._descriptors: list[int] = []
@@ -185,13 +176,13 @@ class SegmentConnection:
         name: str = SERVER_NAME,
         chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
-        """Connect to the server that made the offer. `address`: host:port of its gRPC service.
-        `name`: the name that its TLS certificate must have. `may_be_local`: False to connect over
-        TCP on this host too. Raises Unavailable, or ChecksumMismatch for a damaged answer.
+        """Connect to the server that made the offer. Raises Unavailable, or ChecksumMismatch for a
+        damaged answer.
 
-        `chunk_within_s`: the longest time until the next frame, BEAT included, if the other end is
-        a relay; the digests of a segment that arrives as a descriptor are then computed here. None:
-        the other end is a server, whose digests are trusted.
+        `address`: host:port of its gRPC service. `name`: the name that its TLS certificate must
+        have. `may_be_local`: False to use TCP on this host too. `chunk_within_s`: for a relay, the
+        longest time until the next frame, BEAT included; None for a server. A relay's digests are
+        recomputed, a server's are trusted.
         """
         try:
             if not offer.port:
@@ -218,8 +209,7 @@ class SegmentConnection:
 
     @property
     def is_open(self) -> bool:
-        """True unless the server has closed the connection. Valid between calls, when the server
-        sends nothing."""
+        """True unless the server has closed the connection. Valid only between calls."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return not waiting.poll(0)
@@ -236,26 +226,25 @@ class SegmentConnection:
         self.close()
 
     def abort(self) -> None:
-        """Make a call on another thread fail; that thread then closes the connection."""
+        """Make another thread's call fail; that thread closes the connection."""
         with suppress(OSError):
-            # Not SSLSocket.shutdown: it would also turn TLS off, and the other thread would read
-            # encrypted bytes.
+            # SSLSocket.shutdown would also turn TLS off: the other thread would read encrypted
+            # bytes.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection. To be called by the thread that made the calls."""
+        """Close the connection. Call it on the thread that made the calls."""
         self._socket.close()
         self._drop_descriptors()
 
     def put(
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Send a segment: its descriptor to a server on this host, else its bytes; nothing if the
-        server has the segment. Returns once the server holds the segment and has forwarded it; the
-        reply names the servers that hold the segment. `timeout_s`: limit of the whole call,
-        checked between its parts: a silent server may delay the error by up to twice SILENCE_S.
+        """Send a segment unless the server has it. Returns once the server holds the segment and
+        has forwarded it; the reply names its holders.
 
-        Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
+        `timeout_s`: limit of the whole call; a silent server may delay the error by up to twice
+        SILENCE_S. Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
         give_up_s = time.monotonic() + timeout_s
         sent = PutSegmentRequest()
@@ -281,12 +270,11 @@ class SegmentConnection:
     def fetch(
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """Fetch a segment: as a descriptor from a server on this host, else by receiving the
-        missing chunks over the socket and verifying each.
+        """Fetch a segment: as a descriptor from a server on this host, else as verified chunks.
 
         Raises what the server raises, ChecksumMismatch, MalformedMessage, Overloaded (no memory),
-        Unavailable or DeadlineExceeded; then `staged` may continue over another connection, on
-        which nothing is requested if no chunk is missing.
+        Unavailable or DeadlineExceeded. After an error, `staged` may continue over another
+        connection.
         """
         if staged.is_complete:
             return staged.seal()
@@ -329,8 +317,7 @@ class SegmentConnection:
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
         if self._chunk_within_s is None:
-            # The publisher has computed the digests once the memory was write-protected, and the
-            # server has checked the seals: nothing has changed since.
+            # The publisher digested write-protected memory, and the server checked the seals.
             return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
         segment = Segment.adopt(descriptor, reply.num_bytes)
         try:
@@ -341,8 +328,6 @@ class SegmentConnection:
         return segment
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
-        """Receive the missing chunks. Earlier chunks are digested, and memory for later ones is
-        prepared, on other threads."""
         checks: deque[Future[None]] = deque()
         missing = staged.missing
         try:
@@ -402,9 +387,8 @@ class SegmentConnection:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
-        """Return the next frame other than BEAT. Raises the error of an ERROR frame,
-        DeadlineExceeded, Unavailable if the server closes the connection, MalformedMessage, and
-        OSError after SILENCE_S."""
+        """Return the next frame other than BEAT. Raises the error in an ERROR frame,
+        DeadlineExceeded, Unavailable, MalformedMessage, and OSError after SILENCE_S."""
         while True:
             until_s = give_up_s
             if self._chunk_within_s is not None:
@@ -422,7 +406,7 @@ class SegmentConnection:
     def _fill(self) -> None:
         with self._reader.space() as space:
             if self.is_local:
-                # Always receive with space for a descriptor: without it the kernel drops one.
+                # Without space for a descriptor, the kernel drops it.
                 count, descriptors = receive_into(self._socket, space)
                 self._descriptors += descriptors
             else:
@@ -437,7 +421,6 @@ class SegmentConnection:
             view = view[self._socket.send(view) :]
 
     def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
-        """Send all chunks; without TLS straight from their pages, which no process can change."""
         with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)
@@ -449,8 +432,6 @@ class SegmentConnection:
                     self._socket.sendfile(file, start, len(chunk))
 
     def _error_of_failed_send(self, error: OSError) -> ShoalError:
-        """Return the error of a failed send: the server's, if it sent one before it closed the
-        connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
         except ShoalError as reason:
@@ -488,7 +469,6 @@ class SegmentConnection:
 
 
 def _ranges(indices: Sequence[int]) -> list[range]:
-    """Return rising indices as ranges."""
     found: list[range] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -499,8 +479,8 @@ def _ranges(indices: Sequence[int]) -> list[range]:
 
 
 def requested_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """Return the requested chunks of a segment of `num_bytes`; all if none are named. Raises
-    InvalidSpec if the segment does not have them, or they are not in rising order."""
+    """Return the requested chunks of a segment; all if none are named. Raises InvalidSpec for
+    chunks that are not in the segment or not in rising order."""
     last = num_chunks(num_bytes)
     requested = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
     rising = [0, *(bound for each in requested for bound in (each.start, each.stop)), last]

@@ -11,13 +11,12 @@ from shoal_proto.tls.names import Caller
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
-"""Time within which a key must be used."""
 MAX_KEYS = 1024
-"""Bound on keys not used yet; a new one replaces the oldest."""
+"""A new key replaces the oldest unused one."""
 
 
 class Purpose(Enum):
-    """Purpose of a bulk connection, which limits the calls that it may carry."""
+    """Purpose of a bulk connection, which limits its calls."""
 
     CALLS = "pulls and pushes of a job's member"
     REPLICATION = "replication of another server's shards"
@@ -26,13 +25,10 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PermittedUse:
-    """The permitted use of a key."""
-
     purpose: Purpose
     caller: Caller | None
-    """The caller that asked for the key, if callers have certificates."""
+    """None: callers have no certificates."""
     series: str = ""
-    """The series of a connection for segments."""
 
 
 class BulkOffers:
@@ -60,7 +56,6 @@ class BulkOffers:
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> PermittedUse | None:
-        """Invalidate a key, and return its permitted use; None if the key is unknown, expired or
-        already used."""
+        """Invalidate a key, and return its use; None if it is unknown, expired or used already."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

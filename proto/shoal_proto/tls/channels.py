@@ -1,7 +1,7 @@
 """gRPC channels and ports that use the certificate of this process, if it has one.
 
-Every channel between parts of Shoal, and to its etcd, is made here. None goes through a proxy that
-the environment names (http_proxy, https_proxy, grpc_proxy): these are for the internet.
+Every channel between parts of Shoal, and to its etcd, is made here. None uses a proxy, since
+proxies are for the internet.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Options = Sequence[tuple[str, int | str]]
 
 
 def open_channel(address: str, name: str, options: Options) -> grpc.Channel:
-    """Open a channel to the process that serves as `name` (COORDINATOR_NAME, SERVER_NAME or
-    READER_NAME) at host:port."""
+    """Open a channel to host:port, where a process serves as `name` (COORDINATOR_NAME, SERVER_NAME
+    or READER_NAME)."""
     return direct_channel(address, *_secured(name, options))
 
 
@@ -30,7 +30,7 @@ def open_aio_channel(address: str, name: str, options: Options) -> grpc.aio.Chan
 def direct_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> grpc.Channel:
-    """Open a channel to host:port without a proxy: with these credentials, or in plain text."""
+    """Open a channel to host:port without a proxy. `credentials`: None for plain text."""
     channel: grpc.Channel = _channel(grpc, address, credentials, options)
     return channel
 
@@ -46,12 +46,10 @@ def direct_aio_channel(
 def _channel(
     kind: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> Any:
-    """Open a channel of `kind`, which is the module grpc or grpc.aio."""
     options = [
         *options,
         ("grpc.enable_http_proxy", 0),
-        # By default gRPC looks a name up every 30 s at most. A pod that is replaced keeps its name
-        # and gets another address: until its clients look the name up, they find nobody.
+        # gRPC looks a name up at most every 30 s by default, too late for a replaced pod.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ]
     if credentials is None:
@@ -68,7 +66,7 @@ def _secured(name: str, options: Options) -> tuple[grpc.ChannelCredentials | Non
 
 def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
     """Make the server listen at host:port, and return the port. If this process has a certificate,
-    callers need one too. Raises RuntimeError, or returns 0, if it cannot listen there."""
+    callers need one. Raises RuntimeError, or returns 0, if it cannot listen."""
     own = identity.own()
     if own is None:
         return server.add_insecure_port(address)
@@ -76,8 +74,7 @@ def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
 
 
 def material() -> TlsMaterial | None:
-    """Return the material for new channels; None if this process does not use TLS. A channel made
-    from other material uses a certificate that is out of date."""
+    """Return the material for new channels; None without TLS."""
     own = identity.own()
     return None if own is None else own.material
 
@@ -92,14 +89,12 @@ def _expecting(name: str) -> Options:
 
 
 class _ServerCertificate:
-    """Gives gRPC the certificate, and a renewed one before later handshakes."""
-
     def __init__(self, own: TlsIdentity) -> None:
         self._own = own
         self._material = own.material
 
     def credentials(self) -> grpc.ServerCredentials:
-        # gRPC accepts None for no change, which its types do not say.
+        # gRPC's types lack None, which means no change.
         fetch: Any = self._fetch
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._material), fetch, require_client_authentication=True

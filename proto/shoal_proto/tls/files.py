@@ -14,7 +14,6 @@ from shoal_proto.forks.openssl import NO_FORK
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Interval between checks for changed files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +21,11 @@ class TlsFiles:
     """Paths of the three PEM files."""
 
     ca: Path
-    """Certificates of the authorities that signed the other processes' certificates."""
+    """Authorities that sign other processes' certificates."""
     cert: Path
-    """This process's certificate, and the intermediate ones up to the authority."""
+    """Certificate of this process, with the intermediate ones."""
     key: Path
-    """The certificate's private key, without a passphrase."""
+    """Private key, without a passphrase."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that name these files for another process."""
@@ -39,31 +38,29 @@ class TlsFiles:
 
 @dataclass(frozen=True, eq=False)
 class TlsMaterial:
-    """Contents of the files, which belong together. Compared by identity."""
+    """Contents of the files. Compared by identity."""
 
     ca: bytes
     cert: bytes
     key: bytes
     server: ssl.SSLContext
-    """Context for accepting connections: the other end must have a certificate."""
+    """Accepts connections whose other end has a certificate."""
     open: ssl.SSLContext
-    """Context for accepting connections of callers without a certificate, such as browsers."""
+    """Accepts connections without a client's certificate, as of browsers."""
     client: ssl.SSLContext
-    """Context for connections to a name of `shoal_proto.tls.names`. Each renewal makes a new one,
-    so that an authority that was removed from the files is no longer trusted."""
+    """Opens connections. Each renewal makes a new one: an authority removed from the files is no
+    longer trusted."""
 
 
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
-    Changed files are read when `material` is next used, at most a second late, and serve all later
-    connections. While a file cannot be read, or the key is not the certificate's, for example
-    because one of the two is not written yet, the earlier files stay in use.
+    Changed files are read when `material` is next used, at most a second late. While they cannot be
+    read or do not match, the earlier ones stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises InvalidSpec for files that cannot be read or are not PEM, or if the key is not the
-        certificate's."""
+        """Raises InvalidSpec if a file cannot be read or is not PEM, or the key does not match."""
         self.files = files
         self._lock = threading.Lock()
         self._seen = self._stamps()
@@ -73,7 +70,7 @@ class TlsIdentity:
 
     @property
     def material(self) -> TlsMaterial:
-        """Current material: the same object as long as the files have not changed."""
+        """Current material; the same object until the files change."""
         # A fork waits for NO_FORK, so a child finds neither lock held by another thread.
         with NO_FORK, self._lock:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
@@ -107,7 +104,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        # Connections last long: session tickets save nothing, and each costs a message.
+        # Connections last long: session tickets save nothing and cost messages.
         server.num_tickets = 0
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

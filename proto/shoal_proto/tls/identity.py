@@ -1,8 +1,7 @@
-"""The certificate of this process, which all its connections use.
+"""The certificate of this process, which all its later connections use.
 
-A process has at most one; without one, it does not use TLS. Commands and scripts set it with `use`
-when they start; a script passes the result of `from_environment`. Every connection that is made or
-accepted later uses it.
+A process has at most one; without one, it does not use TLS. Commands and scripts call `use` when
+they start.
 """
 
 import os
@@ -55,8 +54,8 @@ def chosen(
     key: Path | None,
     *roles: CertificateRole,
 ) -> TlsFiles | None:
-    """Return the three given files, or those in the folder as `in_folder` does; None if nothing is
-    given. Raises InvalidSpec if only some of the files are given, or the folder lacks them."""
+    """Return the three given files, or those in the folder; None if nothing is given. Raises
+    InvalidSpec if only some files are given, or the folder lacks them."""
     if ca is not None and cert is not None and key is not None:
         return TlsFiles(ca=ca, cert=cert, key=key)
     if ca is not None or cert is not None or key is not None:
@@ -70,7 +69,7 @@ def chosen(
 
 
 def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
-    """Return the files of the first role that has a certificate and a key in the folder. Raises
+    """Return the files of the first role with a certificate and key in the folder. Raises
     InvalidSpec."""
     for role in roles:
         cert, key = folder / f"{role.value}.crt", folder / f"{role.value}.key"
@@ -86,8 +85,8 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
-    """Return the files for this user's cluster at one of the addresses on this machine, as
-    `in_folder` does; None if there is no such cluster. Raises InvalidSpec."""
+    """Return the files for this user's cluster at one of the addresses; None if there is no such
+    cluster. Raises InvalidSpec."""
     found = local_clusters.find(addresses)
     return None if found is None else in_folder(found.certificates, *roles)
 
@@ -96,8 +95,11 @@ def from_environment(
     environment: Mapping[str, str] | None = None, addresses: Iterable[str] = ()
 ) -> TlsFiles | None:
     """Return a worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or those in the
-    folder SHOAL_TLS. If none of these is set: the files for a local cluster at one of the
-    coordinators' addresses, or None if there is none. Raises InvalidSpec."""
+    folder SHOAL_TLS.
+
+    Without these variables, returns the files of a local cluster at one of the addresses, None if
+    there is no such cluster. Raises InvalidSpec.
+    """
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)
     folder = variables.get(FOLDER_VARIABLE)

@@ -1,12 +1,8 @@
-"""Records of the clusters that this user runs on this machine. With them, commands and scripts of
-the user find a cluster's certificates by its address alone.
+"""Records of the clusters that this user runs on this machine, by which their certificates are
+found.
 
-Each cluster has a file in a folder that only this user can access. The file is locked as long as
-the cluster is up: the file of a killed cluster is ignored, and removed when another one starts.
-
-The folder is below /tmp, whatever TMPDIR is: job schedulers and test runners set TMPDIR anew for
-every process that they start. It is below TMPDIR only if it cannot be made below /tmp, or exists
-there and is not private.
+Each cluster has a file in a private folder, locked while the cluster is up. The folder is below
+/tmp if possible: job schedulers and test runners set TMPDIR anew for every process.
 """
 
 import fcntl
@@ -28,44 +24,41 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 PARENT = Path("/tmp")
-"""Directory of the folder with the records; the folder's name has the user's id."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalClusterRecord:
-    """Record of a cluster that is up."""
-
     addresses: Sequence[str]
-    """host:port of its coordinators, and of their pages."""
+    """host:port of its coordinators and of their pages."""
     pages: Sequence[str] = ()
-    """host:port of the pages alone."""
+    """host:port of the pages only."""
     etcd: Sequence[str] = ()
-    """host:port of the etcd that was started for the cluster."""
     certificates: Path
-    """The folder with a certificate for each role."""
+    """Folder with a certificate for each role."""
 
 
 class Announcement:
-    """Announces a cluster to this user's other processes, until `close` or this process's end."""
+    """Announces a cluster to this user's other processes, until `close` or the end of this
+    process."""
 
     def __init__(self, record: LocalClusterRecord) -> None:
-        """Raises InvalidSpec if the folder cannot be made or is not private, OSError if the file
-        cannot be written."""
+        """Raises InvalidSpec if there is no private folder, OSError if the file cannot be
+        written."""
         directory = _made_folder()
         _remove_left_over(directory)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / f"{name}.json"
         part = directory / f"{name}.part"
         self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Locked before it has its name: other processes never find it unlocked.
+        # Locked before it has its name, so that other processes never find it unlocked.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.write(self._file, json.dumps(_as_json(record)).encode())
         part.rename(self.path)
 
     def touch(self) -> None:
-        """Keep the file from being deleted by programs that clear old temporary files."""
+        """Keep programs that clear old temporary files from deleting the file."""
         os.utime(self._file)
 
     def close(self) -> None:
@@ -75,8 +68,8 @@ class Announcement:
 
 
 def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
-    """Return the cluster of this user that serves at one of these addresses, each HOST:PORT or a
-    URL; None if there is none. Only loopback addresses can match."""
+    """Return the user's cluster at one of these addresses, each HOST:PORT or a URL; None if there
+    is none. Only loopback addresses can match."""
     wanted = {found for each in addresses if (found := _local(each))}
     if not wanted:
         return None
@@ -84,8 +77,7 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def running() -> Sequence[LocalClusterRecord]:
-    """Return the records of this user's clusters that are up in this process's network
-    namespace."""
+    """Return this user's clusters that are up in this process's network namespace."""
     return tuple(_running())
 
 
@@ -105,7 +97,7 @@ def _running() -> Iterator[LocalClusterRecord]:
             )
             network = content["network"]
         except FileNotFoundError:
-            continue  # it has ended since
+            continue  # it has ended
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("local_cluster_not_read", path=str(path), reason=repr(error))
             continue
@@ -140,14 +132,11 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _folders() -> Sequence[Path]:
-    """Return the possible paths of this user's folder, the preferred one first."""
     parents = dict.fromkeys((PARENT, Path(tempfile.gettempdir())))
     return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
 
 
 def _made_folder() -> Path:
-    """Return the first path that is, or becomes, a private folder of this user. Raises
-    InvalidSpec."""
     seen = []
     for directory in _folders():
         try:
@@ -180,7 +169,6 @@ def _is_private(directory: Path) -> bool:
 
 
 def _network() -> int:
-    """Return the inode of this process's network namespace; 0 if the kernel does not give it."""
     try:
         return os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - what a link of /proc leads to
     except OSError:
@@ -188,7 +176,7 @@ def _network() -> int:
 
 
 def _local(address: str) -> str:
-    """Return host:port on loopback in one form; empty if the address is elsewhere or invalid."""
+    """Bring a loopback address into one form; empty for other addresses."""
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         host, port = parts.hostname, parts.port

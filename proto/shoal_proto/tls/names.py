@@ -1,10 +1,8 @@
 """Identity of a certificate's holder: a role, a name, and for some a job or a series.
 
-The identity is a URI in SPIFFE's form: `spiffe://shoal/worker/NAME`, or with the job to which the
-holder is bound, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound to
-one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. The certificate of a process that serves
-also has the DNS name of its role, which callers check whatever address they connect to. So
-certificates need no addresses, and a worker's certificate is not accepted as a server's.
+The identity is a SPIFFE URI: `spiffe://shoal/worker/NAME`, followed by `/job/JOB` or
+`/series/JOB/SERIES` if the holder is bound to one. The certificate of a serving process also has
+the DNS name of its role, which callers check: a worker's certificate is not accepted as a server's.
 """
 
 from collections.abc import Iterable
@@ -21,7 +19,7 @@ URI_START = "spiffe://shoal/"
 
 
 class CertificateRole(Enum):
-    """Role of a certificate's holder, which decides what the holder may call."""
+    """Role of a certificate's holder, which limits its calls."""
 
     OPERATOR = "operator"
     VIEWER = "viewer"
@@ -37,12 +35,12 @@ SERVES_AS = {
     # A relay serves other readers of its series.
     CertificateRole.READER: READER_NAME,
 }
-"""The DNS name in the certificates of a role that serves."""
+"""DNS name in the certificates of each serving role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Identity of the other end of a connection, from its certificate."""
+    """Identity in the certificate of a connection's other end."""
 
     role: CertificateRole
     name: str
@@ -58,15 +56,15 @@ class Caller:
 
     @property
     def uri(self) -> str:
-        """URI of the identity in the certificate."""
+        """URI in the certificate."""
         bound = f"/job/{self.job}" if self.job else ""
         bound += f"/series/{self.series}" if self.series else ""
         return f"{URI_START}{self.role.value}/{self.name}{bound}"
 
 
 def caller_among(names: Iterable[bytes]) -> Caller | None:
-    """Return the holder of a certificate with these alternative names; None unless exactly one of
-    them has Shoal's form."""
+    """Return the holder of a certificate with these names; None unless exactly one is a valid URI
+    of Shoal."""
     found = [name for name in names if name.startswith(URI_START.encode())]
     return _read(found[0]) if len(found) == 1 else None
 

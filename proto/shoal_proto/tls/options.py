@@ -37,7 +37,7 @@ class TlsOptions:
         CertificateRole.OPERATOR,
         CertificateRole.VIEWER,
     )
-    """Roles whose certificate may be used: the first one that the folder has."""
+    """Roles to look for in the folder, the preferred one first."""
 
     @property
     def files(self) -> TlsFiles | None:
@@ -46,11 +46,11 @@ class TlsOptions:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Addresses of the cluster, if these options name them."""
+        """Addresses of the cluster; empty if these options do not name any."""
         return ()
 
     def files_of(self, *roles: CertificateRole) -> TlsFiles | None:
-        """Return `files` for these roles instead of `roles`."""
+        """Return `files` for these roles."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
 
@@ -65,5 +65,4 @@ class LauncherTls(TlsOptions):
 
 _FLAT = Parameter(name="*")
 TlsOption = Annotated[TlsOptions, _FLAT]
-"""Type of the field with these options in a command's config."""
 LauncherTlsOption = Annotated[LauncherTls, _FLAT]

@@ -1,4 +1,4 @@
-"""TLS over a socket that is connected to a parameter server, or to a relay. Blocks."""
+"""TLS over a connected socket. Blocks."""
 
 import socket
 
@@ -10,10 +10,10 @@ HANDSHAKE_S = 3.0
 
 
 def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
-    """Return the connection to a process that serves as `name`, within TLS if it is not a Unix
-    socket and this process has a certificate. Use only the result afterwards.
+    """Return the connection, within TLS if this process has a certificate and the socket is no Unix
+    socket. Use only the result afterwards.
 
-    Raises OSError, after closing the connection.
+    Raises OSError, and then closes the connection.
     """
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
@@ -29,8 +29,8 @@ def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
 
 
 def secure_accepted(connected: socket.socket) -> socket.socket:
-    """Return a connection that this process has accepted, within TLS on the same conditions as
-    `secured`. The other end must have a certificate, too."""
+    """Return an accepted connection, within TLS as for `secured`: the other end needs a
+    certificate, too."""
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
         return connected

@@ -1,8 +1,7 @@
 """Traces by OpenTelemetry, from a worker's call through the servers to etcd. Off by default.
 
-SHOAL_TRACES=otlp turns them on: spans go by OTLP over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT
-(http://localhost:4318 by default). A program that has set up OpenTelemetry itself calls `use`. A
-caller's span is sent in the token of its request.
+SHOAL_TRACES=otlp sends spans by OTLP over HTTP. A program with its own OpenTelemetry calls `use`.
+The token of a request carries its caller's span.
 """
 
 import os
@@ -18,7 +17,7 @@ _HEADER = "traceparent"
 
 class _Tracing:
     tracer: Any = None
-    """OpenTelemetry's tracer; None: traces are off."""
+    """None: traces are off."""
 
 
 class Carrier(Protocol):
@@ -28,9 +27,8 @@ class Carrier(Protocol):
 
 
 def from_environment(part: str) -> None:
-    """Turn traces on if the environment asks for them. The service is named `shoal PART`, unless
-    OTEL_SERVICE_NAME is set. Raises InvalidSpec for an unknown value, or if the package is
-    missing."""
+    """Turn traces on if the environment asks for them, for a service named `shoal PART` (or
+    OTEL_SERVICE_NAME). Raises InvalidSpec for an unknown value or a missing package."""
     mode = os.environ.get(VARIABLE, "")
     if not mode or _Tracing.tracer is not None:
         return
@@ -65,9 +63,8 @@ def use(provider: Any) -> None:
 
 @contextmanager
 def span(name: str, token: Carrier | None = None) -> Iterator[None]:
-    """Make a span around the block; calls from the block are part of it. With the `token` of a
-    received call, the span is part of the caller's span. Costs nothing while traces are off.
-    """
+    """Make a span around the block. `token`: token of a received call, whose span becomes the
+    parent. Costs nothing while traces are off."""
     tracer = _Tracing.tracer
     if tracer is None:
         yield
@@ -78,7 +75,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 @contextmanager
 def child_span(name: str) -> Iterator[None]:
-    """Make a span as `span` does, but only within another span: it never begins a trace."""
+    """Make a span within another span; without one, do nothing."""
     if _Tracing.tracer is None or not _carried():
         yield
         return
@@ -87,11 +84,9 @@ def child_span(name: str) -> Iterator[None]:
 
 
 class OngoingSpan:
-    """A span over the work of several threads or of a generator: blocks of `within` are part of it.
-    Ends with its `with` statement, or the first `end`."""
+    """A span over several threads or a generator, which the blocks of `within` belong to."""
 
     def __init__(self, name: str, token: Carrier | None = None) -> None:
-        """Begin the span now. `token`: as for `span`."""
         tracer = _Tracing.tracer
         self._span = None if tracer is None else tracer.start_span(name, context=_context(token))
 
@@ -120,13 +115,13 @@ class OngoingSpan:
 
 
 def set_traceparent(token: Carrier) -> None:
-    """Set the token's span to the current one; do nothing while traces are off."""
+    """Set the token's span to the current one, if traces are on."""
     if _Tracing.tracer is not None:
         token.traceparent = _carried()
 
 
 def current_traceparent() -> str:
-    """Return the current span, as tokens carry it; empty if there is none, or traces are off."""
+    """Return the current span, as tokens carry it; empty without one."""
     return "" if _Tracing.tracer is None else _carried()
 
 

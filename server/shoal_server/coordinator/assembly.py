@@ -43,8 +43,7 @@ from shoal_server.status.reading import StatusQueries
 
 
 class Coordinator:
-    """Services and background work of one coordinator, which leads from `lead(conditions)` to
-    `step_down()`."""
+    """Services and background work of one coordinator, which leads from `lead` to `step_down`."""
 
     def __init__(
         self,
@@ -55,8 +54,7 @@ class Coordinator:
         retention: RetentionPolicy | None = None,
         bounds: JobLimits | None = None,
     ) -> None:
-        """`parameters`: options for jobs with parameters on servers; None: such jobs are not
-        served."""
+        """`parameters`: None if jobs with parameters on servers are not served."""
         bounds = bounds or JobLimits()
         self.term = Term()
         self.board = StatusBoard(is_live=self._is_live)
@@ -102,8 +100,7 @@ class Coordinator:
         )
 
     def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
-        # The registry calls these services, which are constructed after it: each call looks them
-        # up.
+        # These services are constructed after the registry: each call looks them up.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.plug_in.member_lost(job, member_id, incarnation)
 
@@ -128,7 +125,7 @@ class Coordinator:
         )
 
     def _host(self, limits: Limits, bounds: JobLimits) -> Host:
-        # `resetting` is constructed after the plug-in: each call looks it up.
+        # `resetting` is constructed after the plug-in.
         def reset_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
 
@@ -149,8 +146,6 @@ class Coordinator:
         )
 
     async def _resume_quarantined(self, job: str) -> str:
-        """Continue a repaired job from its records in etcd; return its phase, or an empty text if
-        it has no records left."""
         self.plug_in.reopen(job)
         actor = await self.registry.resume_quarantined(job)
         if actor is None:
@@ -159,7 +154,6 @@ class Coordinator:
         return actor.job.phase.value
 
     def _is_live(self, job: str) -> bool:
-        """True if the job is known and has not ended."""
         actor = self.registry.actor_if_known(job)
         return actor is not None and actor.job.phase not in OVER
 
@@ -176,7 +170,7 @@ class Coordinator:
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
     def result_of(self, job: str) -> JobResult:
-        """Result of a job, from the reports of its members and its ledger of samples."""
+        """Result of a job, from its members' reports and its ledger."""
         queries = StatusQueries(self.view, self.board)
         summary = queries.summary(queries.job(job))
         return JobResult(
@@ -202,7 +196,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
-        """Run the background work that does not depend on leading."""
+        """Run the background work that also runs without leading."""
         async with self.plug_in.running():
             try:
                 yield self
@@ -210,8 +204,8 @@ class Coordinator:
                 await self._server_calls.close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
-        """Take over every job. Each write to etcd carries `conditions` and fails if they no longer
-        hold. Raises what the store raises; call `step_down` after such an error, too."""
+        """Take over every job. Writes fail once `conditions` do not hold. Raises what the store
+        raises; call `step_down` after an error, too."""
         self.term.begin(conditions)
         await self.plug_in.begin()
         await self.resetting.read()
@@ -228,9 +222,8 @@ class Coordinator:
         await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:
-        """Drop every job: another coordinator leads, or this one ends."""
-        # Refuse calls first: otherwise a call that arrives during the following awaits would be
-        # served, and a watch that it opens would never end.
+        """Drop every job."""
+        # Refuse calls first: a watch opened during the following awaits would never end.
         self.registry.refuse_calls()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()

@@ -1,10 +1,8 @@
 """The last leader's clock, stored in etcd. A leader whose clock is far ahead of it removes nothing.
 
-The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
-is days ahead would consider every ended job old, and its first sweep would remove data that cannot
-be restored. Therefore each leader writes the time to etcd once a minute, and its successor compares
-that time with its own clock. A large gap may come from an outage or from a wrong clock: then
-nothing is removed for a while, and the log says so.
+With a clock that is days ahead, the first sweep would remove every ended job. So each leader writes
+the time to etcd once a minute. After a large gap, from an outage or a wrong clock, the next leader
+suspends removals for a while.
 """
 
 import json
@@ -25,7 +23,7 @@ NOTE_EACH_S = 60.0
 
 
 class ClockMark:
-    """The time mark, as one coordinator checks and writes it while it leads."""
+    """The time mark, as one coordinator writes it."""
 
     def __init__(self, store: LeaderStore, clock: Callable[[], float]) -> None:
         """`clock`: Unix seconds that never jump."""
@@ -35,14 +33,13 @@ class ClockMark:
         self._note_at_s = self._held_until_s = 0.0
 
     def begin(self) -> None:
-        """Start a term: the mark is read again."""
+        """Start a term: read the mark again."""
         self._is_read = False
 
     async def update_mark(self) -> bool:
-        """Write the time mark if it is due. True if data that is old by this clock may be removed.
+        """Write the mark if it is due. True if data that is old by this clock may be removed.
 
-        False as long as the previous mark could not be read from etcd, and while this clock or the
-        last leader's is doubted. In both cases no mark is written.
+        False while the last mark is unread or a clock is doubted; no mark is then written.
         """
         try:
             if not self._is_read:

@@ -1,7 +1,6 @@
 """The Clocks service: decides which members may begin a step in jobs with a staleness bound.
 
-The clocks are in memory only and are lost with the leader. Members report their clocks with each
-step. A new leader lets no member advance until each member that trained under the last leader has
+The clocks are only in memory. A new leader lets no member advance until each earlier trainer has
 reported its clock again, or is lost.
 """
 
@@ -32,24 +31,22 @@ MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
 MAX_GIVEN_UP = 64
-"""The heap of waits is compacted if its finished waits outnumber the others by more than this."""
+"""The heap is compacted once it has this many more finished waits than other ones."""
 
 
 class _Job:
-    """The clocks of one job, and the calls that wait for them to move."""
-
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self._waiting: list[tuple[ClockPosition, int, asyncio.Event]] = []
-        """A heap, ordered by the position that each call waits for."""
+        """Heap by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
-        """Event of each member that waits. All of its calls share it: a retry may be open beside a
-        call whose connection is half open."""
+        """Event of each waiting member, shared by its calls: a retry may be open beside a half-open
+        call."""
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may be able to advance or is lost, another wait of the same member
-        ends, or the job is dropped. Raises NoClock if the member has no clock."""
+        """Return once the member may be able to advance or is lost, another of its waits ends, or
+        the job is dropped. Raises NoClock if the member has no clock."""
         event = self._by_name.get(who.member_id)
         if event is None or event.is_set():
             event = self._by_name[who.member_id] = asyncio.Event()
@@ -66,18 +63,15 @@ class _Job:
             event.set()
 
     def moved(self) -> None:
-        """Wake the calls of members that may advance now."""
         horizon = self.clocks.horizon
         while self._waiting and (self._is_over() or self._may_go_on(horizon)):
             heappop(self._waiting)[2].set()
 
     def wake(self, member_id: str) -> None:
-        """Wake this member's calls."""
         if event := self._by_name.pop(member_id, None):
             event.set()
 
     def wake_all(self) -> None:
-        """Wake all waiting calls."""
         waiting, self._waiting = self._waiting, []
         for _, _, event in waiting:
             event.set()
@@ -91,8 +85,7 @@ class _Job:
 
 class ClocksService(ClocksServicer):
     """Clocks of all jobs. `authorize` raises for a stale token. A member that keeps others waiting
-    for longer than `stuck_after_s` without a step is declared lost when a waiting call times
-    out."""
+    for `stuck_after_s` without a step is declared lost."""
 
     def __init__(
         self,
@@ -111,13 +104,12 @@ class ClocksService(ClocksServicer):
     # --- from the coordinator ---
 
     def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
-        """Start a job whose members trained under another leader. Each member's clock is unknown
-        until the member reports it."""
+        """Start a job that trained under another leader, with its trainers' clocks unknown."""
         self.forget(job)
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Remove the clock of a process that was lost or left: no member waits for it any more."""
+        """Remove the clock of a process that was lost or left."""
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))
@@ -125,13 +117,13 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """Drop the clocks of a job that is reset or taken over. Calls that wait raise NotLeader."""
+        """Drop a job that is reset or taken over. Waiting calls raise NotLeader."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
 
     def forget_all(self) -> None:
-        """Drop every job: another coordinator leads. Calls that wait raise NotLeader."""
+        """Drop every job. Waiting calls raise NotLeader."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()
         for known in jobs:
             known.wake_all()
@@ -139,7 +131,7 @@ class ClocksService(ClocksServicer):
     # --- for the status page ---
 
     def clocks(self, job: str) -> Mapping[str, int]:
-        """The round of each member of the job that has a clock."""
+        """Rounds of the job's members that have a clock."""
         known = self._jobs.get(job)
         return known.clocks.clocks if known else {}
 
@@ -183,8 +175,8 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """Return the member's status once it may advance; or at the timeout, after declaring stuck
-        members lost. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
+        """Return the member's status once it may advance; at the timeout, declare stuck members
+        lost first. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:
@@ -212,7 +204,7 @@ class ClocksService(ClocksServicer):
                 seen=f"process {public_id(who.incarnation)}",
                 fix="It may have been declared lost: join again.",
             ) from None
-        job.moved()  # `decide_clock` may have moved the member to a round that others wait for
+        job.moved()  # `decide_clock` may move the member to a round that others wait for
         return standing
 
     async def _drop_stuck(self, name: str, job: _Job) -> None:
@@ -221,8 +213,7 @@ class ClocksService(ClocksServicer):
             try:
                 await self._declare_lost(name, who, reason)
             except ShoalError as error:
-                # Most likely the stuck member is gone already. The error does not concern the
-                # member whose call is served here.
+                # Most likely the stuck member is gone.
                 log.info("stuck_member_not_lost", member=who.member_id, reason=str(error))
 
     def _job(self, name: str) -> _Job:

@@ -1,4 +1,4 @@
-"""`shoal coordinator`."""
+"""The command `shoal coordinator`."""
 
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.serving.command import is_module_missing, run

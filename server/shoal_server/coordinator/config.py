@@ -107,7 +107,7 @@ class CoordinatorConfig:
 
     @property
     def parameter_options(self) -> ParameterOptions | None:
-        """The options of jobs with parameters on servers; None if they are not served."""
+        """Options of jobs with parameters on servers; None if they are not served."""
         if self.without_parameters:
             return None
         return ParameterOptions(copies=self.copies, snapshots=self.snapshots)

@@ -1,8 +1,7 @@
-"""The shutdown of a coordinator: it keeps leading while members drain.
+"""The shutdown of a coordinator, which keeps leading while members drain.
 
-At a preemption, a time limit or the stop of a service, all processes of a job get a signal at once,
-the control plane included. If the coordinator ended first, members could not agree on a generation
-without the leavers, or on a last checkpoint.
+A preemption or the stop of a service signals all processes at once. Without a coordinator, members
+could not agree on a last checkpoint.
 """
 
 import asyncio
@@ -16,25 +15,22 @@ from shoal_server.coordinator.jobs.registry import Registry
 log = structlog.get_logger(__name__)
 
 NOTICE_S = 5.0
-"""Time in which a signal sent to all processes of a job reaches its members, and their requests to
-drain reach the coordinator. A member handles a signal once the operation in progress has ended,
-which may be the whole backward pass."""
+"""Time for members to handle a signal and to ask for a drain, after the operation in progress."""
 ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
 class Presence:
-    """Members and unconfirmed changes, counted over all jobs that a coordinator leads."""
+    """Members and unconfirmed changes of all jobs."""
 
     num_members: int = 0
     num_draining: int = 0
     num_writing: int = 0
-    """Number of jobs with changes that etcd has not confirmed. The callers that made these changes
-    wait for an answer."""
+    """Number of jobs with changes that etcd has not confirmed."""
 
 
 def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
-    """Reason why a coordinator that has been asked to end stays for now; empty: it may end."""
+    """Reason why an ending coordinator stays; empty: it may end."""
     if since_order_s >= drain_s:
         return ""
     if presence.num_draining:
@@ -47,12 +43,11 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 
 async def wait_for_drains(registry: Registry, drain_s: float) -> None:
-    """Wait until no member drains any more and etcd has confirmed all changes, but at most
-    `drain_s`. If there are members and none of them drains, wait for NOTICE_S: they may be about
-    to. Return at once if this coordinator does not lead.
+    """Wait until no member drains and etcd has confirmed all changes, but at most `drain_s`.
+    Members have NOTICE_S to begin to drain. Return at once if this coordinator does not lead.
 
-    A coordinator that is deposed meanwhile (etcd was restarted) decides by its last count of
-    members, so that it can be elected again while they drain.
+    A coordinator that is deposed meanwhile decides by its last count of members: it may be elected
+    again while they drain.
     """
     began_s, logged_reason, presence = time.monotonic(), "", _presence(registry, Presence())
     while reason := why_stay(presence, time.monotonic() - began_s, drain_s):
@@ -68,7 +63,7 @@ async def wait_for_drains(registry: Registry, drain_s: float) -> None:
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:
-    """Count the members now. Returns `before` while this coordinator does not lead."""
+    """Count the members; return `before` while this coordinator does not lead."""
     if not registry.leads:
         return before
     actors = registry.actors()

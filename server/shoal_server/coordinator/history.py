@@ -1,9 +1,7 @@
 """Charts of jobs, stored in etcd for the next leader.
 
-While it leads, the coordinator records each second what members of running jobs reported last. A
-job's history has at most 256 intervals, which get longer as the job goes on, and the last hundred
-changes of its generation. Twice a minute it is written to etcd, compressed, in one key of the job.
-A new leader continues from the last write: as a rule, at most the last half minute is missing.
+Each second, the leader records what members of running jobs reported last. Twice a minute, it
+writes each job's history to one key.
 """
 
 import asyncio
@@ -34,24 +32,23 @@ log = structlog.get_logger(__name__)
 READ_EACH_S = 1.0
 KEEP_EACH_S = 30.0
 MAX_SHARE = 0.02
-"""Maximum share of the event loop's time for reading members: with ten thousand of them, readings
-are less frequent."""
+"""Maximum share of the event loop's time for readings."""
 FRESH_S = 10.0
-"""Reports older than this are not used."""
+"""Age from which reports are ignored."""
 AT_ONCE = 16
 
 
 class HistoryKeeper:
-    """Recorder of the history of jobs, for a coordinator that leads; see `run`."""
+    """Recorder of the history of jobs, for a coordinator that leads."""
 
     def __init__(self, store: LeaderStore, registry: Registry, board: StatusBoard) -> None:
         self._store = store
         self._registry = registry
         self._board = board
         self._taken_up: set[str] = set()
-        """Jobs whose history in etcd has been read."""
+        """Jobs whose stored history has been read."""
         self._kept: dict[str, bytes] = {}
-        """The history as last stored in etcd, by job."""
+        """History in etcd, by job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
@@ -68,7 +65,7 @@ class HistoryKeeper:
             await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
 
     def read(self) -> None:
-        """Record a reading of each running job from which there are fresh reports."""
+        """Record a reading of each running job with fresh reports."""
         for actor in self._registry.actors():
             roster, job = actor.job.running, actor.job.spec.job
             if roster is not None:
@@ -78,11 +75,11 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each history that has changed and has at most MAX_BYTES. Failures are logged."""
+        """Write each changed history of at most MAX_BYTES. Logs failures."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def take_up(self) -> None:
-        """Read the history of jobs that the registry has taken over since the last call."""
+        """Read the history of new jobs."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
 
@@ -99,7 +96,7 @@ class HistoryKeeper:
         try:
             kept = read(stored.value)
         except UnreadableRecord as error:
-            # History is only displayed, no decision depends on it: the job continues without it.
+            # No decision depends on history: the job continues without it.
             log.warning("history_unreadable", job=job, key=stored.key, reason=str(error)[:300])
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
@@ -150,7 +147,6 @@ class HistoryKeeper:
 def _reading(
     roster: GenerationRoster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
-    """Reading from the fresh reports of the roster's members; None if no report is fresh."""
     fresh = {
         entry.rank: health
         for entry in roster.entries

@@ -1,9 +1,7 @@
-"""Reset of a job: all its keys are deleted in one transaction, so that its name is free.
+"""Reset of a job: one transaction deletes all its keys, so that its name is free.
 
-The versions of its published weights are dropped first. A crash before the transaction leaves the
-old job, perhaps without these versions; a crash after it leaves the name free. Shards and processes
-that survive the reset are recognised: servers drop shards whose record is gone or belongs to
-another placement, and calls of processes of an earlier run are refused (`EarlierRuns`).
+The job's published versions are dropped first. Servers drop shards without a record, and calls from
+earlier runs are refused (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ FORGOTTEN_AT_ONCE = 100
 
 
 class JobReset:
-    """Resets jobs. Used on the coordinator's event loop only."""
+    """Resets jobs, on the coordinator's event loop."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class JobReset:
         self._weights = weights
 
     async def read(self) -> None:
-        """Read which jobs were reset; must be called before the registry takes over jobs."""
+        """Read which jobs were reset. Call it before the registry takes over jobs."""
         earlier_runs = {}
         for item in (await self._store.range(keys.RESETS)).items:
             job = name_in_key(keys.RESETS, item.key)
@@ -66,27 +64,23 @@ class JobReset:
                 with as_unreadable():
                     earlier_runs[job] = from_json(job, item.value)
             except (UnreadableRecord, InternalError) as error:
-                # The incarnations expelled by an earlier run are unknown: nobody may join.
+                # No process may join: the expelled incarnations are unknown.
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = earlier_runs
 
     def ended_unix_s(self, job: str) -> float:
-        """Unix time of the job's last reset; 0 if it was never reset, or so long ago that the
-        record was deleted."""
+        """Unix time of the job's last reset; 0 if none is recorded."""
         earlier = self._registry.earlier_runs.get(job)
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns a pair: True if there was any state, or a version of its
-        published weights; and the job's last generation.
+        """Delete the job's state. Returns True if it had any state or published versions, and the
+        job's last generation.
 
-        `forgets_processes`: True if the job ended so long ago that none of its processes can
-        return. Then no record of its earlier runs is kept.
-
-        Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
-        job is being read or reset, NotLeader, and the error of the job's last write. The job is
-        then unchanged, except that versions of its published weights may have been dropped; or its
-        keys are deleted, if etcd carried out the write and its answer was lost.
+        `forgets_processes`: True to keep no record of earlier runs, once none of their processes
+        can return. Raises JobInUse while the job has members, Unavailable while etcd cannot be
+        reached or the job is being read or reset, NotLeader, and the error of the job's last write.
+        Published versions may then be gone, and all keys if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed_ledger(job):
@@ -106,7 +100,7 @@ class JobReset:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # This coordinator could not take over the job: only etcd has its last generation.
+                # Only etcd has the last generation of a job that was not taken over.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
@@ -120,8 +114,8 @@ class JobReset:
         return True, earlier.last_generation
 
     async def forget_runs(self, before_unix_s: float) -> None:
-        """Delete the record of earlier runs of each name that was last reset before
-        `before_unix_s`, unless a job uses the name now.
+        """Delete the record of earlier runs of each unused name that was last reset before
+        `before_unix_s`.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """
@@ -133,8 +127,7 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # Safe even if a job of that name starts meanwhile: no process of its earlier runs is
-            # left.
+            # Earlier runs have no process left, even if a job of that name starts meanwhile.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:
@@ -142,7 +135,6 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """Highest generation number in the job's keys, even if other records cannot be read."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     generations = [number for number in numbers if number is not None]
     for each in held:

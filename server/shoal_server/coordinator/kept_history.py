@@ -1,7 +1,6 @@
 """A job's history as stored in etcd: deflated JSON, validated when it is read.
 
-History is only displayed; no decision depends on it. Sizes and numbers are bounded, so that a bad
-record costs only the charts of its own job.
+Sizes and numbers are bounded, so that a bad record costs only its own job's charts.
 """
 
 import math
@@ -27,17 +26,16 @@ class KeptHistory:
     """Stored history of one run. Fields may be added, never removed."""
 
     begun_unix_s: float
-    """Start of the run that this history belongs to."""
+    """Start of this run."""
     series: SeriesView
     changes: tuple[ChangeView, ...] = ()
     extra_s: float = 0.0
     logged: tuple[LoggedView, ...] = ()
     run: RunOrigin | None = None
     gone_steps: int = 0
-    """Sum of the steps of processes that are gone."""
+    """Sum of the steps of ended processes."""
     steps_by_process: Mapping[str, int] = field(default_factory=dict)
-    """Steps of each process that is not gone, by public id. The step of an asynchronous job is the
-    sum of these and `gone_steps`."""
+    """Steps of each process that has not ended, by public id."""
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -49,7 +47,7 @@ def written(kept: KeptHistory) -> bytes:
 
 
 def read(value: bytes) -> KeptHistory:
-    """Decode what `written` made. Raises UnreadableRecord."""
+    """Decode a stored history. Raises UnreadableRecord."""
     with as_unreadable():
         kept = _KEPT.validate_json(inflate(value, MAX_INFLATED_BYTES))
     if problem := _problem(kept):
@@ -58,7 +56,6 @@ def read(value: bytes) -> KeptHistory:
 
 
 def _problem(kept: KeptHistory) -> str:
-    """Reason why the history cannot be charted; empty if there is none."""
     if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]

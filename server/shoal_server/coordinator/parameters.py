@@ -1,4 +1,4 @@
-"""The plug-in for parameters on servers: shards, snapshots, samples and clocks of all jobs."""
+"""The plug-in for parameters on servers."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -33,7 +33,7 @@ from shoal_server.status.views import EpochSamplesView, SamplesView, ShardsView
 
 
 class ParametersPlugIn(PlugIn):
-    """The services for jobs with parameters on servers, as one plug-in."""
+    """Services for jobs with parameters on servers."""
 
     def __init__(self, host: Host, options: ParameterOptions) -> None:
         self._host = host
@@ -162,15 +162,13 @@ class ParametersPlugIn(PlugIn):
 
 
 def samples_view(counts: LedgerCounts) -> SamplesView:
-    """The ledger's counts in the type of the status page, which cannot import `core.samples`."""
+    """Convert counts for the status page, which cannot import `core.samples`."""
     numbers = asdict(counts)
     epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
 
 
 def _noting_snapshots(board: StatusBoard) -> Callable[[TakenSnapshot], None]:
-    """Return a function that puts a snapshot on the status page."""
-
     def taken(snapshot: TakenSnapshot) -> None:
         manifest, mib = snapshot.manifest, 2**20
         step = manifest.training.get("step")
@@ -186,7 +184,7 @@ def _noting_snapshots(board: StatusBoard) -> Callable[[TakenSnapshot], None]:
 
 
 def check_record(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-    """Raise UnreadableRecord or ShoalError if a record of samples or shards cannot be read."""
+    """Raise UnreadableRecord or ShoalError for an unreadable record of samples or shards."""
     if item.key == keys.sample_ledger(job):
         prefix = keys.sample_deltas(job)
         deltas = {each.key: each.value for each in items if each.key.startswith(prefix)}

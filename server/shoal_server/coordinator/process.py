@@ -47,15 +47,14 @@ log = structlog.get_logger(__name__)
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
 GC_THRESHOLDS = (10_000, 10, 10)
-"""Thresholds of the garbage collector's generations; Python 3.11 has 700 for the first."""
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT, and then while members drain (`wait_for_drains`), for
-    `drain_s` at most; a second signal ends the wait. Raises AddressInUse, InvalidSpec for the file
-    of tokens, and AccessDenied from etcd.
+    """Serve until SIGTERM or SIGINT, and then while members drain, for `drain_s` at most; a second
+    signal ends the wait.
 
-    While etcd does not answer, the coordinator serves without leading, and says why.
+    While etcd does not answer, the coordinator serves without leading. Raises AddressInUse,
+    InvalidSpec for the file of tokens, and AccessDenied from etcd.
     """
     stop = StopRequest()
     descriptors.raise_limit()
@@ -98,9 +97,8 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # The event loop stands still while the garbage collector scans objects. Objects made so far
-        # are frozen and never scanned again; the state of thousands of members is scanned a few
-        # times only, not with each new member.
+        # Garbage collection stops the event loop. Frozen objects are never scanned again; higher
+        # thresholds make scans of thousands of members rare.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -126,8 +124,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Operations for the HTTP API; None if HTTP callers are identified by certificates alone: only
-    gRPC reads the role in a certificate."""
+    """Operations for the HTTP API; None if callers have only certificates: HTTP does not read the
+    roles in these."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
@@ -135,7 +133,7 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
-    """URL of the status page: at the host announced for gRPC, unless only the page listens on
+    """Return the status page's URL, at the host announced for gRPC unless only the page is on
     loopback."""
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
@@ -179,7 +177,7 @@ class LeaderLoop:
         try:
             while True:
                 if not await self._lead(await self._election.campaign()):
-                    # The next term may fail the same way: give another coordinator a chance.
+                    # The next term may fail the same way: let another coordinator try.
                     await asyncio.sleep(LEAD_AGAIN_S)
         finally:
             await _cancel(following)
@@ -207,7 +205,6 @@ class LeaderLoop:
         return True
 
     def _note_trouble(self, reason: str) -> None:
-        """Forget the last known leader: it may lead no longer, so callers are not sent to it."""
         known = self._coordinator.registry.known_leader
         known.address = ""
         known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"

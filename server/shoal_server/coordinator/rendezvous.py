@@ -1,8 +1,7 @@
 """The Rendezvous service: a key-value store for each generation in force.
 
-The keys are in memory only. If the leader dies during a generation's bring-up, its successor
-answers that the keys are lost, and the members form the next generation. After bring-up,
-torch.distributed uses the store only to make further process groups.
+The keys are in memory only: if the leader dies during a bring-up, the members form the next
+generation. After bring-up, torch.distributed uses the store only for further process groups.
 """
 
 import asyncio
@@ -25,16 +24,15 @@ from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 KEY_BYTES = 128
-"""Memory taken by a key in addition to its text."""
+"""Memory of a key beside its text."""
 MAX_COUNTER_BYTES = 20
-"""Length of a 64-bit number in decimal."""
 PACKED_BYTES = 16 * 1024
-"""Replies whose values have fewer bytes in total are not compressed."""
+"""Total size of values from which a reply is compressed."""
 
 
 @dataclass(kw_only=True, eq=False)
 class WaitingCalls:
-    """Calls that want the same keys, and wait for the same ones of them."""
+    """Calls that want the same keys and lack the same ones."""
 
     keys: tuple[str, ...]
     missing: set[str]
@@ -51,14 +49,14 @@ class KeySpace:
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
     _newest_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
-    """Waiting calls that a further call may join, by the keys that they want."""
+    """Waiting calls that further calls may join, by wanted keys."""
     _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
-    """Waiting calls that lack a key, by that key."""
+    """Waiting calls by missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
-    """The last packed reply and its keys; empty after a change."""
+    """Last packed reply with its keys; empty after a change."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a key, and wake calls that lack no other key. Raises Overloaded beyond the limits."""
+        """Set a key, and wake the calls that lack no other. Raises Overloaded beyond the limits."""
         held = self.values.get(key)
         grown = self.num_bytes + len(value)
         grown += _taken_by(key) if held is None else -len(held)
@@ -90,14 +88,14 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set, even if one was deleted since. Raises the error given
-        to `give_up`."""
+        """Return once each key has been set, even if one was deleted since. Raises the error of
+        `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
         calls = self._newest_calls.get(keys)
         if calls is None or calls.missing != missing:
-            # Earlier calls do not wait for a key that was set and deleted meanwhile.
+            # A key was set and deleted meanwhile: earlier calls do not wait for it.
             calls = self._newest_calls[keys] = WaitingCalls(keys=keys, missing=missing)
             for key in missing:
                 self._calls_lacking.setdefault(key, []).append(calls)
@@ -112,7 +110,6 @@ class KeySpace:
             raise calls.error
 
     def _forget(self, calls: WaitingCalls) -> None:
-        """Drop waiting calls that have ended."""
         if self._newest_calls.get(calls.keys) is calls:
             del self._newest_calls[calls.keys]
         for key in calls.missing:
@@ -121,8 +118,7 @@ class KeySpace:
                 del self._calls_lacking[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
-        """Encoded reply with the values, empty for a missing key. Successive callers that ask for
-        the same keys share the bytes until a key changes."""
+        """Encoded reply with the values, empty for missing keys; shared by successive callers."""
         if self._answer[0] != keys:
             values = [self.values.get(key, b"") for key in keys]
             reply = pb.StoreReply(values=values)
@@ -147,12 +143,12 @@ class RendezvousService(RendezvousServicer):
 
     def _space(self, token: Token) -> KeySpace:
         """Key space of the token's generation. Raises what `Registry.find_for` and
-        `JobActor.authorize_generation` raise, and GenerationBroken for keys that are lost."""
+        `JobActor.authorize_generation` raise, and GenerationBroken if the keys are lost."""
         actor = self._registry.find_for(token)
         actor.authorize_generation(token)
         key = (token.job, token.generation)
         if key not in self._spaces and token.generation <= actor.inherited_generation:
-            # Only the last leader had the keys: this call would wait until its timeout.
+            # Only the last leader had the keys.
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
@@ -162,12 +158,12 @@ class RendezvousService(RendezvousServicer):
 
     @property
     def held(self) -> tuple[int, int]:
-        """The number of bytes, and the number of keys, that the stores of all generations hold."""
+        """Number of bytes and keys in all generations' stores."""
         spaces = self._spaces.values()
         return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 
     def drop_dead(self, job: str) -> None:
-        """Drop the key spaces of the job's generations that are over; their waiting calls fail."""
+        """Drop the key spaces of the job's ended generations; their waiting calls fail."""
         actor = self._registry.actor_if_known(job)
         alive = actor.generations_in_force() if actor else []
         for key in [k for k in self._spaces if k[0] == job and k[1] not in alive]:
@@ -179,7 +175,7 @@ class RendezvousService(RendezvousServicer):
             )
 
     def forget_all(self) -> None:
-        """Drop every key space: another coordinator leads, which has none of them."""
+        """Drop every key space."""
         spaces, self._spaces = list(self._spaces.values()), {}
         for space in spaces:
             space.give_up(NotLeader("this coordinator does not lead any more"))
@@ -191,7 +187,7 @@ class RendezvousService(RendezvousServicer):
             space.set(pair.key, before + pair.value)
         return pb.StoreReply()
 
-    # May return encoded bytes, which many callers share.
+    # Many callers may share encoded bytes.
     async def Get(  # type: ignore[override]
         self, request: pb.StoreGetRequest, context: Context
     ) -> pb.StoreReply | bytes:
@@ -219,7 +215,7 @@ class RendezvousService(RendezvousServicer):
     async def Add(self, request: pb.StoreAddRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)
         count = _counter(request.key, space.values.get(request.key, b"0")) + request.amount
-        # As text, like torch's own stores, since `get` may read counters.
+        # Text, as in torch's own stores: `get` may read counters.
         space.set(request.key, str(count).encode())
         return pb.StoreReply(count=count)
 
@@ -231,7 +227,7 @@ class RendezvousService(RendezvousServicer):
         if value == request.expected or (value is None and not request.expected):
             space.set(request.key, request.desired)
             value = request.desired
-        # torch's contract: if the key has no value, the expected value is returned.
+        # torch's contract: without a value, the expected one is returned.
         return pb.StoreReply(values=[value if value is not None else request.expected])
 
     async def Delete(self, request: pb.StoreKeysRequest, context: Context) -> pb.StoreReply:

@@ -1,8 +1,6 @@
 """Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
-Only the leader does this, one job at a time, and each removal is one transaction. So after a crash
-the job is either unchanged, apart from its published weights, or fully processed, and the next
-sweep continues.
+Each removal is one transaction: after a crash, the next sweep continues.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ SWEEP_EACH_S = 10.0
 
 
 class Retention:
-    """Sweeps jobs while the coordinator leads (`run`). Used on its event loop only."""
+    """Sweeps jobs while the coordinator leads, on its event loop."""
 
     def __init__(
         self,
@@ -52,8 +50,8 @@ class Retention:
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`result_of` returns what is known of a job that is over; the number of its samples only
-        if its sample ledger is in memory. `clock`: by default the registry's."""
+        """`result_of` returns what is known of a job that is over. `clock`: None for the
+        registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
@@ -63,15 +61,14 @@ class Retention:
         self._clock = clock or registry.clock
         self._mark = ClockMark(store, self._clock)
         self._may_remove = True
-        """True if this coordinator's clock is trusted for removals, which cannot be undone."""
+        """True if this coordinator's clock is trusted for removals."""
         self._empty_since_s: dict[str, float] = {}
-        """Jobs that are not over and have no members, with the time at which this leader first saw
+        """Jobs that are not over and have no members, by the time at which this leader first saw
         that."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """Store the result of an ended job soon: the next leader does not know the value of the
-        training loss that the job's members reported last."""
+        """Store an ended job's result soon: the next leader does not know the last loss."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()
@@ -90,8 +87,7 @@ class Retention:
                 pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due for each job; a failure of one job is logged and affects no other. Raises
-        NotLeader if an action fails because another coordinator leads."""
+        """Do what is due; log failures of single jobs. Raises NotLeader."""
         self._may_remove = await self._mark.update_mark()
         await self._forget_runs()
         actors = self._registry.actors()
@@ -126,7 +122,7 @@ class Retention:
     def _due(self, actor: JobActor) -> DueAction:
         job = actor.job
         if not self._is_known(actor):
-            return DueAction.NOTHING  # it was removed or reset meanwhile
+            return DueAction.NOTHING  # removed or reset meanwhile
         age = RetentionState(
             ended_s=job.phase_since_s if job.phase in OVER else None,
             empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
@@ -144,7 +140,7 @@ class Retention:
         match what:
             case DueAction.ABANDON:
                 after_s = self._limits.abandon_after_s
-                # If the job cannot be abandoned now, the full time passes before the next attempt.
+                # Another attempt waits for the full time.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
             case DueAction.KEEP_RESULT:
@@ -162,7 +158,7 @@ class Retention:
             log.warning("samples_not_counted", job=name, reason=str(error))
             num_samples = None
         if not self._is_known(actor):
-            return  # it was removed while its samples were counted
+            return  # removed while its samples were counted
         result = self._result_of(name)
         if num_samples is not None:
             result = replace(result, num_samples=num_samples)
@@ -182,8 +178,6 @@ class Retention:
 
 
 def _operations(job: str, cleared: StateRecord) -> list[Operation]:
-    """Operations that delete what is stored of a job that has ended, and update its state record.
-    The record of the job's earlier runs stays, too."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

@@ -22,8 +22,7 @@ from shoal_server.status.views import (
 
 
 class CoordinatorView:
-    """A StatusSource over the coordinator's own state and, for `shards` and `output`, answers of
-    servers and launchers."""
+    """A StatusSource. `shards` and `output` ask servers and launchers."""
 
     def __init__(
         self,
@@ -38,9 +37,9 @@ class CoordinatorView:
         self.outputs = outputs
         self._weights = weights
         self.address = ""
-        """Address (host:port) under which others reach this coordinator."""
+        """host:port for other processes."""
         self.http_url = ""
-        """Base URL under which others reach its status endpoint."""
+        """Base URL for other processes."""
 
     def readiness(self) -> Readiness:
         registry = self._registry

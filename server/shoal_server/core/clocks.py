@@ -1,30 +1,22 @@
-"""Clocks of a job's members, and the decision whether a member may begin its next step.
+"""Clocks of a job's members, which decide whether a member may begin its next step.
 
-Members that train at their own pace count rounds. A member's clock is the round that it is in: the
-pushes of all its steps in earlier rounds are acknowledged. A member may begin a step of round c
-only while c minus the clock of the slowest member is at most the bound. So the values on which it
-computes the step include every live member's pushes up to round c - bound - 1, and no member passes
-round c + bound until the step is applied ("stale synchronous parallel": Ho et al., NIPS 2013).
+Members that train at their own pace count rounds. A member's clock is its round: the pushes of its
+steps in earlier rounds are acknowledged. A member may begin a step of round c only while c minus
+the slowest member's clock is at most the bound. So the step's values include every live member's
+pushes up to round c - bound - 1, and no member passes round c + bound until the step is applied
+("stale synchronous parallel": Ho et al., NIPS 2013).
 
-Clocks count rounds and not steps: samples are leased on request, so a slow member has no share of
-its own to catch up with. A member that finishes a step late goes on in the newest round that the
-others are in. With a large enough bound, a member that is five times slower thus takes part in
-every fifth round. With bound b it takes part in every (b + 1)th round at least, and the others wait
-for it.
+Rounds are not steps: a slow member has no share to catch up with, since samples are leased on
+request. After a late step it enters the newest round. With bound b it takes part at least in every
+(b + 1)th round, and the others wait for it.
 
-Only members that take steps have a clock. A member that is lost, leaves or rests has none, and no
-member waits for it. A member that joins or returns begins in the newest round in which it need not
-wait. With bound 0, if another member already asks to push in that round, the newcomer begins in the
-next round, and waits there until the others have reached that round too.
+Only members that take steps have a clock: no member waits for one that is lost, has left or rests.
+A member that joins or returns begins in the newest round in which it need not wait; with bound 0,
+in the next one if another member already asks to push.
 
-With bound 0 a member also reports when it has the values of its round (`pulled`), and pushes only
-once all members have reported that. So all members compute a round's steps on the same values.
-
-Pure: an edge holds one `Clocks` for each job, in memory only. After a leader failover no member may
-go on until each member that trained has reported again.
-
-A report takes a binary search over the occupied rounds, and no pass over the members, even if it
-is refused with a reason.
+With bound 0 a member also reports that it has its round's values (`pulled`), and pushes once all
+have: a round's steps are computed on the same values. After a leader failover no member may go on
+until each member that trained has reported again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,38 +31,30 @@ MAX_NAMES = 5
 
 
 class NoClock(Exception):
-    """Raised for a process without a clock: it never reported, was lost, left or rests, or a later
-    process of its member has reported."""
+    """Raised for a process without a clock, or if a later process of its member has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockReport:
-    """A member's report of its position."""
-
     position: ClockPosition
     bound: int
-    """Number of rounds that the member may be ahead of the slowest member."""
+    """Number of rounds that the member may be ahead of the slowest."""
     enters: bool = False
-    """True if the member has no clock yet and asks for one."""
+    """True if the member asks for its first clock."""
     begins: bool = False
-    """True if the member knows already that it may begin this round's step, and does not wait for
-    the answer."""
+    """True if the member begins the step without waiting for the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
-    """Answer to a member: the member's clock, and permission to go on."""
-
     clock: int
-    """The round of the member's next step or push; it may be higher than the reported round. A
-    member that did not wait for the answer (`ClockReport.begins`) stays in the round that it
-    reported, until it reports this clock."""
+    """Round of the member's next step or push, possibly above the reported one. After a report with
+    `begins`, the member stays in its reported round until it reports this clock."""
     allowed: bool
     slowest: int
-    """The lowest clock of all members; 0 while reports to a new leader are missing."""
+    """Lowest clock of all members; 0 while reports to a new leader are missing."""
     reason: str = ""
-    """Text that follows "waits for", such as other members and their round; empty if the member may
-    go on."""
+    """Text that follows "waits for"; empty if the member may go on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,24 +62,23 @@ class _Member:
     incarnation: str
     bound: int
     position: ClockPosition | None
-    """None for a member that asked for a clock, until all others have reported theirs."""
+    """None while the member waits for its first clock."""
     moved_s: float
     in_step: bool = False
-    """True if the member has begun a step, or may begin it, and has not asked for the next one."""
+    """True if the member is in a step, or may begin one."""
 
 
 class Clocks:
-    """The clocks of one job. `unreported`: members that have not reported to this leader yet."""
+    """Clocks of one job. `unreported`: members that have not reported to this leader."""
 
     def __init__(self, unreported: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
         self._standing = PositionIndex()
-        """All members that have a position."""
+        """Members with a position."""
         self._stepping = PositionIndex()
-        """Members of `_standing` that are in a step."""
+        """Members in a step."""
         self._waits_since_s: dict[str, float] = {}
-        """Time at which each waiting member was first refused its next step or push, the earliest
-        first."""
+        """First refusal of each waiting member, the earliest first."""
         self._unreported = {who.member_id: who.incarnation for who in sorted(unreported)}
         self._since_s = now_s
         self._floor = 0
@@ -105,8 +88,8 @@ class Clocks:
     def advance(self, who: MemberProcess, report: ClockReport, now_s: float) -> ClockStatus:
         """Record the member's position, and return whether it may go on.
 
-        A repeated report never moves the member back. Unless it has `begins` or `pulled`, it counts
-        as a request for the next step, and may move the member to a newer round.
+        A repeated report never moves the member back. Without `begins` and `pulled`, a report
+        requests the next step, and may move the member to a newer round.
         """
         name = who.member_id
         self._unreported.pop(name, None)
@@ -129,10 +112,10 @@ class Clocks:
         return self.decide_clock(who, now_s)
 
     def decide_clock(self, who: MemberProcess, now_s: float) -> ClockStatus:
-        """Decide whether the member may go on, record that, and return the answer with its clock.
+        """Decide whether the member may go on, and record that. Raises NoClock.
 
-        A member outside of a step moves to the newest round that is open to it. But while reports
-        to a new leader are missing, every member stays in its round and waits. Raises NoClock.
+        A member outside of a step moves to the newest open round, or waits while reports to a new
+        leader are missing.
         """
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unreported else 0
@@ -156,14 +139,13 @@ class Clocks:
         )
 
     def rest(self, who: MemberProcess, clock: int) -> None:
-        """Note that the member takes no steps for now; `clock` is the round that it would be in."""
+        """Note that the member rests; `clock` is its round."""
         self._unreported.pop(who.member_id, None)
         self._floor = max(self._floor, clock)
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
-        """Remove a member that is lost or left. If a later process of that member has a clock
-        already, that clock stays."""
+        """Remove a member that is lost or left. The clock of its later process stays."""
         name = who.member_id
         if self._unreported.get(name) == who.incarnation:
             del self._unreported[name]
@@ -183,7 +165,6 @@ class Clocks:
         return member
 
     def _index(self, name: str, member: _Member) -> None:
-        """Update the indexes after the member's position or `in_step` changed."""
         if member.position is None:
             self._standing.drop(name)
         else:
@@ -196,13 +177,13 @@ class Clocks:
     # --- decisions ---
 
     def _start(self, bound: int, but: str) -> int:
-        """The round that a member outside of a step enters: the newest one that it may begin at
-        once, or the round after it if another member already asks to push there."""
+        """Return the round that a member outside of a step enters: the newest that it may begin at
+        once, or the next if another member asks to push."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
         start = newest.clock
-        # Members outside of a step hold nobody up: they enter the newest round as well.
+        # Members outside of a step enter the newest round as well.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
@@ -236,16 +217,14 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """The lowest clock; if no member has one, the clock of the next member that enters."""
+        """Lowest clock; if no member has one, the clock of the next member that enters."""
         lowest = self._standing.lowest
         return lowest.clock if lowest is not None else self._floor
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """The lowest position. A member goes on once the horizon has reached its `threshold`.
-
-        No member's wait ends while the horizon stays the same. None: no member may go on.
-        """
+        """Lowest position. A member goes on once it reaches the member's `threshold`; None: no
+        member may go on."""
         if self._unreported:
             return None
         lowest = self._standing.lowest
@@ -260,14 +239,14 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, and no report of a clock to this leader is missing."""
+        """True if no member has a clock or has yet to report one to this leader."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---
 
     @property
     def clocks(self) -> Mapping[str, int]:
-        """The round of each member that has one."""
+        """Round of each member with a clock."""
         return {
             name: member.position.clock
             for name, member in self._members.items()
@@ -275,19 +254,18 @@ class Clocks:
         }
 
     def waiting(self) -> Iterator[tuple[str, str, float]]:
-        """Members that wait for their next step or push: (member, reason, time of the first
-        refusal)."""
+        """Waiting members: (member, reason, time of the first refusal)."""
         for name, since_s in self._waits_since_s.items():
             if reason := self._why_not(name, self._members[name]):
                 yield name, reason, since_s
 
     def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
-        """Members to declare lost, each with the reason; none until a member has waited for longer
-        than the limit.
+        """Members to declare lost, with the reason; none until a member has waited for longer than
+        the limit.
 
-        Those are the members that hold up others, do not wait themselves, and have not moved for
-        longer than the limit. While reports to a new leader are missing, they are instead the
-        members that have not reported for longer than the limit.
+        These members hold up others, do not wait, and have not moved within the limit. While
+        reports to a new leader are missing, the members to declare lost are those that have not
+        reported within the limit.
         """
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
@@ -303,13 +281,9 @@ class Clocks:
         return [
             (MemberProcess(name, member.incarnation), text)
             for name, member, at in sorted(standing, key=lambda each: each[0])
-            if at < highest
-            # A member that waits itself is not at fault.
-            and name not in self._waits_since_s
-            and now_s - member.moved_s > limit_s
+            if at < highest and name not in self._waits_since_s and now_s - member.moved_s > limit_s
         ]
 
 
 def _threshold(position: ClockPosition, bound: int) -> ClockPosition:
-    """Position that all others must have reached for a member at `position` to go on."""
     return position._replace(clock=position.clock - bound)

@@ -1,9 +1,5 @@
-"""Time limits, all computed from a few numbers, in a checked order.
-
-A limit that is out of order shows as a fault far from its cause. A lease shorter than a few
-heartbeats expels live members; a collective that may take longer than the watchdog allows is killed
-as if it hung. So the order is checked once, when a `Limits` is made.
-"""
+"""Time limits, all computed from a few numbers, in a checked order: a limit out of order shows as a
+fault far from its cause."""
 
 import math
 from dataclasses import dataclass
@@ -60,9 +56,8 @@ class Limits:
                 )
 
     def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
-        """The pairs (smaller, larger) of limits that must be in this order, each a name and its
-        seconds.
-        """
+        """Return the pairs (smaller, larger) of limits in their order, each a name and its
+        seconds."""
         forming = self.last_call_s + self.prepare_s + self.bring_up_s
         return (
             (("3 x heartbeat_s", 3 * self.heartbeat_s), ("lease_s", self.lease_s)),
@@ -140,7 +135,6 @@ class Limits:
 
 
 def _remedy(smaller: str) -> str:
-    """The advice for a limit that is not below its larger one."""
     if smaller == "collective_s":
         return "Raise --join-s or lower --collective-s."
     return "Raise --join-s or --collective-s, or lower --heartbeat-s."

@@ -1,27 +1,23 @@
-"""Ordered positions of a job's members, so that the first and the last are found at once.
-
-A `PositionIndex` finds the first or last position of all members but one, and the members at a
-position. An update takes a binary search over the occupied positions.
-"""
+"""Ordered positions of a job's members."""
 
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
 
 class ClockPosition(NamedTuple):
-    """Position of a member within a job; positions are ordered."""
+    """Ordered position of a member within a job."""
 
     clock: int
     pulled: bool = False
-    """True if the member has the values of this round, and asks to push."""
+    """True if the member has this round's values, and asks to push."""
 
 
 class PositionIndex:
-    """Names by position. Each name has at most one position."""
+    """Names by position, one for each name."""
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}
-        # The names at a position, in order of arrival.
+        # Names at a position, by arrival.
         self._names: dict[ClockPosition, dict[str, None]] = {}
         self._positions: list[ClockPosition] = []
         """Occupied positions, in order."""
@@ -52,11 +48,11 @@ class PositionIndex:
         return self._positions[0] if self._positions else None
 
     def first(self, but: str) -> ClockPosition | None:
-        """The lowest position of all names except `but`; None if there is no other name."""
+        """Lowest position of a name other than `but`, if any."""
         return self._end(0, 1, but)
 
     def last(self, but: str) -> ClockPosition | None:
-        """The highest position of all names except `but`; None if there is no other name."""
+        """Highest position of a name other than `but`, if any."""
         return self._end(-1, -2, but)
 
     def is_occupied(self, position: ClockPosition, but: str) -> bool:
@@ -65,7 +61,7 @@ class PositionIndex:
         return len(names) > (but in names)
 
     def names_at(self, position: ClockPosition) -> "dict[str, None]":
-        """The names at a position. Do not change the result."""
+        """Names at a position. Do not change the result."""
         return self._names.get(position, {})
 
     def _end(self, end: int, beside: int, but: str) -> ClockPosition | None:

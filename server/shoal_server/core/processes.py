@@ -13,7 +13,7 @@ class MemberProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """A process of a parameter server, which holds shards."""
+    """A process of a parameter server, as a holder of shards."""
 
     server_id: str
     incarnation: str

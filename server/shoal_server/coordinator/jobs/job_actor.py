@@ -1,7 +1,6 @@
-"""Actor of one job: writes the decisions of its driver to etcd, and sends them to members.
+"""Actor of one job: carries out the actions that `core.driver` decides.
 
-`core.driver` decides, and determines which actions wait for which write. This module carries out
-the actions: writes to etcd, notices on the members' streams, replies to waiting calls, timers.
+Actions are writes to etcd, notices, replies to waiting calls and timers.
 """
 
 import asyncio
@@ -65,7 +64,7 @@ Call = asyncio.Future[None]
 
 @dataclass(frozen=True, kw_only=True)
 class JobDependencies:
-    """Dependencies shared by all jobs of one coordinator."""
+    """Dependencies shared by all jobs."""
 
     jobs: DurableJobs
     stored: StoredJobs
@@ -73,13 +72,13 @@ class JobDependencies:
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
     on_failed: Callable[[str, Exception], ShoalError]
-    """Called with (job, error) if the job cannot continue; returns the error for its callers."""
+    """Called with (job, error) if the job cannot continue; returns its callers' error."""
     on_member_lost: Callable[[str, str, str], None]
-    """Called with (job, member_id, incarnation) for each member that is gone."""
+    """Called with (job, member_id, incarnation) of each member that is gone."""
     on_change: Callable[[str], None]
-    """Called with (job) after each step of its state machine, before any member is notified."""
+    """Called with (job) after each step of the state machine, before members are notified."""
     result_of: Callable[[str], JobResult]
-    """Called with (job) for a job that is over; returns its result as far as it is known."""
+    """Called with (job) of an ended job; returns the known part of its result."""
     max_jobs: int = JobLimits.max_jobs
 
 
@@ -93,70 +92,63 @@ class JobActor:
         read_records: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
         generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` reads older records on demand. `generations`: the generations that are in
-        etcd already."""
+        """`read_records` reads older records on demand. `generations`: those in etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
-        """Newest generation that was formed before this actor existed: under another leader, or
-        before the job was quarantined. 0 if the actor has led the job from its start."""
+        """Newest generation from an earlier leader, or from before a quarantine; 0 without one."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
         self.rosters = NewestRosters(job.spec.job)
-        """Rosters that members fetch by digest."""
         self._generations = generations or StoredGenerations()
         self._encoder = Encoder(job, self.rosters)
         self._actions: deque[Action[NoticeStream, Call]] = deque()
-        """Actions not carried out yet; more may be added while one is carried out."""
         self._is_acting = False
         self._writing: asyncio.Task[None] | None = None
         self._cause = copy_context()
-        """Context of the newest step of the state machine; the next write belongs to its trace."""
+        """Context of the newest step, for the trace of the next write."""
         self._woken = asyncio.Event()
         self._wakes_s = -math.inf
 
     # --- from the services ---
 
     async def submit(self, event: MemberEvent) -> None:
-        """Submit the event to the state machine, and carry out the actions that follow. The
-        decision is durable once this returns.
+        """Submit the event to the state machine, and return once the decision is durable.
 
-        If the event is refused, raises the refusal once its reason is durable. Raises the error
-        that ended the actor, such as NotLeader or JobQuarantined.
+        Raises the refusal of a refused event once its reason is durable, and the error that ended
+        the actor, such as NotLeader or JobQuarantined.
         """
         await self._decided(partial(self._driver.submit, event))
 
     async def stop(self, reason: str) -> None:
-        """Have all members leave at a step boundary; does nothing if the job is over. The decision
-        is durable once this returns. Raises the error that ended the actor, as the next three
-        methods do."""
+        """Have all members leave at a step boundary; do nothing for a job that is over. Like the
+        next three methods, raises the error that ended the actor."""
         await self._decided(partial(self._driver.stop, reason))
 
     async def abandon(self, reason: str) -> None:
-        """Declare the job failed; does nothing if it has members or is over."""
+        """Declare the job failed, unless it has members or is over."""
         await self._decided(partial(self._driver.abandon, reason))
 
     async def keep_result(self, result: JobResult) -> None:
-        """Store the result of the job in its own record; does nothing unless the job is over."""
+        """Store the result of a job that is over."""
         await self._decided(partial(self._driver.keep_result, result))
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
         """Allow members to join the job again. Raises the job's refusal if it is finished or has
-        members; also if its records were removed, unless `from_scratch` is true."""
+        members, or, without `from_scratch`, if its records were removed."""
         await self._decided(partial(self._driver.retry, reason, from_scratch=from_scratch))
 
     async def _decided(
         self, decide: Callable[[Call, float], Sequence[Action[NoticeStream, Call]]]
     ) -> None:
-        """Carry out a step of the state machine, and wait until it is durable."""
         call = asyncio.get_running_loop().create_future()
         with self._failing_job():
             self._apply_step(decide(call, self._dependencies.clock()))
         await self._answered(call)
 
     async def wait_durable(self, within_s: float) -> None:
-        """Wait until all decisions are durable. Raises Unavailable at the timeout, or the error of
-        the write."""
+        """Wait until all decisions are durable. Raises Unavailable at the timeout, or the write's
+        error."""
         call = asyncio.get_running_loop().create_future()
         self._do(self._driver.wait(call, self._dependencies.clock()))
         try:
@@ -182,7 +174,7 @@ class JobActor:
         *,
         fetches_rosters: bool = False,
     ) -> NoticeStream:
-        """Open a stream for the member's notices; it replaces an earlier one."""
+        """Open a stream for the member's notices, in place of an earlier one."""
         stream = NoticeStream(
             member_id=member_id,
             incarnation=incarnation,
@@ -193,19 +185,18 @@ class JobActor:
         return stream
 
     def end_stream(self, stream: NoticeStream) -> None:
-        """End a stream whose call is over. The member is then disconnected, unless it has opened
-        another stream."""
+        """End a stream; without another one, the member is disconnected."""
         with self._failing_job():
             self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
-        """Handle a heartbeat, and the trainer's status in it."""
+        """Handle a heartbeat."""
         with self._failing_job():
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
     def has_open_stream(self) -> bool:
-        """True if any process has an open stream, whether it was admitted as a member or not."""
+        """True if any process, admitted or not, has an open stream."""
         return any(True for _ in self._driver.streams)
 
     @property
@@ -215,19 +206,19 @@ class JobActor:
 
     @property
     def heartbeats(self) -> Mapping[str, HeartbeatHistory]:
-        """Signs of life by member id."""
+        """Heartbeats by member id."""
         return self._driver.liveness.heartbeats
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may train at their own pace now: the members of the newest committed
-        roster and of the running one, as far as these are asynchronous."""
+        """Processes that may train at their own pace: the members of the running and of the newest
+        committed roster, if asynchronous."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
 
     def authorize(self, token: Token) -> None:
-        """Raise Fenced unless the token's incarnation is a member now; for an incarnation that was
-        expelled, the error of its refusal."""
+        """Raise Fenced unless the token's incarnation is a member; for an expelled incarnation, its
+        refusal."""
         member = self.job.members.get(token.member_id)
         if member is None or member.incarnation != token.incarnation:
             if refusal := self.job.table.expelled.get(token.incarnation):
@@ -244,8 +235,8 @@ class JobActor:
             )
 
     def authorize_generation(self, token: Token) -> None:
-        """Raise what `authorize` raises, and GenerationBroken unless the token is of a generation
-        in force."""
+        """Raise what `authorize` raises, and GenerationBroken unless the token's generation is in
+        force."""
         self.authorize(token)
         in_force = self.generations_in_force()
         if token.generation not in in_force:
@@ -258,21 +249,20 @@ class JobActor:
             )
 
     def generations_in_force(self) -> list[int]:
-        """Numbers of the running generation and of the generation in bring-up, if there are any."""
+        """Numbers of the running generation and of the one in bring-up."""
         coming = self.job.attempt if self.job.phase is Phase.COMMITTED else None
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest); waits up to `wait_s` for it. Raises what
-        `Records.get` raises."""
+        """Decided record of a generation (0: the newest); waits for it for up to `wait_s`. Raises
+        what `Records.get` raises."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:
-        """End all streams and waiting calls; members then look for the coordinator that leads.
+        """End all streams and waiting calls; members then look for the leader.
 
-        Calls that wait for a write fail at once: while this coordinator cannot reach etcd, its
-        successor may remove the members that made them. Pending writes are cancelled: otherwise a
-        write could still reach etcd in a later term of this coordinator.
+        Pending writes are cancelled, because one could otherwise reach etcd in a later term of this
+        coordinator.
         """
         actions = self._driver.end(why or NotLeader("this coordinator no longer leads"))
         if self._writing is not None:
@@ -282,8 +272,7 @@ class JobActor:
 
     @contextmanager
     def _failing_job(self) -> Iterator[None]:
-        """Fail the whole job if the block raises, since its state may be half-changed. Raises the
-        error that all callers get."""
+        """Fail the whole job if the block raises: its state may be half-changed."""
         try:
             yield
         except Exception as error:
@@ -294,7 +283,7 @@ class JobActor:
     # --- time ---
 
     async def run(self) -> None:
-        """Wake the driver whenever one of its timers is due. Returns once the job is over."""
+        """Wake the driver when its timers are due, until the job is over."""
         clock = self._dependencies.clock
         while self.job.phase not in OVER:
             self._woken.clear()
@@ -311,7 +300,6 @@ class JobActor:
     # --- what the driver decides ---
 
     def _do(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
-        """Carry out the actions in order, after those in progress."""
         self._actions.extend(actions)
         if self._is_acting:
             return
@@ -328,7 +316,6 @@ class JobActor:
             self._woken.set()
 
     def _give_up(self, error: Exception) -> None:
-        """Discard the remaining actions; their callers get the error."""
         failure = self._failure(error)
         discarded, self._actions = self._actions, deque()
         for action in discarded:
@@ -337,7 +324,6 @@ class JobActor:
         self._actions.extend(self._driver.fail(failure))
 
     def _apply_step(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
-        """Carry out the actions of a step of the state machine."""
         self._cause = copy_context()
         self._dependencies.on_change(self.job.spec.job)
         self._do(actions)
@@ -370,8 +356,8 @@ class JobActor:
             self._do(self._driver.written(self._dependencies.clock()))
 
     def _with_result(self, write: JobWrite) -> JobWrite:
-        """Add the job's result, as far as it is known, to the write that ends the job: if this
-        leader dies, its successor does not know the loss that members reported last."""
+        """Add the known result to the write that ends the job: a successor does not know the last
+        reported loss."""
         state = write.state
         if state is None or not state.finished or state.tally.result:
             return write
@@ -379,7 +365,7 @@ class JobActor:
         return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
-        """Error that all callers get, since the state in memory is ahead of the durable state."""
+        """Error for all callers: the state in memory is ahead of the durable state."""
         if isinstance(error, NotLeader):
             self._dependencies.on_lost_leadership(str(error))
             return error
@@ -409,7 +395,6 @@ class JobActor:
 
 
 def _settle(call: Call, error: Exception | None) -> None:
-    """Complete the call, unless its caller has gone."""
     if call.done():
         return
     if error is None:

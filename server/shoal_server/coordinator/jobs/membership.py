@@ -1,4 +1,4 @@
-"""The Membership service: decodes a call, submits it to the job's actor, and answers."""
+"""The Membership service: submits calls to the jobs' actors."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Called with (job); resets it as `JobReset.reset` does."""
+"""Resets a job, as `JobReset.reset`."""
 
 
 class MembershipService(MembershipServicer):
@@ -59,7 +59,7 @@ class MembershipService(MembershipServicer):
         self._reset = reset
         self._http_url = http_url
 
-    # Notices are yielded encoded, since many members get the same one; see serving/rpc.
+    # Encoded once, since many members get the same notice.
     async def Attend(  # type: ignore[override]
         self, request: pb.AttendRequest, context: Context
     ) -> AsyncIterator[pb.Notice | bytes]:
@@ -129,9 +129,8 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Declare a process lost, on the report of its launcher. Nothing is done if the member is
-        gone already, or if another process has its name now. Raises what `check_launcher`
-        raises."""
+        """Declare a process lost, on its launcher's report; ignored unless the process is the
+        present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -142,9 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued, on the report of its launcher. Nothing is done if the
-        member is gone, or if another process has its name now. Raises what `check_launcher`
-        raises."""
+        """Mark a process halted or continued, on its launcher's report; ignored unless the process
+        is the present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -154,7 +152,7 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        # A member that asks for its own drain names itself by its incarnation.
+        # A member that drains itself is named by its incarnation.
         process = request.public_id or (request.incarnation and public_id(request.incarnation))
         who = proof_of_caller(
             known_caller(context), request.job_secret, is_itself=bool(request.incarnation)
@@ -183,7 +181,7 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         return await actor.record(request.generation, min(request.wait_s, self._call_wait_s))
 
-    # Encoded, since many hosts ask for the same roster.
+    # Encoded, since many hosts request the same roster.
     async def GetRoster(  # type: ignore[override]
         self, request: pb.GetRosterRequest, context: Context
     ) -> bytes:
@@ -229,7 +227,6 @@ class MembershipService(MembershipServicer):
 
 
 def _agreed_protocol(request: pb.AttendRequest) -> int:
-    """Newest protocol that both sides speak. Raises ProtocolMismatch."""
     oldest = request.oldest_protocol or request.protocol
     return OWN_PROTOCOLS.negotiate(ProtocolRange(oldest, request.protocol))
 
@@ -249,8 +246,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
-    """Return the event of a heartbeat. An `own_code_s` that is not finite is replaced by 0; the
-    heartbeat counts all the same."""
+    """Return the event of a heartbeat."""
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.HeartbeatReceived(
         **_identity(beat.token),
@@ -262,13 +258,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise what `JobActor.authorize` raises for a process that was a member and is no longer,
-    unless the job is completing.
-
-    A token with a generation belongs to a process that was a member. If the process is no member
-    now, it was lost or left, possibly under an earlier leader, whose list of expelled incarnations
-    this coordinator does not have.
-    """
+    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing. A
+    former member's token has a generation; an earlier leader may have expelled the process."""
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
 
@@ -280,8 +271,6 @@ def _identity(who: Token | MemberState) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> MemberState | None:
-    """The member that the launcher reports on; None if the member is gone, or if its process is not
-    the reported one."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None

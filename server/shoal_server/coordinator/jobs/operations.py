@@ -1,4 +1,4 @@
-"""Operations on a job by an operator, over gRPC and HTTP."""
+"""Operations of operators on a job, over gRPC and HTTP."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,19 +13,19 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 class JobOperations:
-    """Operations on jobs. Each raises what `Registry.find` raises, AccessDenied as `check_asker`
-    does, the job's refusal, and the error that ended the job's actor."""
+    """Operations on jobs. Each raises what `Registry.find` and `check_asker` raise, the job's
+    refusal, and the error that ended the job's actor."""
 
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
     ) -> None:
-        """`take` takes a snapshot of a job; None if this coordinator takes no snapshots."""
+        """`take` takes a snapshot of a job; None: no snapshots."""
         self._registry = registry
         self._take = take
 
     async def snapshot(self, job: str, who: CallerProof) -> None:
-        """Take a snapshot of a job's parameters. Also raises InvalidSpec if this coordinator takes
-        no snapshots, and the error that prevented the snapshot."""
+        """Take a snapshot of a job's parameters. Also raises InvalidSpec without `take`, and the
+        snapshot's error."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec(
@@ -35,7 +35,7 @@ class JobOperations:
         await self._take(job)
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:
-        """Have a job's members end at a step boundary; does nothing if the job is over."""
+        """Have a job's members end at a step boundary."""
         actor = self._found(job, who)
         await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
         return actor
@@ -46,18 +46,20 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost. If the job is not over
-        but has no members, nothing changes; with `from_scratch` it then starts at step 0. The job
-        refuses if it is finished or has members, or if its records were removed and `from_scratch`
-        is False."""
+        """Allow members to join a job that failed, was stopped or is lost; with `from_scratch`, at
+        step 0.
+
+        The job refuses if it is finished or has members, or, without `from_scratch`, if its records
+        were removed.
+        """
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
     async def drain(
         self, job: str, member_id: str, reason: str, who: CallerProof, *, process: str = ""
     ) -> JobActor:
-        """Let a member finish its step, hand over and leave. Also raises UnknownMember: for a
-        member that does not exist, or whose process has another public id than `process`."""
+        """Let a member finish its step, hand over and leave. Also raises UnknownMember if there is
+        no such member, or if `process` is not its public id."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None:

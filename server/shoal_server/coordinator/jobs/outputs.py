@@ -1,7 +1,6 @@
-"""Output of members: fetched from their launchers, or the last lines that ended launchers left.
+"""Output of members, from their launchers or from the last lines of ended launchers.
 
-A launcher keeps a stream open for requests, and answers each request with a call (`Give`). Nothing
-is stored in etcd: launchers that still run connect to the next leader.
+A launcher keeps a stream open for requests, and answers each with a call (`Give`).
 """
 
 import asyncio
@@ -34,14 +33,11 @@ from shoal_server.status.views import OutputView
 PART_BYTES = 64 * 1024
 ANSWER_WITHIN_S = 3.0
 MAX_PENDING = 256
-"""Maximum number of unanswered requests."""
 MAX_WAITING = 64
-"""Maximum number of requests queued for one launcher."""
+"""Maximum number of requests queued per launcher."""
 MAX_SERVED = 1 << 17
-"""Maximum of `OutputsService.num_served`."""
 MAX_KEPT_BYTES = 16 << 20
-"""Maximum size of the last lines that launchers left, over all jobs; the oldest are dropped
-first."""
+"""Maximum size of all last lines; the oldest are dropped first."""
 
 MemberKey = tuple[str, str]
 """Job and member id."""
@@ -49,7 +45,7 @@ MemberKey = tuple[str, str]
 
 @dataclass(eq=False, kw_only=True)
 class _Launcher:
-    """A launcher with an open stream. `secrets`: launch secret of each member."""
+    """A launcher with an open stream. `secrets`: launch secrets by member id."""
 
     host: str
     source: str
@@ -69,8 +65,6 @@ class _PendingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _LastLines:
-    """The last lines of a member whose launcher has ended."""
-
     launcher: _Launcher
     part: pb.OutputPart
 
@@ -80,15 +74,15 @@ class _StreamEnded(Exception):
 
 
 class OutputsService(OutputsServicer):
-    """Outputs of all members. Used on the coordinator's event loop only."""
+    """Outputs of all members, on the coordinator's event loop."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Launchers that serve each member, the newest last: after a reconnect, the launcher's
-        earlier stream may still be open."""
+        """Launchers of each member, the newest last: one that has reconnected may have two streams.
+        """
         self.num_served = 0
-        """Number of members whose outputs launchers serve, counted once for each open stream."""
+        """Number of served members, over all streams."""
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""
         self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
@@ -133,7 +127,7 @@ class OutputsService(OutputsServicer):
                 del self._serving[member]
 
     async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
-        """Pass an answer on to its reader. A late answer, or one for another member, is dropped."""
+        """Pass an answer on to its reader, unless it is late or for another member."""
         pending = self._pending.get(request.ticket)
         is_known = pending is not None and pending.member == (request.job, request.member_id)
         if pending is not None and is_known and not pending.answer.done():
@@ -174,14 +168,13 @@ class OutputsService(OutputsServicer):
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
-        """Lines of a member's output: after or before a position that an earlier answer gave; with
-        neither, the newest lines. For a position of an earlier launcher, `after` gives the newest
-        lines, and `before` none.
+        """Lines of a member's output, after or before a position from an earlier answer; else the
+        newest.
 
-        Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec if
-        both positions are given, AccessDenied for an unknown caller without the job's secret,
-        UnknownMember if no launcher has the output, Unavailable if the launcher does not answer or
-        its stream ends meanwhile, Overloaded.
+        For a position of an earlier launcher, `after` gives the newest lines, and `before` none.
+        Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
+        both positions, AccessDenied as `check_asker` does, UnknownMember if no launcher has the
+        output, Unavailable if the launcher does not answer, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")
@@ -212,7 +205,7 @@ class OutputsService(OutputsServicer):
         try:
             return self._registry.find(job)
         except JobQuarantined as why:
-            # Access could not be checked: it is unknown if the job has a secret.
+            # Access cannot be checked: the job may have a secret.
             raise Unavailable(
                 f"output of the members of job {job} is not shown while it is quarantined",
                 seen=why.what,
@@ -224,7 +217,7 @@ class OutputsService(OutputsServicer):
     ) -> pb.OutputPart:
         if (before or after) and not _is_of(launcher, before or after or ""):
             if before:
-                return pb.OutputPart()  # the position is an ended launcher's, whose lines are gone
+                return pb.OutputPart()  # the position is an ended launcher's
             after = None
         if len(self._pending) >= MAX_PENDING or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
@@ -252,13 +245,12 @@ class OutputsService(OutputsServicer):
     # --- from the coordinator ---
 
     def forget(self, job: str) -> None:
-        """Drop the last lines of a job that is removed or reset."""
+        """Drop the last lines of a removed or reset job."""
         for member in [each for each in self._kept if each[0] == job]:
             self._drop(member)
 
     def forget_all(self) -> None:
-        """End all streams and drop the last lines: another coordinator leads, and launchers connect
-        to it."""
+        """End all streams and drop the last lines."""
         launchers = {id(each): each for serving in self._serving.values() for each in serving}
         self._serving.clear()
         for launcher in launchers.values():
@@ -277,8 +269,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher has the job's secret, if there is one, and started the member. If the
-    member is gone, only the job's secret is checked."""
+    """True if the launcher has the job's secret, if any, and started the member, unless the member
+    is gone."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False
@@ -311,7 +303,6 @@ def _position(position: str) -> int:
 
 
 def _cut(kept: _LastLines, after: str | None, before: str | None) -> pb.OutputPart:
-    """The requested part of the kept lines."""
     part = kept.part
     start, stop = part.start, part.stop
     if before is not None:

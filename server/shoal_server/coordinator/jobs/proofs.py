@@ -1,4 +1,4 @@
-"""Checks of the secrets that callers present: a job's or a launcher's."""
+"""Checks of callers' secrets."""
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.secrets import JOB_VARIABLE, matches_digest
@@ -10,8 +10,8 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
-    """Raise AccessDenied if the job has a secret that the member does not present; or if the job
-    has no secret but has members, and the member presents a secret."""
+    """Raise AccessDenied if the member lacks the job's secret, or has a secret for a job that has
+    members and no secret."""
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
@@ -29,8 +29,7 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
 
 
 def check_asker(job: str, secret_digest: str, who: CallerProof) -> None:
-    """Raise AccessDenied if the job has a secret, and the caller neither presents it nor has
-    another proof (`CallerProof.is_known`)."""
+    """Raise AccessDenied if the caller has neither the job's secret nor another proof."""
     if secret_digest and not (who.is_known or matches_digest(who.job_secret, secret_digest)):
         raise AccessDenied(
             f"job {job} has a secret",
@@ -43,8 +42,8 @@ def check_asker(job: str, secret_digest: str, who: CallerProof) -> None:
 def check_launcher(
     member: MemberState, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
 ) -> None:
-    """Raise AccessDenied if the reporting caller did not start the process. For a process that no
-    launcher of Shoal started, any caller without TLS is accepted, and over TLS an operator."""
+    """Raise AccessDenied if the caller did not start the process. For a process without a launcher,
+    any caller without TLS is accepted, and over TLS an operator."""
     digest = member.info.launch_digest
     if digest:
         is_accepted = matches_digest(report.launch_secret, digest)

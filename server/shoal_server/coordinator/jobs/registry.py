@@ -48,36 +48,33 @@ Prepare = Callable[[str], Awaitable[None]]
 Found = TypeVar("Found")
 
 BACKGROUND_READS_AT_ONCE = 4
-"""Few, since the coordinator serves callers meanwhile."""
+"""Few, since callers are served at the same time."""
 MAX_SHOWN = 20
 
 
 async def _nothing(job: str) -> None:
-    """Default for `prepare`: does nothing."""
+    """Do nothing: the default of `prepare`."""
 
 
 def steady_unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds that never jump: the wall clock's time at this call, continued
-    by the monotonic clock."""
+    """Return a clock of Unix seconds that never jump."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
 
 
 class KnownLeader:
-    """The leading coordinator, as far as this coordinator knows. While another one leads, callers
-    are sent to its address."""
+    """The leading coordinator, as this one knows it."""
 
     def __init__(self) -> None:
         self.address = ""
-        """host:port; empty while no other coordinator is known to lead."""
+        """host:port; empty if no other coordinator is known to lead."""
         self.why_nobody = "nobody leads yet: etcd has not answered"
-        """Reason why no leader is known."""
         self.num_changes = 0
-        """Number of leader changes seen, including those to this coordinator."""
+        """Number of leader changes seen."""
         self._newest = ""
 
     def note(self, address: str) -> None:
-        """Count a change of leader. `address`: the leader's; empty if nobody leads."""
+        """Count a change of leader. `address`: empty without a leader."""
         if address and self._newest and address != self._newest:
             self.num_changes += 1
         self._newest = address or self._newest
@@ -96,8 +93,7 @@ class KnownLeader:
 
 
 class Registry:
-    """Jobs and their actors. They are served while this coordinator leads: from `begin`, which
-    follows `read`, to `step_down`."""
+    """Jobs and their actors, served from `begin`, which follows `read`, to `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies
@@ -113,7 +109,7 @@ class Registry:
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self.earlier_runs: dict[str, EarlierRuns] = {}
-        """Earlier runs of jobs that were reset; read before this coordinator leads."""
+        """Earlier runs of reset jobs, read before `begin`."""
         self._resetting: set[str] = set()
         self._leads = False
         self.known_leader = KnownLeader()
@@ -123,11 +119,10 @@ class Registry:
         return self._leads
 
     async def read(self, prepare: Prepare) -> None:
-        """Read every job that has members, and call `prepare` for each. Only the state record of
-        other jobs is read. Keys of members whose job does not exist are deleted. Raises what the
-        store raises.
+        """Read every job that has members, and call `prepare` for each; of other jobs, only the
+        state record.
 
-        No job's timers start before `begin`, so the order of reading does not matter.
+        Deletes keys of members without a job. Raises what the store raises.
         """
         survey = await self._dependencies.stored.survey()
         for name, why in survey.quarantined.items():
@@ -142,9 +137,8 @@ class Registry:
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
-        """Start to serve jobs, and start their timers. Jobs that are not read yet are read in the
-        background. Returns the actors of the jobs that `read` has read whole, except those that are
-        quarantined now."""
+        """Serve jobs, start their timers, and read the other jobs in the background. Returns the
+        actors of the jobs that were read whole."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -164,13 +158,12 @@ class Registry:
         )
 
     def keep_state_only(self, state: StateRecord) -> None:
-        """Add a job that is over, and of which etcd has only the state record left. Does nothing if
-        this coordinator does not lead any more."""
+        """Add a job that is over, of which only the state record is left. Does nothing if this
+        coordinator does not lead."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
     async def _read(self, name: str) -> StoredJob | None:
-        """Read a job; None if it is quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
             await self._prepare(name)
@@ -195,7 +188,6 @@ class Registry:
         )
 
     async def _read_rest(self) -> None:
-        """Read jobs without members: interrupted ones, then the records of finished ones."""
         await gather_bounded(self._read_in_background, list(self._unread), BACKGROUND_READS_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, BACKGROUND_READS_AT_ONCE)
@@ -214,7 +206,7 @@ class Registry:
             await _until_read(actor.records.fill)
             await _until_read(partial(self._prepare, name))
         except ShoalError as error:
-            # The job is over; the error concerns only callers that ask for its records.
+            # The error concerns only callers that request these records.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
 
     def quarantine(self, name: str, error: Exception) -> JobQuarantined:
@@ -232,12 +224,12 @@ class Registry:
 
     @property
     def quarantined(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Quarantined jobs: the reason, and the start (Unix seconds)."""
+        """Quarantined jobs, with the reason and the start (Unix seconds)."""
         return self._quarantine.jobs
 
     async def resume_quarantined(self, name: str) -> JobActor | None:
-        """Continue a quarantined job from its records in etcd; None if etcd has none any more. A
-        job that is not quarantined is left as it is.
+        """Continue a quarantined job from its records in etcd; None if etcd has none. A job that is
+        not quarantined is unchanged.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -271,7 +263,7 @@ class Registry:
         self._leads = False
 
     async def step_down(self) -> None:
-        """End all jobs' actors: another coordinator leads, or this one ends."""
+        """End all actors."""
         self.refuse_calls()
         tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
         for task in tasks:
@@ -279,7 +271,7 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
         for actor in self.actors():
             await actor.end()
-        # Last: while one actor ends, a write of another may fail, and quarantine its job.
+        # Last: while actors end, failing writes may quarantine jobs.
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._reading = None
         for table in (self._tasks, self._actors, self._unread, self._quarantine):
@@ -293,7 +285,7 @@ class Registry:
         return list(self._actors.values())
 
     def find(self, job: str) -> JobActor:
-        """The job's actor. Raises UnknownJob, NotLeader, JobQuarantined, Unavailable."""
+        """The job's actor. Raises UnknownJob, NotLeader, JobQuarantined or Unavailable."""
         self.require_leading()
         self._require_usable(job)
         try:
@@ -323,8 +315,7 @@ class Registry:
         return self._actors.get(job)
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the secret of a job, which may be quarantined. Empty if there is no such job,
-        if the job has no secret, or if its record in etcd does not show the digest. Raises
+        """Digest of the secret of a job, which may be quarantined; empty if there is none. Raises
         NotLeader, and Unavailable while etcd cannot be reached."""
         self.require_leading()
         if (actor := self._actors.get(job)) is not None:
@@ -332,12 +323,11 @@ class Registry:
         return await self._dependencies.stored.secret_digest(job)
 
     def is_free(self, name: str) -> bool:
-        """True if no job of that name is known to this coordinator."""
         tables = (self._actors, self._unread, self._resetting)
         return name not in self._quarantine and not any(name in each for each in tables)
 
     def find_or_create(self, spec: JobSpec) -> JobActor:
-        """The job's actor; created when its first worker arrives. Raises NotLeader, JobQuarantined,
+        """The job's actor, made for its first worker. Raises NotLeader, JobQuarantined,
         Unavailable, and Overloaded if there are too many jobs."""
         self.require_leading()
         self._require_usable(spec.job)
@@ -365,28 +355,28 @@ class Registry:
             )
 
     async def authorize(self, token: Token) -> None:
-        """Raise what `find_for` and `JobActor.authorize` raise unless the token's incarnation is a
-        member of its job now."""
+        """Raise what `find_for` and `JobActor.authorize` raise unless the token is a current
+        member's."""
         self.find_for(token).authorize(token)
 
     def find_for(self, token: Token) -> JobActor:
         """Actor of the token's job. Raises what `find` raises, JobFinished for a token of an
-        earlier run, and AccessDenied for a token without the secret of a job that has one."""
+        earlier run, and AccessDenied without the job's secret."""
         actor = self.find(token.job)
         self.check_run(token)
         check_member(actor.job.spec, token.job_secret, has_members=False)
         return actor
 
     def check_run(self, token: Token) -> None:
-        """Raise JobFinished for a token of an earlier run of a job that was reset."""
+        """Raise JobFinished for a token of an earlier run of a reset job."""
         earlier = self.earlier_runs.get(token.job)
         if earlier is not None and (refusal := earlier.refusal(token)):
             raise codec.refusal_to_error(refusal, earlier.last_generation)
 
     @asynccontextmanager
     async def block_and_forget(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Refuse all calls for the job during the block; if the block succeeds, drop the job from
-        memory. Yields the job's actor; None if this coordinator has none.
+        """Refuse all calls for the job during the block, then drop it unless the block raised.
+        Yields its actor, if any.
 
         Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is being read
         or reset.
@@ -407,7 +397,7 @@ class Registry:
             self._resetting.discard(job)
 
     async def drop_if_empty(self, actor: JobActor) -> None:
-        """Drop the job if no member was admitted to it and etcd has no record of it."""
+        """Drop a job without members, streams or a record in etcd."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
         is_empty = not job.members and not actor.has_open_stream and not actor.is_writing
@@ -433,8 +423,8 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Declare the member lost. Raises what `find` raises; Fenced if it is no longer a member,
-        or the error of its refusal if it was refused; and the error that ended the job's actor."""
+        """Declare the member lost. Raises what `find` raises, Fenced or the member's refusal, and
+        the error that ended the job's actor."""
         await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property
@@ -466,13 +456,11 @@ class Registry:
 
 
 def _one_of(names: list[str]) -> str:
-    """Names of the existing jobs in a short sentence."""
     return f"one of {short_list(names, MAX_SHOWN)}" if names else "the name of an existing job"
 
 
 async def _until_read(work: Callable[[], Awaitable[Found]]) -> Found:
-    """Read from etcd, and repeat that while etcd does not answer or denies access: an operator may
-    correct permissions."""
+    """Read from etcd; retry while it does not answer or denies access."""
     return await until_answered(
         work,
         lambda error: log.warning("job_not_read_yet", reason=str(error)),

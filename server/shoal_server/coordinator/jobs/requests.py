@@ -1,4 +1,4 @@
-"""Translation of members' calls to events of their job's core."""
+"""Translation of members' calls to events of the core."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from shoal_server.core.membership import events
 MAX_ERROR = 500
 MAX_REPORT = 1000
 _SOURCE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")
-"""A source position in an error of a native library, such as `[socket.cpp:12]`."""
+"""Source position in a native library's error."""
 
 MemberRequest = (
     pb.ProposeRequest
@@ -101,8 +101,7 @@ def event_of(request: MemberRequest) -> events.MemberEvent:
 
 
 def first_line(error: str) -> str:
-    """First line of an error, without source positions of native libraries. The member's own log
-    has the rest."""
+    """First line of an error, without source positions of native libraries."""
     return _SOURCE.sub("", error.strip().partition("\n")[0]).strip()
 
 
@@ -131,7 +130,6 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.MemberPause
 
 
 def _seconds(name: str, value: float, above: float = -1.0) -> float:
-    """A duration from a member's call. Raises InvalidSpec if it is out of range."""
     if not (math.isfinite(value) and value > above):
         raise InvalidSpec(
             f"{name} is out of range",

@@ -1,4 +1,4 @@
-"""Notices queued for members. A notice that many members get is encoded once."""
+"""Notices queued for members, each encoded once for all of them."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,8 +17,7 @@ log = structlog.get_logger(__name__)
 
 MAX_NOTICES = 1000
 MAX_ROSTERS = 4
-"""Maximum number of rosters kept: the running one, the attempted one, and those that slow members
-still fetch."""
+"""The running roster, the attempted one, and those that slow members still fetch."""
 
 
 @dataclass(kw_only=True)
@@ -28,11 +27,11 @@ class NoticeStream:
     member_id: str
     incarnation: str
     fetches_rosters: bool = False
-    """True if the member can fetch, by digest, a roster that a notice leaves out."""
+    """True if the member can fetch a roster that a notice leaves out."""
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
-    """Digest of the roster in the newest Prepare of this stream."""
+    """Digest of the roster in the newest Prepare."""
 
     def send_notice(self, notice: Notice, encoder: "Encoder") -> None:
         if self.ended:
@@ -41,7 +40,7 @@ class NoticeStream:
             omits_roster = self.fetches_rosters and self._may_omit_roster(notice)
             self.notices.put_nowait(encoder.encoded(notice, with_roster=not omits_roster))
         except asyncio.QueueFull:
-            # The member attends again, and gets the current state.
+            # The member attends again, and then gets the current state.
             log.warning("stream_overflowed", member=self.member_id)
             self.end()
             return
@@ -49,8 +48,6 @@ class NoticeStream:
             self._shown = notice.digest
 
     def _may_omit_roster(self, notice: Notice) -> bool:
-        """True if the notice's roster is large; or, for an outcome, if the newest Prepare of this
-        stream was for the same roster."""
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False
@@ -68,7 +65,6 @@ class NoticeStream:
 
 
 def _roster_of(notice: Notice) -> tuple[str, GenerationRoster] | None:
-    """Roster in the notice, with its digest."""
     match notice:
         case PrepareNotice():
             return notice.digest, notice.roster
@@ -78,13 +74,13 @@ def _roster_of(notice: Notice) -> tuple[str, GenerationRoster] | None:
 
 
 class Encoder:
-    """Encodes a notice at its first use; all members that get it share the bytes."""
+    """Encodes a notice once for all members that get it."""
 
     def __init__(self, job: Job, rosters: "NewestRosters") -> None:
-        """`rosters`: keeps the rosters that notices leave out."""
+        """`rosters`: keeps rosters that notices leave out."""
         self._job = job
         self._rosters = rosters
-        # The core passes the same object for all members, one after the other.
+        # The core passes the same object for all members in turn.
         self._newest: dict[bool, tuple[Notice, bytes]] = {}
 
     def encoded(self, notice: Notice, *, with_roster: bool) -> bytes:
@@ -101,12 +97,12 @@ class Encoder:
 
 
 class NewestRosters:
-    """Newest rosters of a job by digest, for members whose notices leave them out."""
+    """Newest rosters of a job by digest."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._rosters: dict[str, GenerationRoster] = {}
-        """Rosters by digest, the newest last."""
+        """Ordered, the newest last."""
         self._answers: dict[str, bytes] = {}
 
     def keep(self, digest: str, roster: GenerationRoster) -> None:

@@ -1,6 +1,6 @@
-"""The standard gRPC health service (grpc.health.v1), for probes and for the other coordinators.
+"""The standard gRPC health service (grpc.health.v1), for probes and other coordinators.
 
-The service name "" stands for the process, and `leader` for its leadership.
+The name "" stands for the process, and `leader` for its leadership.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
         self._changed = asyncio.Event()
 
     def set_leads(self, leads: bool) -> None:
-        """Record if this coordinator leads, and notify watchers."""
+        """Set the leadership, and notify watchers."""
         self._leads = leads
         self._notify()
 

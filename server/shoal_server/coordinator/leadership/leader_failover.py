@@ -1,16 +1,13 @@
 """Ends the term of a leader whose process is gone, without waiting for its lease.
 
-A lease cannot be short: it must outlast a slow disk, a busy machine, an election within etcd. But
-the kernel knows at once when a process has died: it closes the process' connections, and refuses
-new ones to its port. So each coordinator that does not lead keeps a call to the leader open. If the
-call breaks, and a new connection is then *refused*, the leader is gone.
+A lease must outlast slow disks, busy machines and elections within etcd. But the connections of a
+dead process are closed, and new ones refused, at once. So each other coordinator keeps a call to
+the leader open. If the call breaks, and a new connection is then *refused*, the leader is gone. In
+all other cases the lease has to expire.
 
-In all other cases the lease has to expire. A call breaks on a flaky network too, an address that
-does not answer may be cut off from this host alone, and a suspended process (SIGSTOP) keeps its
-port. A refusal counts only if the leader has answered this coordinator before: behind a firewall
-that always refuses, two coordinators would otherwise end each other's terms again and again.
-
-Safety does not depend on this check: see `end_term`.
+A refusal counts only if the leader has answered this coordinator before: two coordinators behind
+firewalls that refuse could otherwise end each other's terms again and again. Safety does not depend
+on this check: see `end_term`.
 """
 
 import asyncio
@@ -39,9 +36,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool
 
 
 async def end_term_when_gone(store: KeyValueStore, leader: Leader) -> None:
-    """End the leader's term as soon as its process is gone, then return. Retries while etcd does
-    not answer; if etcd refuses, logs `term_not_ended` and returns. Cancel this when the leader
-    changes."""
+    """End the leader's term as soon as its process is gone. Retries while etcd does not answer;
+    logs `term_not_ended` if etcd refuses. Cancel this when the leader changes."""
     known = False
     pauses = BackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
     while True:
@@ -61,7 +57,7 @@ async def end_term_when_gone(store: KeyValueStore, leader: Leader) -> None:
 
 
 async def answered_until_broken(address: str) -> bool:
-    """Keep a call to the coordinator open until it breaks. True if the coordinator answered it."""
+    """Keep a call to the coordinator open until it breaks. True if the coordinator answered."""
     answered = False
     async with open_aio_channel(address, COORDINATOR_NAME, CHANNEL_OPTIONS) as channel:
         request = health_pb2.HealthCheckRequest()
@@ -74,7 +70,7 @@ async def answered_until_broken(address: str) -> bool:
 
 
 async def refuses(address: str) -> bool:
-    """True if every address of host:port refuses a connection; silence is no refusal."""
+    """True if every address of host:port refuses a connection; a timeout is no refusal."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
     try:

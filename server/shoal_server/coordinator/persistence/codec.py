@@ -1,4 +1,4 @@
-"""Conversion of the core's types to messages and to records in etcd, and back."""
+"""Conversion of the core's types to and from messages and records in etcd."""
 
 import json
 from collections.abc import Mapping
@@ -45,8 +45,7 @@ _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
 def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
-    """Return the job's bounds that a member sent, not checked here. `secret`: the job secret from
-    the member's token; only its digest is kept."""
+    """Return the bounds that a member sent, unchecked, with the digest of `secret`."""
     return JobSpec(
         job=spec.job,
         min_members=spec.min_members,
@@ -58,7 +57,7 @@ def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
 
 
 def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
-    """Return the info that a member sent about itself, not checked here."""
+    """Return the info that a member sent about itself, unchecked."""
     return MemberInfo(**{each.name: getattr(info, each.name) for each in fields(MemberInfo)})
 
 
@@ -76,8 +75,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    """Return the limits that members need: all fields of `pb.Limits` that `Limits` has, whether
-    stored or derived."""
+    """Return the limits that members need."""
     names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
@@ -86,8 +84,8 @@ _newest_roster: list[tuple[GenerationRoster, pb.Roster]] = []
 
 
 def roster_to_pb(roster: GenerationRoster) -> pb.Roster:
-    """The roster as a message, which is shared: do not change it."""
-    # The digest, Prepare, the record in etcd and Outcome are made from the same roster in turn.
+    """The roster as a shared message: do not change it."""
+    # Digest, Prepare, record and Outcome are made from the same roster in turn.
     if not _newest_roster or _newest_roster[0][0] is not roster:
         _newest_roster[:] = [(roster, _roster_to_pb(roster))]
     return _newest_roster[0][1]
@@ -119,8 +117,8 @@ def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
-    """Return the roster in a message. `incarnations`: incarnations by member id, which a
-    message does not contain. Raises KeyError if one is missing, or for an unknown StateAction."""
+    """Return the roster in a message, with these incarnations by member id. Raises KeyError for a
+    missing incarnation or an unknown StateAction."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,
@@ -146,12 +144,12 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Genera
 
 
 def digest_of(roster: GenerationRoster) -> str:
-    """Return the digest of the roster's message. Members accept a roster by its digest."""
+    """Return the digest by which members accept the roster."""
     return roster_digest(roster_to_pb(roster))
 
 
 def record_to_pb(record: GenerationRecord, *, with_roster: bool = True) -> pb.GenerationRecord:
-    """The record as a message. Without its roster, it still has the generation number."""
+    """The record as a message; without its roster, with the generation number."""
     conflicts = [
         pb.Conflict(
             field=c.field,
@@ -177,8 +175,8 @@ def _roster_or_number(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
 def record_from_pb(
     record: pb.GenerationRecord, incarnations: Mapping[str, str]
 ) -> GenerationRecord:
-    """Return the record in a message. `incarnations`: see `roster_from_pb`. Raises KeyError if
-    `roster_from_pb` does, and for an unknown verdict."""
+    """Return the record in a message. Raises what `roster_from_pb` raises, and KeyError for an
+    unknown verdict."""
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts
@@ -199,8 +197,7 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Decode the value of a member's key in etcd: the incarnation and the info. Raises
-    UnreadableRecord."""
+    """Decode a member's incarnation and info. Raises UnreadableRecord."""
     value = Fields.parsed(data)
     info = MemberInfo(
         host=value.text("host"),
@@ -220,8 +217,7 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
-    """Error of the class that the refusal names, or InternalError for an unknown name, with
-    conflicts, generation and the replacing process as details."""
+    """Error of the class that the refusal names; InternalError for an unknown one."""
     kind = ShoalError.kinds.get(refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)
@@ -237,7 +233,7 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
 
 
 def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = True) -> pb.Notice:
-    """The notice as a message. `generation`: the job's newest, for the details of a refusal."""
+    """The notice as a message. `generation`: the job's newest, for a refusal's details."""
     message = pb.Notice(reason=notice.reason)
     match notice:
         case events.PrepareNotice():

@@ -1,8 +1,7 @@
-"""Durable writes of jobs. `LeaderStore` makes each one conditional on the leader's key.
+"""Durable writes of jobs, conditional on the leader's key.
 
-A job's writes also compare the revision of the job's own record with the one that this coordinator
-read or wrote last. So no decision is based on a record that another process has changed. A write of
-unknown outcome is repeated. If the first attempt reaches etcd after the second, it changes nothing.
+A job's writes also compare its record's revision with the last known one: no decision is based on a
+record that another process has changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,50 +45,45 @@ class DurableJobs:
         self._store = store
         self._more: dict[str, Mapping[str, object]] = {}
         self._revisions: dict[str, Revision] = {}
-        """Revisions of jobs' own records, as last read or written."""
         self._unsure: set[str] = set()
-        """Jobs with a write of unknown outcome, which is repeated."""
+        """Jobs with a write of unknown outcome."""
 
     def keep(self, job: str, stored: StateRecord | None) -> None:
-        """Continue from this record of the job (None: there is none in etcd). Each write preserves
-        the record's fields that a later release added."""
+        """Continue from this record of the job; None: etcd has none. Writes preserve fields that a
+        later release added."""
         self.forget(job)
         if stored is not None:
             self._more[job] = stored.more
             self._revisions[job] = Revision(stored.revision)
 
     def forget(self, job: str) -> None:
-        """Stop tracking the job's record: this coordinator no longer writes it."""
+        """Stop tracking the job's record."""
         self._more.pop(job, None)
         self._revisions.pop(job, None)
         self._unsure.discard(job)
 
     def has_written(self, job: str) -> bool:
-        """True if etcd may have a record of the job, as far as this coordinator knows."""
+        """True if etcd may have a record of the job."""
         return bool(self._revisions.get(job)) or job in self._unsure
 
     async def apply(self, operations: Sequence[Operation]) -> None:
-        """Make the operations durable in one transaction.
+        """Make the operations durable in one transaction, repeated while its outcome is unknown.
 
-        All of them are idempotent, so a write of unknown outcome is simply repeated. Raises
-        NotLeader once another coordinator leads, Unavailable while etcd cannot be reached, and the
-        error with which etcd refuses the write (a record that is too large). After Unavailable, an
-        earlier attempt of unknown outcome may have taken effect.
+        Raises NotLeader, Unavailable while etcd cannot be reached, and the error with which etcd
+        refuses. After Unavailable, an earlier attempt may have taken effect.
         """
         await transact_until_known(self._store, (), operations)
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
-        """Make the operations durable in order, in one or more transactions."""
+        """Make the operations durable in order, in several transactions if necessary."""
         for batch in _batches(operations):
             await self.apply(batch)
 
     async def persist(self, write: JobWrite, generations: StoredGenerations) -> None:
-        """Make a job's write durable. `generations`: the job's generations in etcd, updated by the
-        write.
+        """Make a job's write durable, and update its `generations` in etcd.
 
-        Retries for as long as etcd cannot be reached or denies access: changes wait, and training
-        continues. Raises NotLeader once another coordinator leads, InternalError if another process
-        wrote the job's own record, and the error with which etcd refuses the write.
+        Retries while etcd cannot be reached or denies access. Raises NotLeader, InternalError if
+        another process wrote the job's own record, and the error with which etcd refuses.
         """
         await self._until_written(write.job, operations_of(self._with_more(write)))
         if write.record is not None:
@@ -102,9 +96,8 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
-        # Each transaction is repeated by itself. Suppose that the one that writes the job's record
-        # took effect, and its answer was lost: if all were repeated, those before it would fail,
-        # since they would compare the record's old revision.
+        # Repeated one by one: after the job's record is written, earlier transactions would compare
+        # its old revision.
         for batch in _batches(operations):
             await until_answered(
                 partial(self.apply_to, job, batch),
@@ -113,8 +106,8 @@ class DurableJobs:
             )
 
     async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:
-        """Apply the operations as `apply` does, if the job's own record is the one that this
-        coordinator knows. Raises InternalError if it is not."""
+        """Apply the operations as `apply` does. Raises InternalError if the job's own record is not
+        the known one."""
         key = keys.job_state(job)
         state = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:
@@ -140,8 +133,6 @@ class DurableJobs:
 
 
 def _is_waited_out(error: ShoalError) -> bool:
-    """True if a job's write is repeated after this error until it succeeds. AccessDenied is such an
-    error, since an operator may correct permissions."""
     return isinstance(error, RetryError | AccessDenied) and not isinstance(error, NotLeader)
 
 
@@ -162,15 +153,13 @@ def operations_of(write: JobWrite) -> list[Operation]:
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
-        # Last, so that it is written only after all the others.
+        # Last, so that the record follows all the others.
         key = keys.generation(write.job, write.record.roster.generation)
         operations.append(Put(key, record_to_json(write.record)))
     return operations
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Split the operations, in order, into transactions of at most MAX_TRANSACTION operations and
-    MAX_TRANSACTION_BYTES. A value of more bytes gets a transaction of its own."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:
@@ -185,7 +174,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
 
 
 def _member(job: str, member_id: str, member: MemberState | None) -> Operation:
-    """Write or delete the member's key. It is under no lease: only a leader deletes it."""
+    """Write or delete the member's key, which is under no lease."""
     key = keys.member(job, member_id)
     if member is None:
         return Delete(key)

@@ -1,8 +1,7 @@
 """Record of a job's runs before its last reset.
 
-Generation numbers keep rising over all runs of a name, so that a token of an earlier run is
-recognised by its number. Processes that were never in a generation are recognised by their
-incarnations.
+Generation numbers rise over all runs of a name, so a token's number shows its run. Processes
+without a generation are recognised by their incarnations.
 """
 
 import json
@@ -20,7 +19,7 @@ from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_EXPELLED = 1000
-"""Maximum number of incarnations kept, the newest: 40 bytes each."""
+"""Maximum number of incarnations, 40 bytes each."""
 MAX_SHOWN = 8
 _SEEN = "a process of an earlier run"
 
@@ -31,14 +30,13 @@ class EarlierRuns:
 
     job: str
     last_generation: Generation
-    """Highest generation number in these runs."""
     expelled: tuple[str, ...] = ()
-    """Incarnations of members that were expelled, oldest first; at most MAX_EXPELLED."""
+    """Expelled incarnations, oldest first."""
     ended_unix_s: float = 0.0
-    """Time of the last reset: snapshots taken before it do not belong to the current run."""
+    """Time of the last reset; earlier snapshots are of another run."""
 
     def with_run(self, last_generation: int, expelled: Iterable[str]) -> "EarlierRuns":
-        """A copy that includes the run that ends now."""
+        """Return a copy that includes the run that ends now."""
         expelled = dict.fromkeys([*self.expelled, *expelled])
         return EarlierRuns(
             job=self.job,
@@ -48,7 +46,7 @@ class EarlierRuns:
         )
 
     def prepare_run(self, job: Job) -> None:
-        """Make the new run continue these generation numbers and refuse processes of these runs."""
+        """Make the new run continue the numbers, and refuse processes of these runs."""
         job.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)
@@ -64,7 +62,7 @@ class EarlierRuns:
         return None
 
     def to_json(self) -> bytes:
-        """Value in etcd."""
+        """Encode for etcd."""
         value = {
             "last_generation": self.last_generation,
             "expelled": list(self.expelled),
@@ -74,7 +72,7 @@ class EarlierRuns:
 
 
 def from_json(job: str, value: bytes) -> EarlierRuns:
-    """Decode what `to_json` wrote. Raises InternalError for anything else."""
+    """Decode the value of `to_json`. Raises InternalError."""
     try:
         fields = Fields.parsed(value)
         return EarlierRuns(
@@ -90,7 +88,7 @@ def from_json(job: str, value: bytes) -> EarlierRuns:
 
 
 def check_unused(job: str, member_ids: Iterable[str]) -> None:
-    """Raise JobInUse if the job has members: nothing is deleted while they use it."""
+    """Raise JobInUse if the job has members."""
     names = sorted(member_ids)
     if not names:
         return

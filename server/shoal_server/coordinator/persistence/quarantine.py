@@ -1,8 +1,7 @@
 """Quarantine of jobs with which a coordinator cannot continue; all other jobs continue.
 
-A job is quarantined if a record of it cannot be read, if etcd refuses to store one, or if handling
-an event fails. Its members and records of generations in etcd stay unchanged until `shoal repair`
-or `shoal rm`.
+A job is quarantined if a record of it cannot be read or stored, or if handling an event fails. Its
+records stay in etcd until `shoal repair` or `shoal rm`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ LOOK = "`shoal repair {job}` shows what is wrong, and what can be done."
 
 
 def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
-    """Error for a job with a record that cannot be read."""
+    """Error for a job with an unreadable record."""
     return JobQuarantined(
         f"job {job} is quarantined: the record at {key} in etcd cannot be read",
         seen=str(error)[:SEEN_LENGTH],
@@ -30,7 +29,7 @@ def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
 
 
 def failed(job: str, error: Exception) -> JobQuarantined:
-    """Error for a job if etcd refused one of its writes, or an event could not be handled."""
+    """Error for a job if a write was refused, or an event could not be handled."""
     return JobQuarantined(
         f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],
@@ -41,18 +40,18 @@ def failed(job: str, error: Exception) -> JobQuarantined:
 
 
 class Quarantine:
-    """Quarantined jobs, each with the reason and the start, by the clock of all jobs."""
+    """Quarantined jobs."""
 
     def __init__(
         self, clock: Callable[[], float], on_event: Callable[[str, str, str], object]
     ) -> None:
-        """`on_event` is called with job, kind and reason."""
+        """`on_event` is called with (job, kind, reason)."""
         self._clock = clock
         self._on_event = on_event
         self._jobs: dict[str, tuple[JobQuarantined, float]] = {}
 
     def quarantine(self, job: str, error: Exception) -> JobQuarantined:
-        """Quarantine the job. Returns the error for its callers; the first reason stays."""
+        """Quarantine the job. Returns the first reason, as the error for callers."""
         if job not in self._jobs:
             why = error if isinstance(error, JobQuarantined) else failed(job, error)
             self._jobs[job] = why, self._clock()
@@ -65,13 +64,13 @@ class Quarantine:
         self._jobs.pop(job, None)
 
     def clear(self) -> None:
-        """Release all jobs: another coordinator leads."""
+        """Release all jobs."""
         self._jobs.clear()
 
     def check(self, job: str) -> None:
         """Raise JobQuarantined if the job is quarantined."""
         if entry := self._jobs.get(job):
-            # A copy for each caller: an exception that is raised keeps its traceback.
+            # A copy, since a raised exception keeps its traceback.
             raise copy(entry[0])
 
     def __contains__(self, job: str) -> bool:
@@ -82,5 +81,5 @@ class Quarantine:
 
     @property
     def jobs(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Quarantined jobs, with the reason and the start."""
+        """Quarantined jobs: the reason, and the start by the clock of all jobs."""
         return self._jobs

@@ -13,12 +13,12 @@ log = structlog.get_logger(__name__)
 
 MAX_RECORDS = 100
 MAX_ENTRIES = 40_000
-"""Maximum number of roster entries in all records together: some 20 MB."""
+"""Roster entries in all records: some 20 MB."""
 MIN_RECORDS = 2
 
 
 class Records:
-    """The newest 100 records, by generation; fewer if they have many members, but at least two."""
+    """The newest 100 records, by generation; fewer if they are large, but at least two."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Records:
         records: Sequence[GenerationRecord],
         read: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
     ) -> None:
-        """`read` reads the other records on demand, for a job that is already over."""
+        """`read` reads the other records on demand, for a job that is over."""
         self._job = job
         self._read = read
         self._records: OrderedDict[int, GenerationRecord] = OrderedDict()
@@ -34,11 +34,10 @@ class Records:
         for record in records:
             self._put(record)
         self._recorded = asyncio.Event()
-        """Set at the next record, and then replaced by a new event."""
+        """Set, and replaced, at the next record."""
 
     async def fill(self) -> None:
-        """Read the other records; does nothing if an earlier call has read them. Raises
-        JobQuarantined, Unavailable."""
+        """Read the other records, once. Raises JobQuarantined, Unavailable."""
         if self._read is None:
             return
         older = await self._read()
@@ -49,7 +48,7 @@ class Records:
             self._put(record)
 
     def keep(self, record: GenerationRecord) -> None:
-        """Add a durable record, and wake calls that wait for it."""
+        """Add a durable record, and wake its waiting calls."""
         self._put(record)
         recorded, self._recorded = self._recorded, asyncio.Event()
         recorded.set()
@@ -69,10 +68,9 @@ class Records:
         return self._records.values()
 
     async def get(self, generation: int, wait_s: float) -> GenerationRecord:
-        """Record of a generation (0: the newest); waits up to `wait_s` for it.
+        """Record of a generation (0: the newest); waits for it for up to `wait_s`.
 
-        Raises UnknownGeneration if there is none, or if it is not kept any more; and what `fill`
-        raises.
+        Raises UnknownGeneration if it is not kept, and what `fill` raises.
         """
         await self.fill()
         try:

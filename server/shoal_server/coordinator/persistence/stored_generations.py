@@ -1,8 +1,6 @@
-"""Decided generations as stored in etcd: one value each, even with thousands of members.
+"""Decided generations as stored in etcd, one value each.
 
-The value is JSON, so that a person can read with etcdctl what was decided, when and why. The roster
-in it, with the members' incarnations, is deflated: 10,000 members take 0.6 MB of the 1.5 MiB that
-etcd allows.
+The value is JSON, readable with etcdctl, but for the deflated roster: 10,000 members take 0.6 MB.
 """
 
 import json
@@ -24,12 +22,12 @@ from shoal_server.etcd.api import Delete, Operation
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable, check_format
 
 MAX_VALUE_BYTES = 1_400_000
-"""Bound on a value. etcd takes requests of 1.5 MiB, including keys and the other writes."""
+"""Below the 1.5 MiB of a request, which has other writes, too."""
 ROSTER = "packed_roster"
 
 
 def record_to_json(record: GenerationRecord) -> bytes:
-    """Value at the key of the record's generation."""
+    """Encode the record for etcd."""
     value = MessageToDict(record_to_pb(record, with_roster=False), preserving_proto_field_name=True)
     incarnations = [entry.incarnation for entry in record.roster.entries]
     stored = pb.StoredRoster(roster=roster_to_pb(record.roster), incarnations=incarnations)
@@ -37,7 +35,7 @@ def record_to_json(record: GenerationRecord) -> bytes:
 
 
 def stored_record(job: str, number: int, data: bytes) -> GenerationRecord:
-    """Record stored at the key of that generation of the job. Raises UnreadableRecord."""
+    """Decode the stored record of this generation of the job. Raises UnreadableRecord."""
     with as_unreadable():
         record = _record_from_json(json.loads(data))
     if record.job != job or record.roster.generation != number:
@@ -79,10 +77,8 @@ def _record_from_json(value: Mapping[str, object]) -> GenerationRecord:
 
 
 def size_problem(roster: GenerationRoster) -> str:
-    """Reason why etcd could not keep the record of this roster; empty if it can.
-
-    Checked before any member sees the roster.
-    """
+    """Reason why etcd could not keep this roster's record; empty if it can. Checked before members
+    see the roster."""
     decided = GenerationRecord(
         job="", roster=roster, verdict=Verdict.COMMITTED, reason="", digest="", decided_s=0.0
     )
@@ -93,21 +89,20 @@ def size_problem(roster: GenerationRoster) -> str:
 
 
 class StoredGenerations:
-    """Numbers of the decided generations of one job in etcd."""
+    """Numbers of a job's decided generations in etcd."""
 
     def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
-        """`records`: the newest in etcd, in order. `older`: numbers of older records in etcd, which
-        the next call of `decided` deletes."""
+        """`records`: the newest, in order. `older`: numbers of the others, which the next `decided`
+        deletes."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
-        """Note a durable record, and return the deletions that are due.
+        """Note a durable record, and return the due deletions.
 
-        The newest records are kept, within the bounds of `Records`; the newest two committed ones
-        also beyond these bounds.
+        Keeps the newest records within the bounds of `Records`, and the newest two committed ones.
         """
-        # A committed generation may be aborted later; its record then moves to the end.
+        # A committed generation that is aborted moves to the end.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
         needed: set[int] = set()
@@ -125,5 +120,4 @@ class StoredGenerations:
 
 
 def _weight(record: GenerationRecord) -> tuple[bool, int]:
-    """Pair: if the record was committed, and its number of members."""
     return record.verdict is Verdict.COMMITTED, len(record.roster.entries)

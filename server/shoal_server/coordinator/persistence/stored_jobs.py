@@ -1,6 +1,6 @@
 """Jobs as stored in etcd, read by a coordinator that begins to lead.
 
-A record that cannot be read affects its own job alone: the job is quarantined, with key and reason.
+An unreadable record quarantines its own job only.
 """
 
 import asyncio
@@ -45,35 +45,33 @@ log = structlog.get_logger(__name__)
 READS_AT_ONCE = 32
 STATES_A_READ = 64
 SHOWN_KEY = 200
-"""Characters of a key in the log."""
 RECORDS_A_READ = 8
-"""Small, since a record may have a megabyte."""
+"""Few, since a record may have a megabyte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSurvey:
-    """Overview of the jobs in etcd, which decides in what order they are read."""
+    """Overview of the jobs in etcd."""
 
     states: Mapping[str, StateRecord]
     attended: Collection[str]
-    """Jobs that have members."""
+    """Jobs with members."""
     quarantined: Mapping[str, JobQuarantined]
     strays: Sequence[str]
-    """Keys of members whose job does not exist."""
+    """Keys of members without a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredJob:
-    """A job as stored in etcd. For a finished one, the registry leaves out all but `state`."""
+    """A job as stored in etcd; a finished one has only `state`."""
 
     state: StateRecord
     records: Sequence[GenerationRecord]
     members: Mapping[str, tuple[str, MemberInfo]]
     generations: StoredGenerations
-    """All generations in etcd: those in `records` and older ones."""
 
     def restored_job(self, limits: Limits, now_s: float) -> Job:
-        """The job as a new leader continues it."""
+        """Return the job as a new leader continues it."""
         committed = [r for r in self.records if r.verdict is Verdict.COMMITTED]
         numbers = [record.roster.generation for record in self.records]
         members = tuple(
@@ -156,7 +154,7 @@ class StoredJobs:
         return names
 
     async def state(self, job: str) -> StateRecord | None:
-        """The job's own record; None if there is none. Raises JobQuarantined."""
+        """The job's own record; None if etcd has none. Raises JobQuarantined."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return None
@@ -166,8 +164,7 @@ class StoredJobs:
             raise unreadable(job, item.key, error) from error
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the job's secret, even if other fields of its record cannot be read; empty if
-        the job has no secret, or if the record does not show the digest."""
+        """Digest of the job's secret, also from a damaged record; empty without one."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return ""
@@ -177,7 +174,7 @@ class StoredJobs:
             return ""
 
     async def load(self, state: StateRecord) -> StoredJob:
-        """An unfinished job with its newest records and its members. Raises JobQuarantined."""
+        """Read an unfinished job. Raises JobQuarantined."""
         job = state.spec.job
         reading = _Reading()
         stored_members, _ = await asyncio.gather(
@@ -201,8 +198,8 @@ class StoredJobs:
         )
 
     async def records(self, job: str) -> list[GenerationRecord]:
-        """The newest decided records, oldest first: some 100 (fewer if they have many members), or
-        more if needed to include two committed ones. Raises JobQuarantined."""
+        """The newest records, oldest first, within the bounds of `Records` but with two committed
+        ones. Raises JobQuarantined."""
         reading = _Reading()
         await self._read_newest(job, reading)
         return reading.records[::-1]
@@ -235,7 +232,6 @@ class StoredJobs:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
-        """Items of the existing keys; for a key whose value cannot be read, the error."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
         items: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
@@ -250,7 +246,7 @@ class StoredJobs:
         except ShoalError as error:
             if len(names) == 1:
                 return {names[0]: error}
-            # One value may be too large for a reply: each is read separately.
+            # One value may be too large for a reply.
             parts = [await self._read_part([name]) for name in names]
             return {name: item for part in parts for name, item in part.items()}
         return {item.key: item for read in result.reads for item in read}
@@ -258,15 +254,12 @@ class StoredJobs:
 
 @dataclass
 class _Reading:
-    """Records read of one job so far, newest first."""
-
     records: list[GenerationRecord] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
-    """Numbers of the records that are not read."""
+    """Numbers of unread records."""
 
 
 def _job_of_member(key: str) -> str:
-    """Job of a member's key; empty if the key names no member."""
     job, _, member_id = key.removeprefix(keys.MEMBERS).partition("/")
     return job if is_name(job) and is_name(member_id) else ""
 
@@ -278,7 +271,6 @@ def _checked(item: KeyValue | ShoalError) -> KeyValue:
 
 
 def _state(job: str, item: KeyValue) -> StateRecord:
-    """The job's own record in that item. Raises UnreadableRecord."""
     return replace(state_from_json(job, item.value), revision=item.mod_revision)
 
 

@@ -13,7 +13,7 @@ MAX_MEMBERS = 2**31 - 1
 
 
 def state_to_json(record: StateRecord) -> bytes:
-    """Value at the job's own key."""
+    """Encode the job's own record."""
     value: dict[str, object] = {
         "spec": asdict(record.spec),
         "last_generation": record.last_generation,
@@ -94,13 +94,13 @@ def result_from(fields: Fields) -> JobResult:
 
 
 def _result_to_json(result: JobResult) -> dict[str, object]:
-    """Encode a result; the loss as text, since JSON has no number for NaN and infinity."""
+    """Encode the loss as text: JSON has no NaN and infinity."""
     loss = None if result.loss is None else repr(result.loss)
     return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
 
 
 def spec_from(bounds: Fields) -> JobSpec:
-    """A job's bounds from its own record. Raises UnreadableRecord."""
+    """Decode a job's bounds. Raises UnreadableRecord."""
     return JobSpec(
         job=bounds.text("job"),
         min_members=bounds.count("min_members", most=MAX_MEMBERS),
@@ -112,9 +112,8 @@ def spec_from(bounds: Fields) -> JobSpec:
 
 
 def secret_digest_from(fields: Fields) -> str:
-    """Digest of the job's secret from its own record, even if other fields are unreadable; empty if
-    the job has no secret, or the record has no readable bounds. Raises UnreadableRecord for an
-    unreadable digest."""
+    """Digest of the job's secret; empty without a secret or readable bounds. Raises
+    UnreadableRecord for an unreadable digest."""
     try:
         bounds = fields.object("spec")
     except UnreadableRecord:
@@ -123,8 +122,7 @@ def secret_digest_from(fields: Fields) -> str:
 
 
 def name_in_key(prefix: str, key: str, *, suffix: str = "") -> str | None:
-    """Name of the job, member or server in a key under the prefix; None if the key has no valid
-    name."""
+    """Name of the job, member or server in a key; None without a valid name."""
     name = key.removeprefix(prefix)
     if not name.endswith(suffix):
         return None

@@ -1,12 +1,6 @@
 """Interface of a plug-in, with which a coordinator serves more than the membership of jobs.
 
-The coordinator calls a `PlugIn` to add services, when it resets or removes jobs, and for the status
-page. The services of the base class refuse every call. `Host` is the part of the coordinator that a
-plug-in may use.
-
-There is one plug-in, `parameters`: shards of parameters on servers, with their snapshots, and the
-samples and clocks of members that train at their own pace. `load_plug_in` imports it only if the
-coordinator is to serve parameters.
+There is one plug-in, `parameters`: shards, snapshots, samples and clocks.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -32,10 +26,9 @@ from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import SamplesView, ShardsView
 
 PARAMETERS = ("shoal_server.coordinator.parameters", "ParametersPlugIn")
-"""Module and class of the plug-in, which no other module of the coordinator imports."""
+"""No other module of the coordinator imports the plug-in."""
 
 CheckRecord = Callable[[str, KeyValue, Sequence[KeyValue]], None]
-"""Takes a job, one of its records in etcd, and all of them, as `PlugIn.check_record` does."""
 
 _SERVICES = (
     (clocks_pb2_grpc, "Clocks"),
@@ -47,20 +40,19 @@ _SERVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCut:
-    """A cut of a job's shards that servers keep as segments, in the order of shards."""
+    """A cut of a job's shards that servers keep as segments, ordered by shard."""
 
     segments: Sequence[CutSegment]
     layout: ShardMap
     stamps: Sequence[ShardStamp]
     torn: Sequence[str]
-    """Pushes that are in some shards of the cut and not in others."""
+    """Pushes that are in only some shards of the cut."""
     pause_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Functions that take a job accept the name of an
-    unknown job, except `declare_lost`."""
+    """The coordinator, as a plug-in sees it. Jobs may be unknown, except for `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -68,40 +60,35 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises what `Registry.authorize` raises unless the token's process is a member of its job
-    now."""
+    """Raises what `Registry.authorize` raises."""
     require_leading: Callable[[], None]
     """Raises NotLeader unless the coordinator leads."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
-    """Takes (job, member, reason). Raises what `Registry.declare_lost` raises."""
+    """Takes (job, member, reason), as `Registry.declare_lost`."""
     quarantine: Callable[[str, Exception], object]
     """Takes a job with which the plug-in cannot continue, and the error."""
     num_members: Callable[[str], int]
-    """Returns the number of a job's members; 1 for a job that is not known."""
+    """Returns the number of a job's members; 1 for an unknown job."""
     training: Callable[[str], Mapping[str, int]]
-    """Returns the highest generation in force and the highest step of a job's members, each 0 if
-    there is none; empty for a job that is not known."""
+    """Returns a job's highest generation in force and step; empty for an unknown job."""
     reset_unix_s: Callable[[str], float]
-    """Returns the time of a job's last reset; 0 if none is known."""
+    """Returns the Unix time of a job's last reset; 0 without one."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
-    """Longest time for which a call may wait."""
 
 
 class PlugIn:
-    """Services of a coordinator beside membership. Used on its event loop only.
-
-    Without an override, jobs have no shards, samples or clocks, and calls for them are refused.
-    """
+    """Services of a coordinator beside membership, on its event loop. The base class refuses their
+    calls."""
 
     take_snapshot: Callable[[str], Awaitable[object]] | None = None
-    """Takes a snapshot of a job; None: there are no snapshots."""
+    """Takes a snapshot of a job; None if there are no snapshots."""
 
     # --- services and background work ---
 
     def add_services(self, server: grpc.aio.Server) -> None:
-        """Add the plug-in's services to the server, which has not started yet."""
+        """Add the plug-in's services to a server that has not started."""
         for module, name in _SERVICES:
             refusing = _refusing(getattr(module, f"{name}Servicer"))
             getattr(module, f"add_{name}Servicer_to_server")(refusing, server)
@@ -114,23 +101,20 @@ class PlugIn:
         """Prepare a term, before any job is read. Raises what the store raises."""
 
     async def open_job(self, job: str) -> None:
-        """Read the plug-in's records of a job that this coordinator takes over. Raises
-        JobQuarantined, and what the store raises."""
+        """Read the plug-in's records of a job. Raises JobQuarantined, and what the store raises."""
 
     def inherit(self, job: str, trainers: Sequence[MemberProcess]) -> None:
         """Take over a job whose members trained under another leader."""
 
     def leading(self) -> AbstractAsyncContextManager[None]:
-        """Context of the work while the coordinator leads; entered after the coordinator has begun
-        to serve jobs."""
+        """Context of a leader's work, entered once the coordinator serves jobs."""
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store the state of all jobs for the next leader, and drop it from memory. Called when no
-        job is served any more."""
+        """Store the state of all jobs for the next leader, and drop it, once no job is served."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Note that a member's process was lost or left."""
+        """Note that a member was lost or left."""
 
     async def publish_cut(
         self, job: str, request_to: Callable[[str], PublishCutRequest]
@@ -149,38 +133,38 @@ class PlugIn:
         """Forget a job whose keys are deleted."""
 
     def reopen(self, job: str) -> None:
-        """Drop a job's state from memory, since its records were replaced; they are read again."""
+        """Drop a job's state from memory: its replaced records are read again."""
 
     async def num_samples(self, job: str) -> int | None:
-        """Number of samples that a job's members have completed; None if they lease none. Raises
-        JobQuarantined, and what the store raises."""
+        """Number of completed samples; None if the job leases none. Raises JobQuarantined, and what
+        the store raises."""
         return None
 
     def check_record(self, job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-        """Raise UnreadableRecord or ShoalError if `item`, one of a job's `items` in etcd, is a
-        record of the plug-in that cannot be read."""
+        """Raise UnreadableRecord or ShoalError if `item`, one of a job's `items`, is an unreadable
+        record of the plug-in."""
 
     # --- view ---
 
     def clocks(self, job: str) -> Mapping[str, int]:
-        """The round of each member that has a clock."""
+        """Round of each member that has a clock."""
         return {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members that wait for the plug-in's services: the reason, and the start of the wait."""
+        """Members that wait for the plug-in: the reason, and the start of the wait."""
         return {}
 
     def samples(self, job: str) -> SamplesView | None:
-        """Samples of a job; None if its members lease none, or if its ledger is not open here."""
+        """Samples of a job; None if it leases none, or its ledger is not open here."""
         return None
 
     async def shards(self, job: str) -> ShardsView | None:
-        """Shards of a job; None if it has none. Raises Unavailable if etcd cannot be reached."""
+        """Shards of a job; None without any. Raises Unavailable if etcd cannot be reached."""
         return None
 
 
 def load_plug_in(host: Host, options: ParameterOptions | None) -> PlugIn:
-    """Import and return the plug-in for parameters; without options a PlugIn that refuses calls."""
+    """Import and return the plug-in for parameters; without options, one that refuses calls."""
     if options is None:
         return PlugIn()
     module, kind = PARAMETERS
@@ -203,8 +187,6 @@ def _not_served() -> NoServers:
 
 
 def _refusing(service: type[Any]) -> Any:
-    """Return a servicer whose calls all raise NoServers."""
-
     async def refuse(self: object, request: object, context: object) -> None:
         raise _not_served()
 

@@ -1,4 +1,4 @@
-"""Options of a coordinator for jobs with parameters on servers: copies, and snapshots."""
+"""Options of a coordinator for jobs with parameters on servers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ _SNAPSHOTS = Group("snapshots")
 
 
 def _absolute(kind: Any, tokens: Sequence[Any]) -> str | list[str]:
-    """Resolve relative paths against the directory in which the command was started."""
     urls = [
         str(Path(each.value).resolve()) if each.value and "://" not in each.value else each.value
         for each in tokens
@@ -67,7 +66,7 @@ class SnapshotPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterOptions:
-    """Options of a coordinator that assigns shards of parameters to servers."""
+    """Options for jobs with parameters on servers."""
 
     copies: int = 2
     """Number of servers that hold each shard, if there are that many."""

@@ -1,4 +1,4 @@
-"""Actor of one series: carries out the decisions of the core, and answers its callers."""
+"""Actor of one series, which carries out the core's decisions."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,7 +48,7 @@ VERIFY_PAUSE_S = 0.5
 
 
 class SeriesActor:
-    """One series, on the event loop of a leading coordinator, until `end`."""
+    """One series, on a leader's event loop, until `end`."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class SeriesActor:
         self._clock = clock
         self.holders = Holders()
         self.ended: ShoalError | None = None
-        """Error that all calls raise once the actor has ended; None before."""
+        """Error for all calls after the end; None before."""
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
         self._view: pb.SeriesView | None = None
 
     async def submit_request(self, event: Callable[[Call], Event]) -> Answer:
-        """Submit a request, and wait for its answer. Raises the refusal, or the error with which
-        the actor ends: NotLeader when the term ends."""
+        """Submit a request, and return its answer. Raises the refusal, or the error with which the
+        actor ends."""
         self.check_lives()
         call: Call = object()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -90,27 +90,27 @@ class SeriesActor:
                 self.submit(ContributorLeft(call=call))
 
     def submit(self, event: Event) -> None:
-        """Step the core with the event, and carry out the effects. Does nothing after `end`."""
+        """Step the core, and carry out the effects, until `end`."""
         if self.ended is None:
             for effect in self.series.step(event, self._clock()):
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Apply a reader's report. Returns and raises what `PublishedSeries.report` does; also
-        raises what `check_lives` raises."""
+        """Apply a reader's report, as `PublishedSeries.report`. Also raises what `check_lives`
+        raises."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
         self.submit(TimePassed())  # versions can be dropped once leases have ended
         return answer
 
     def check_lives(self) -> None:
-        """Raise the error with which the actor ended, if it has."""
+        """Raise the error with which the actor has ended."""
         if self.ended is not None:
             raise copy(self.ended)
 
     def end(self, why: ShoalError) -> None:
-        """End the actor: waiting and later calls raise this error."""
-        # Each call gets a copy: an exception that is raised keeps its traceback.
+        """End the actor with this error for waiting and later calls."""
+        # Copies, since a raised exception keeps its traceback.
         self.ended = why
         for answer in self._calls.values():
             if not answer.done():
@@ -119,24 +119,24 @@ class SeriesActor:
 
     @property
     def is_idle(self) -> bool:
-        """True if no call or watch waits, and nothing is in progress."""
+        """True if no call or watch waits, and no work is in progress."""
         return self.series.is_idle and not self._calls and not self.num_watchers
 
     def view_for_readers(self) -> pb.SeriesView:
-        """The view that all watchers of the series get, made once for each change."""
+        """View for watchers, made once for each change."""
         if self._view is None:
             self._view = messages.view_of(self.series, self._stores.addresses)
         return self._view
 
     def notify(self) -> None:
-        """Wake all watchers, which then read the series again."""
+        """Wake all watchers."""
         self._view = None
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Event that the next change sets. Get it before reading the series."""
+        """Set by the next change. Get it before reading the series."""
         return self._changed
 
     def _carry_out(self, effect: Effect) -> None:
@@ -216,8 +216,6 @@ class SeriesActor:
     async def _verified(
         self, segments: list[PublishedSegment]
     ) -> tuple[PublishedSegment, ...] | int:
-        """The segments, each with the holders that confirmed it; or a rank whose segment no server
-        has."""
         for attempt in range(VERIFY_ATTEMPTS):
             result = verified(segments, await self._stores.held_digests(self.series.name, segments))
             if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
@@ -234,8 +232,7 @@ class SeriesActor:
         )
 
     async def apply_limits(self) -> None:
-        """Apply time limits. Check which servers still hold the versions, drop versions that are
-        lost, and name other holders in place of servers that are gone or leaving."""
+        """Apply time limits, drop lost versions, and replace holders that are gone or leaving."""
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
         if not versions or not self._stores.mirror.is_in_sync:

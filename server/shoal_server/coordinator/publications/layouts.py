@@ -1,4 +1,4 @@
-"""Layouts of published versions: conversion to messages and back; merging the ranks' layouts."""
+"""Layouts of published versions: conversion to messages, and merging."""
 
 import asyncio
 from collections import OrderedDict
@@ -21,12 +21,12 @@ from shoal_server.core.publications.protocol import PublicationPart
 from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 
 MAX_CACHED_BYTES = 128 * 1024 * 1024
-"""Maximum size of the cached layouts together, unless a single one is larger. A model's layout is
-the same in each version."""
+"""Maximum size of the cache, unless a single layout is larger. A model's layout is the same in each
+version."""
 
 
 def layout_from_pb(message: pb.Layout) -> PublishedLayout:
-    """The layout in a message. Raises InvalidSpec for an unknown element type."""
+    """Return the layout in a message. Raises InvalidSpec for an unknown element type."""
     tensors = []
     for spec in message.tensors:
         item_bytes = ITEM_BYTES.get(spec.dtype)
@@ -45,7 +45,7 @@ def layout_from_pb(message: pb.Layout) -> PublishedLayout:
 
 
 def layout_to_pb(layout: PublishedLayout) -> pb.Layout:
-    """Return the layout as a message, without `item_bytes`, which follows from the dtype."""
+    """Return the layout as a message, without `item_bytes`."""
     return pb.Layout(
         tensors=(pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in layout.tensors),
         slices=(

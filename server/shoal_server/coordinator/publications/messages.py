@@ -1,4 +1,4 @@
-"""Conversion of the WeightSeries service's messages to the core's types, and back."""
+"""Conversion of the WeightSeries service's messages to and from the core's types."""
 
 import hashlib
 from collections.abc import Mapping
@@ -60,13 +60,13 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
 
 
 def error_of(refused: RequestRefused) -> ShoalError:
-    """The error with which a caller is refused."""
+    """Return the refused caller's error."""
     kind, fix = _ERRORS[refused.refusal]
     return kind(refused.what, seen=refused.seen, expected=refused.expected, fix=fix)
 
 
 def checked_series(name: str) -> str:
-    """Return the name. Raises InvalidSpec if it is no valid name of a series."""
+    """Return the name. Raises InvalidSpec if it is not valid."""
     if not is_series(name):
         raise InvalidSpec("bad name of a series", seen=repr(name), expected=SERIES_RULE)
     return name
@@ -77,7 +77,7 @@ def job_of(series: str) -> str:
 
 
 def publisher_of(series: str, message: pb.Publisher) -> Publisher:
-    """The publisher that a message names. Raises InvalidSpec and MalformedMessage."""
+    """Return the publisher in a message. Raises InvalidSpec, MalformedMessage."""
     if not message.HasField("token"):
         if not message.incarnation:
             raise MalformedMessage(
@@ -112,8 +112,8 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
-    """The publisher's own part, then the parts of a cut of its job's shards, if there is one.
-    Raises InvalidSpec and MalformedMessage."""
+    """Return the publisher's own part, then those of a cut, if any. Raises InvalidSpec,
+    MalformedMessage."""
     own_part = _own_part(request)
     if not request.cut_parts:
         return [own_part]
@@ -169,12 +169,12 @@ def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
 
 
 def options_from_pb(options: pb.SeriesOptions) -> tuple[int, int]:
-    """Number of versions to keep, and of copies; defaults for those that are 0."""
+    """Return the number of versions to keep, and of copies; defaults for 0."""
     return options.keep or DEFAULT_KEEP, options.copies or DEFAULT_COPIES
 
 
 def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
-    """The report in a message. Raises InvalidSpec for a bad id of the reader."""
+    """Return the report in a message. Raises InvalidSpec for a bad reader id."""
     if not is_name(request.reader):
         raise InvalidSpec(
             "bad id of a reader", seen=repr(request.reader), expected="a name unique to its process"
@@ -193,7 +193,7 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
 
 
 def view_of(series: PublishedSeries, servers: Mapping[str, str]) -> pb.SeriesView:
-    """The series without its readers. `servers`: addresses by id."""
+    """View of the series without its readers. `servers`: addresses by id."""
     head, versions = series.head, series.versions
     holders = {h for v in versions.values() for s in v.segments for h in s.holders}
     present = sorted(holders & servers.keys())
@@ -210,7 +210,7 @@ def view_of(series: PublishedSeries, servers: Mapping[str, str]) -> pb.SeriesVie
 
 
 def readers_of(series: PublishedSeries, now_s: float) -> list[pb.ReaderView]:
-    """The readers of a series, by id."""
+    """Readers of a series, by id."""
     known = sorted(series.readers.known.items())
     return [_reader_view(series, name, reader, now_s) for name, reader in known]
 

@@ -1,8 +1,7 @@
 """The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
-Series are read when this coordinator begins to lead, and forgotten when it steps down. Leases and
-reports of readers are in memory only. Until leases that an earlier leader granted have ended, a new
-leader drops a version only if it is lost, or if its job is removed or started over.
+Leases are in memory only. Until an earlier leader's leases have ended, a new leader drops only
+versions that are lost or belong to a removed or reset job.
 """
 
 import asyncio
@@ -68,7 +67,7 @@ PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[Publi
 
 
 class WeightSeriesService(WeightSeriesServicer):
-    """All series of a coordinator, on its event loop. Calls are served within `leading`."""
+    """All series of a coordinator, on its event loop, served within `leading`."""
 
     def __init__(
         self,
@@ -82,9 +81,8 @@ class WeightSeriesService(WeightSeriesServicer):
         clock: Callable[[], float],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
-        members publish its series. `publish_cut` is `PlugIn.publish_cut`. `call_wait_s`: maximum
-        time for which a rank's call waits for other ranks' parts; then the rank repeats it."""
+        """`authorize` raises for a stale token. `is_job`: True for a job's name. `call_wait_s`:
+        maximum wait of a rank for other ranks' parts."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -105,7 +103,7 @@ class WeightSeriesService(WeightSeriesServicer):
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
-        """Read all series, and serve calls during the block. Raises what the store raises."""
+        """Read all series, and serve them during the block. Raises what the store raises."""
         self._num_terms += 1
         readable, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
@@ -129,8 +127,7 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """All series that are known here, by name. Includes a series that was never published,
-        while a call or watch for it is open."""
+        """Known series, by name, also unpublished ones with an open call or watch."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
@@ -138,10 +135,12 @@ class WeightSeriesService(WeightSeriesServicer):
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
-        """Drop all versions of a job that is removed or started over; True if there were any. Later
-        versions continue the numbers, unless `forgets_numbers` deletes the series as well. A series
-        that cannot be read stays. Raises Unavailable while etcd cannot be reached, NotLeader, and
-        the error with which a series ended; the versions of some series may then be gone."""
+        """Drop all versions of a job that is removed or started over; True if there were any.
+
+        Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay.
+        Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
+        series ended; some versions may then be gone.
+        """
         had_any = any(each.series.head.kept for each in self.series_of(job))
         try:
             async with asyncio.timeout(CLEARED_WITHIN_S):
@@ -162,13 +161,12 @@ class WeightSeriesService(WeightSeriesServicer):
             await actor.writer.delete_records()
 
     def _servers_changed(self) -> None:
-        """Notify all readers: they fetch from servers at the addresses in their last view."""
         for actor in self._actors.values():
             actor.notify()
 
     async def _maintain_all(self) -> None:
         while True:
-            # A server that does not answer delays only the series that it holds.
+            # An unresponsive server delays only the series that it holds.
             await gather_bounded(self._maintain, self.series(), MAINTAINED_AT_ONCE)
             await asyncio.sleep(MAINTAIN_EACH_S)
 
@@ -195,8 +193,8 @@ class WeightSeriesService(WeightSeriesServicer):
     # --- finding a series ---
 
     async def _find(self, name: str) -> SeriesActor:
-        """Actor of a series, which may not have been published yet. Raises NotLeader, InvalidSpec
-        for a bad name, Overloaded, and the error of reading its records."""
+        """Actor of a series, published or not. Raises NotLeader, InvalidSpec for a bad name,
+        Overloaded, and the error of reading its records."""
         self._require_leading()
         messages.checked_series(name)
         actor = self._actors.get(name)
@@ -219,7 +217,7 @@ class WeightSeriesService(WeightSeriesServicer):
         stored, writer = await stored_series.read_one(self._store, name)
         self._require_leading()
         if term != self._num_terms:
-            # The record was read in an earlier term: another coordinator may have written since.
+            # Another coordinator may have written since the earlier term.
             raise NotLeader("the term in which this call began has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(PublishedSeries(name, stored, self._clock()), writer)
@@ -265,7 +263,7 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, PublicationBegun)
-        # A deposed leader would answer from its own state, not from its successor's.
+        # Confirmed, since a deposed leader does not know its successor's state.
         await self._store.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
@@ -298,7 +296,7 @@ class WeightSeriesService(WeightSeriesServicer):
         actor = await self._find(request.series)
         actor.check_lives()
         for part in cut_parts:
-            # No call waits for these parts: the publisher's own part is answered for all of them.
+            # The answer for the publisher's own part is for these parts too.
             actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
@@ -404,8 +402,8 @@ class WeightSeriesService(WeightSeriesServicer):
                 expected=f"version {why.before}, which it had installed, or a newer one",
             ) from why
         if leased:
-            # A successor keeps all versions until the leases from before its term have ended. This
-            # lease is one of them if etcd confirms, after the grant, that this coordinator leads.
+            # A successor respects leases from before its term: confirm, after the grant, that this
+            # term lasts.
             await self._store.confirm()
         return pb.ReaderReportReply(
             lease_s=LEASE_S,
@@ -455,5 +453,4 @@ def _version(answer: Answer) -> pb.VersionRecord:
 
 
 def _host(peer: str) -> str:
-    """The host in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
     return peer.partition(":")[2].rpartition(":")[0]

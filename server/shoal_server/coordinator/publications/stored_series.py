@@ -1,7 +1,7 @@
 """Storage of a series in etcd: layouts first, then head and versions in one transaction.
 
-Each write compares the head's revision, and no two heads are equal. So a write of unknown outcome
-can be repeated: if an earlier attempt took effect, the head in etcd is the one that was written.
+Each write compares the head's revision. No two heads are equal, so etcd's head shows if a write of
+unknown outcome took effect.
 """
 
 import asyncio
@@ -24,32 +24,30 @@ log = structlog.get_logger(__name__)
 
 
 class SeriesWriter:
-    """Writer of one series, one write at a time."""
+    """Writer of one series."""
 
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: the head's in etcd; 0 if there is no head. `layouts`: digests of the layouts
-        in etcd."""
+        """`revision`: the head's in etcd; 0 without one."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the layout given to `keep_layout` last. It is not deleted, since the next
-        version may use it."""
+        """Digest of the newest layout, which the next version may use."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd. If this coordinator no longer leads, the write is repeated
-        until the end of the term cancels it. Raises refusals of etcd.
+        Retries through outages of etcd, and without leadership until cancelled. Raises refusals of
+        etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))
-        # Locked until the outcome is known: the write might delete a layout stored meanwhile.
+        # Locked until the outcome is known: the write may delete layouts.
         async with self._writing:
             unused = self._layouts - used - {self._newest_layout}
             operations: list[Operation] = [
@@ -69,8 +67,8 @@ class SeriesWriter:
             return True
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
-        """The revision of the write; None if another coordinator has written the head. Repeats the
-        write after each RetryError."""
+        """Return the revision of the write, repeated if necessary; None if another coordinator has
+        written the head."""
         condition = unchanged_since(head.key, self._revision)
 
         async def attempt() -> Revision | None:
@@ -83,13 +81,12 @@ class SeriesWriter:
         )
 
     async def _made_before(self, head: Put) -> Revision | None:
-        """The revision of an earlier attempt that took effect; None if none did."""
         stored = await self._store.get(head.key)
         return stored.mod_revision if stored is not None and stored.value == head.value else None
 
     async def keep_layout(self, serialized: bytes) -> bytes:
-        """Store the layout for a version that is committed next, unless etcd has it; return its
-        digest. Raises what the store raises."""
+        """Store the layout of the next version, unless etcd has it; return its digest. Raises what
+        the store raises."""
         digest = deflated_chunks.digest_of(serialized)
         async with self._writing:
             if digest not in self._layouts:
@@ -120,8 +117,8 @@ class SeriesWriter:
             ) from error
 
     async def delete_records(self) -> None:
-        """Delete all records of the series: its name and version numbers are free again. Raises
-        what the store raises."""
+        """Delete all records of the series, which frees its name and numbers. Raises what the store
+        raises."""
         await self._store.transact(
             [],
             [
@@ -135,20 +132,16 @@ SeriesWithWriter = tuple[StoredSeries, SeriesWriter]
 
 
 async def read_all(store: LeaderStore) -> tuple[dict[str, SeriesWithWriter], dict[str, ShoalError]]:
-    """Read all series; the second result is the error of each unreadable one.
-
-    Raises what the store raises.
-    """
+    """Read all series, and return the error of each unreadable one by name. Raises what the store
+    raises."""
     listed = (await store.range(keys.SERIES)).items
     layouts = await store.keys(keys.SERIES_LAYOUTS)
     return _parsed(store, listed, layouts)
 
 
 async def read_one(store: LeaderStore, name: str) -> SeriesWithWriter:
-    """Read one series; an empty one if there is none of that name.
-
-    Raises InternalError for records that cannot be read, and what the store raises.
-    """
+    """Read one series; an empty one if it does not exist. Raises InternalError for unreadable
+    records, and what the store raises."""
     listed = (await store.range(f"{keys.SERIES}{name}/")).items
     layouts = await store.keys(keys.series_layouts(name))
     series, broken = _parsed(store, listed, layouts)

@@ -1,4 +1,4 @@
-"""Parameter servers as stores of segments: which are registered, and what they hold."""
+"""Parameter servers as stores of segments."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,12 +23,12 @@ ANSWER_S = 5.0
 
 
 class Stores:
-    """The registered servers, followed during the block of `mirror`, and calls to them."""
+    """The registered servers, followed within `mirror`, and calls to them."""
 
     def __init__(
         self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
     ) -> None:
-        """`on_change` is called after the record of a server was added, removed or changed."""
+        """`on_change` is called after each change of the servers' records."""
         self._calls = calls
         self._mirror: PrefixMirror[Server] = PrefixMirror(
             store, keys.SERVERS, _parsed, on_change=on_change, resync=True
@@ -36,7 +36,7 @@ class Stores:
 
     @property
     def mirror(self) -> PrefixMirror[Server]:
-        """Mirror of the servers' records. Enter its block to follow them."""
+        """Mirror of the servers' records. Enter it to follow them."""
         return self._mirror
 
     @property
@@ -60,7 +60,7 @@ class Stores:
     async def held_digests(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
-        """Digests of the segments that each holder has, for the holders that answered."""
+        """Digests that each holder has; holders that do not answer are left out."""
         questions: dict[str, list[bytes]] = {}
         for segment in segments:
             for holder in segment.holders:
@@ -71,8 +71,8 @@ class Stores:
     async def query_holders(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
-        """Ask servers if they hold segments. `questions`: the segments' digests, by server id.
-        Returns each server that answered, with the digests it was asked about and its answer."""
+        """Ask servers if they hold these digests. Returns the servers that answered, with their
+        questions and answers."""
         present, addresses = {each.server_id: each for each in self.present}, self.addresses
         calls = [(present[each], digests) for each, digests in questions.items() if each in present]
         answers = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Inspection of a job's records in etcd: finds unreadable ones, and the remedy for each."""
+"""Search for unreadable records of a job in etcd, and the remedy for each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
     " be recognised. Make sure that none is left.",
 }
-"""Effect of repairing each kind. Other kinds cannot be repaired by moving them aside."""
+"""Effect of repairing each kind; other kinds cannot be repaired."""
 NO_REMEDY = (
     "None: the record says where trained parameters are. `shoal restore` restores them from a"
     " snapshot; after `shoal rm` the job starts over without them."
@@ -52,7 +52,7 @@ OF_A_LATER_RELEASE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyRecord:
-    """A record that cannot be read."""
+    """An unreadable record."""
 
     kind: RecordKind
     item: KeyValue
@@ -70,14 +70,13 @@ class FaultyRecord:
 
     @property
     def excerpt(self) -> str:
-        """Start of the value, printable."""
+        """Printable start of the value."""
         start = self.item.value[:EXCERPT_BYTES]
         return repr(start)[2:-1] + (" ..." if len(self.item.value) > EXCERPT_BYTES else "")
 
 
 def kind_of(job: str, key: str) -> RecordKind | None:
-    """Kind of record at a key of the job. None for a key that is not checked by itself: deltas and
-    chunks are checked with the ledger or shard map that they belong to, other keys not at all."""
+    """Kind of record at a key of the job; None for a key that is not checked by itself."""
     single = {
         keys.job_state(job): RecordKind.STATE,
         keys.sample_ledger(job): RecordKind.SAMPLES,
@@ -94,7 +93,7 @@ def kind_of(job: str, key: str) -> RecordKind | None:
 
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
-    """All keys from which a coordinator continues a job. Raises what the store raises."""
+    """Read all keys from which a coordinator continues a job. Raises what the store raises."""
     items: list[KeyValue] = []
     for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
         items += (await store.range(prefix)).items
@@ -105,8 +104,7 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
 def unreadable_records(
     job: str, items: Sequence[KeyValue], check_other: CheckRecord
 ) -> list[FaultyRecord]:
-    """Records of a job that cannot be read. All are checked, also after one was found unreadable.
-    `check_other` checks the plug-in's records."""
+    """Return all unreadable records of a job. `check_other` checks the plug-in's records."""
     bad = []
     for item in items:
         kind = kind_of(job, item.key)
@@ -135,4 +133,3 @@ _READ: Mapping[RecordKind, Callable[[str, KeyValue], object]] = {
     RecordKind.MEMBER: lambda job, item: codec.member_from_json(item.value),
     RecordKind.EARLIER_RUNS: lambda job, item: earlier_runs.from_json(job, item.value),
 }
-"""Readers of the coordinator's own records; the plug-in checks the others."""

@@ -1,8 +1,6 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-An unreadable record that a repair may replace is copied, unchanged, to a key under a separate
-prefix, in the transaction that deletes or rewrites it. A ledger's deltas are copied before that
-transaction. So nothing is destroyed. Then the job is read again, as by a new leader.
+A broken record is copied to a key under a separate prefix before it is gone.
 """
 
 import time
@@ -34,11 +32,11 @@ COPIES_AT_ONCE = 32
 EXPECTED = "a record as a coordinator of this release writes it"
 
 TakeUp = Callable[[str], Awaitable[str]]
-"""Continues a job from its keys in etcd; returns the job's phase."""
+"""Continues a job from its keys in etcd, and returns its phase."""
 
 
 class RepairService(RepairsServicer):
-    """Repairs jobs. Used on the coordinator's event loop only."""
+    """Repairs jobs, on the coordinator's event loop."""
 
     def __init__(
         self, store: LeaderStore, registry: Registry, check_other: CheckRecord, take_up: TakeUp
@@ -77,9 +75,11 @@ class RepairService(RepairsServicer):
         self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[FaultyRecord]
     ) -> dict[str, str]:
         """Copy the broken records aside, and delete or rewrite them. Returns the key of each copy,
-        by the record's own key. A record that was changed meanwhile stays, and is not returned.
-        Raises InvalidSpec if the job's bounds are unknown, and what the store raises; some records
-        may be moved by then."""
+        by record.
+
+        A record that was changed meanwhile stays. Raises InvalidSpec if the job's bounds are
+        unknown, and what the store raises; some records may be moved by then.
+        """
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
         for each in broken:
@@ -103,7 +103,6 @@ class RepairService(RepairsServicer):
         return moved
 
     async def _deltas_moved(self, job: str, stamp: str, items: Sequence[KeyValue]) -> Delete:
-        """Copy the ledger's deltas aside. Returns the operation that deletes them."""
         prefix = keys.sample_deltas(job)
         copies = [
             Put(keys.quarantined(job, stamp, item.key), item.value)
@@ -124,7 +123,7 @@ class RepairService(RepairsServicer):
                 job, request.min_members, request.max_members, request.desired_members
             )
             if bounds is None and not any(i.key.startswith(keys.members(job)) for i in items):
-                # The first member to join states the bounds.
+                # The first member that joins sets the bounds.
                 bounds = state_repair.bounds_of(job, 1, 0, 0)
             state = state_repair.repaired_state(
                 job, item.value, generations=numbers, records=records, bounds=bounds
@@ -140,7 +139,6 @@ class RepairService(RepairsServicer):
 
 
 def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[GenerationRecord]]:
-    """Numbers of all generations with a record, and the readable records."""
     numbers, records = [], []
     for item in items:
         number = keys.generation_number(job, item.key)

@@ -1,4 +1,4 @@
-"""Reconstruction of a job's state record from its readable parts: pure functions."""
+"""Pure reconstruction of a job's state record from its readable parts."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -32,16 +32,14 @@ def repaired_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields. If the last generation or the progress
-    cannot be read, it follows from the numbers of the job's generations in etcd (`generations`) and
-    their readable records (`records`). Other unreadable fields get their defaults. Fields that a
-    later release added are kept.
+    """Reconstruct a job's record from its readable fields; others get their defaults. Fields of a
+    later release are kept.
 
-    If the record does not say which synchronous generation ran last (`trained_in`), this function
-    assumes the newest one that may have run: it leaves out generations whose own record shows that
-    they were aborted, or are asynchronous. So the job never starts again from initial values. If
-    the record does not say which step the job had reached, this function assumes the step at which
-    the newest such generation with a readable record was agreed.
+    The last generation and the progress may follow from the generations in etcd: their numbers
+    (`generations`) and readable records (`records`). A missing `trained_in` becomes the newest
+    generation that is not known to be aborted or asynchronous: so the job never starts again from
+    initial values. A missing `reached_step` becomes the step at which the newest committed
+    synchronous generation in `records` was agreed.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.
@@ -112,7 +110,6 @@ def _flag(fields: Fields, name: str) -> bool:
 
 
 def _readable(read: Callable[[], T], otherwise: T) -> T:
-    """Return what `read` returns, or `otherwise` if it raises UnreadableRecord."""
     try:
         return read()
     except UnreadableRecord:
@@ -120,8 +117,8 @@ def _readable(read: Callable[[], T], otherwise: T) -> T:
 
 
 def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
-    """Bounds given by an operator; None if none are given. Raises UnreadableRecord if they are
-    invalid."""
+    """Return the bounds given by an operator, None if none are. Raises UnreadableRecord for invalid
+    ones."""
     if not least and not most and not desired:
         return None
     least = least or 1

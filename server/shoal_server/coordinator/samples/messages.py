@@ -1,4 +1,4 @@
-"""Conversion of the Samples service's messages to the ledger's types, and back."""
+"""Conversion of the Samples service's messages to and from the ledger's types."""
 
 from collections.abc import Sequence
 
@@ -56,15 +56,13 @@ def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[LedgerRange, .
 def answer(
     ledger: SampleLedger, request: samples_pb2.LeaseRequest, num_members: int
 ) -> tuple[samples_pb2.LeaseReply, bool]:
-    """Reply of the ledger to a lease request, and True if the ledger has changed and must be
-    written. Raises MalformedMessage for a request that was overtaken by a later one, and Overloaded
-    if the member holds too many ranges."""
+    """Return the ledger's reply, and True if the ledger has changed. Raises MalformedMessage for an
+    overtaken request, and Overloaded if the member holds too many ranges."""
     try:
         decision = ledger.answer(
             SampleRequest(
                 member_id=request.token.member_id,
-                # The incarnation is a secret, and others may read snapshots with the ledger in
-                # them.
+                # The incarnation is a secret, and snapshots contain the ledger.
                 incarnation=public_id(request.token.incarnation),
                 sequence=request.sequence,
                 completed=ranges_of(request.completed),
@@ -109,7 +107,7 @@ def _message(r: LedgerRange) -> samples_pb2.SampleRange:
 
 
 def wait_in_words(ledger: SampleLedger) -> str:
-    """Describe why a member waits for samples: which members hold the leased ones."""
+    """Describe why a member waits for samples, with the members that hold them."""
     held = {name: num for name, num in ledger.held_samples.items() if num}
     others = sorted(held, key=lambda name: (-held[name], name))
     holders = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_SHOWN_HOLDERS])

@@ -1,23 +1,14 @@
 """The Samples service: one ledger for each job, kept in memory and copied to etcd.
 
-Changes to a ledger are written to etcd at most four times a second, and over all jobs at most 32
-times a second. Most writes are deltas; the whole ledger is written now and then, and when the
-coordinator steps down or ends (`stored_ledger`).
+Each ledger is written at most four times a second, mostly as deltas (`stored_ledger`). A member
+with a reserve gets a range only once its lease is in etcd, and repeats its reports until etcd has
+them: the leader's death costs it no progress. A member without a reserve is answered from memory:
+samples that it completed since the last write may be leased again after the leader's death. No
+sample is ever skipped.
 
-A member with a reserve gets a range only once the lease is in etcd, and works on its reserve
-meanwhile. It repeats its reports of completed samples until etcd has them. So no progress of such a
-member is lost if the leader dies. A member without a reserve is answered from memory: after the
-leader's death, samples completed since the last write (a quarter of a second; longer with many jobs
-or without etcd) may be leased again. No sample is ever skipped, since etcd never counts a sample
-before it is completed.
-
-The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
-ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
-other members are corrected by their next requests, which name the ranges that they hold.
-
-Each write is conditional on the record that this coordinator read or wrote last. So a deposed
-coordinator fails to write, and closes the ledgers when it steps down. A ledger whose record has
-changed is closed at once; a later call reads it from etcd again.
+When a ledger is opened, members that are not in etcd lose their leases. The others' leases are
+corrected by their next requests, which name their ranges. Each write is conditional on the last
+known record: a ledger whose record has changed is closed, and read again by a later call.
 """
 
 import asyncio
@@ -59,8 +50,7 @@ Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
 MAX_WRITES_A_SECOND = 32
-"""Limit over all jobs: 30 jobs of 50 members each then let etcd grow by less than 100 MB an
-hour."""
+"""Limit for all jobs: etcd then grows by less than 100 MB an hour with 30 jobs of 50 members."""
 HAND_OVER_WITHIN_S = 1.0
 MAX_OPEN = 256
 MAX_LOSSES = 4096
@@ -75,16 +65,14 @@ def _log_failure(job: str, error: Exception) -> None:
 
 
 class _OpenLedger:
-    """The ledger of one job in memory, and the state of its copy in etcd."""
-
     def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
         self.stored = stored
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
-        """Sequence number of each member's latest request that etcd has."""
+        """Sequence number of each member's newest request in etcd."""
         self.requested_s: dict[str, float] = {}
-        """Time of each member's last request, on the loop's clock."""
+        """Last request of each member, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
         """Start of the wait of each member without samples."""
         self.num_changes = int(changed)
@@ -93,18 +81,13 @@ class _OpenLedger:
 
     @property
     def changed(self) -> bool:
-        """True if the copy in etcd lacks a change."""
         return self.num_changes > self._num_written
 
     def written(self, num_changes: int, sequences: Mapping[str, int]) -> None:
-        """Record that etcd has the first `num_changes` changes, and each member's requests up to
-        its sequence number."""
         self._num_written, self.durable_sequences = num_changes, sequences
         self._wake()
 
     def close(self) -> None:
-        """Stop writing: changes that are not in etcd yet will not be written by this
-        coordinator."""
         self.is_closed = True
         self._wake()
 
@@ -122,7 +105,6 @@ class _OpenLedger:
         self._moved = asyncio.Event()
 
     def note_wait(self, member_id: str, now_s: float) -> None:
-        """Record the start or the end of a member's wait for samples."""
         if self.ledger.waits(member_id):
             self.waiting_since.setdefault(member_id, now_s)
         else:
@@ -132,9 +114,8 @@ class _OpenLedger:
 class SamplesService(samples_pb2_grpc.SamplesServicer):
     """Leases samples to members during its `async with` block.
 
-    `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
-    ... The ledgers of the 256 jobs used last are kept open. More stay open if all of them have
-    changes that are not in etcd yet.
+    `authorize` raises for a bad token. The ledgers of the 256 jobs used last stay open, and others
+    with unwritten changes.
     """
 
     def __init__(
@@ -147,8 +128,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         write_interval_s: float = WRITE_INTERVAL_S,
         on_failed: OnFailed = _log_failure,
     ) -> None:
-        """`num_members` returns how many members share a job's samples; members that have asked for
-        samples count in any case."""
+        """`num_members` returns how many members share a job's samples."""
         self._on_failed = on_failed
         self._store = store
         self._authorize = authorize
@@ -157,7 +137,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._write_interval_s = write_interval_s
         self._open: OrderedDict[str, _OpenLedger] = OrderedDict()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the jobs whose ledger is being opened, or kept closed."""
+        """Locks of ledgers that are being opened, or kept closed."""
         self._writing = asyncio.Lock()
         self._losses: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._num_losses = 0
@@ -177,22 +157,22 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         traceback: TracebackType | None,
     ) -> None:
         assert self._writer is not None
-        # Not cancelled: the outcome of an interrupted write would be unknown.
+        # Not cancelled: an interrupted write would have an unknown outcome.
         self._stopping.set()
         self._changed.set()
         await self._writer
         await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Free the samples of an incarnation that was lost or has left. The incarnation gets no
-        further samples."""
+        """Free the samples of an incarnation that was lost or has left, and that gets no further
+        ones."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
         opened = self._open.get(job)
         if opened is None:
-            return  # the loss is applied when the ledger is opened
+            return  # applied when the ledger is opened
         silent_s = asyncio.get_running_loop().time() - opened.requested_s.pop(member_id, -math.inf)
         num_samples = opened.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
         opened.note_wait(member_id, self._clock())
@@ -214,10 +194,11 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return {name: (reason, since_s) for name, since_s in opened.waiting_since.items()}
 
     async def open_existing(self, job: str) -> None:
-        """Open the ledger of a job that has one, so that `summary` has it after a leader failover.
+        """Open the ledger of a job, if there is one, so that `summary` has it after a leader
+        failover.
 
-        About MAX_OPEN / 2 are opened; others when a member asks for samples. Raises Unavailable
-        while etcd cannot be reached, JobQuarantined if the ledger cannot be read.
+        Opens about MAX_OPEN / 2; requests open the others. Raises Unavailable while etcd cannot be
+        reached, JobQuarantined for an unreadable ledger.
         """
         async with self._opening_lock(job):
             if job not in self._open and len(self._open) < MAX_OPEN // 2:
@@ -226,17 +207,16 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                     self._keep(job, opened)
 
     async def ledger_json(self, job: str) -> Mapping[str, Any] | None:
-        """The job's current ledger, as JSON types; None if it has none.
+        """Current ledger of the job, as JSON types; None without one.
 
-        Raises Unavailable if the ledger is not open and etcd cannot be reached, JobQuarantined if
-        it cannot be read.
+        Raises Unavailable if it is not open and etcd cannot be reached, JobQuarantined if it is
+        unreadable.
         """
         ledger = await self._ledger(job)
         return ledger.to_json() if ledger is not None else None
 
     async def counts(self, job: str) -> LedgerCounts | None:
-        """Counts of a job's ledger, open or not; None if it has none. Raises what `ledger_json`
-        raises."""
+        """Counts of a job's ledger; None without one. Raises what `ledger_json` raises."""
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 
@@ -244,12 +224,12 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         opened = self._open.get(job)
         if opened is None:
             async with self._opening_lock(job):
-                # The ledger is not open here, so etcd has all its changes.
+                # etcd has all changes of a ledger that is not open.
                 opened = self._open.get(job) or await self._read(job)
         return opened.ledger if opened is not None else None
 
     def close_replaced(self, job: str) -> None:
-        """Close a job's ledger: etcd has another one in its place."""
+        """Close a job's ledger, which was replaced in etcd."""
         self._close(job)
 
     def _close(self, job: str) -> None:
@@ -259,21 +239,21 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     @asynccontextmanager
     async def closed_ledger(self, job: str) -> AsyncIterator[None]:
-        """Keep the job's ledger closed in the block, with no write of it in progress."""
+        """Keep the job's ledger closed and unwritten during the block."""
         async with self._opening_lock(job):
             async with self._writing:
                 self._close(job)
-            # `_writing` is released: other ledgers are written meanwhile, this one is not open.
+            # `_writing` is released, so that other ledgers are written.
             yield
 
     def _opening_lock(self, job: str) -> asyncio.Lock:
         return self._opening.setdefault(job, asyncio.Lock())
 
     async def hand_over(self) -> None:
-        """Write all ledgers whole and close them: call it when stepping down.
+        """Write all ledgers whole within HAND_OVER_WITHIN_S, and close them: the successor then
+        reads one value a job.
 
-        The successor then reads one value for each job. If another coordinator leads already, the
-        writes fail without harm. Ledgers not written within HAND_OVER_WITHIN_S are closed as well.
+        If another coordinator leads already, the writes fail without harm.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
@@ -292,7 +272,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self._authorize_or_count(request)
         opened = await self._opened(token.job, request.dataset_size, request.num_epochs)
         if self._losses.get((token.job, token.member_id, token.incarnation), 0) > num_losses:
-            # The member was lost while this call waited: a range leased now would never return.
+            # Lost during this call: a range leased now would never return.
             opened.ledger.ignore(sample_messages.ranges_of(request.completed))
             raise Fenced(
                 f"{token.member_id} was declared lost",
@@ -321,8 +301,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             raise
 
     async def _opened(self, job: str, dataset_size: int, num_epochs: int) -> _OpenLedger:
-        """The job's ledger: open, read from etcd, or new. Raises ProposalConflict for another
-        dataset, and the error of reading the ledger."""
+        """Return the job's ledger: open, read from etcd, or new. Raises ProposalConflict for
+        another dataset."""
         opened = self._open.get(job)
         if opened is None:
             async with self._opening_lock(job):
@@ -369,8 +349,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return _OpenLedger(ledger, stored, changed=num_samples > 0)
 
     async def _present(self, job: str) -> set[tuple[str, str]]:
-        """Ids of the job's members in etcd, with the public ids of their incarnations. Members that
-        were lost are left out: their keys may be deleted later."""
+        """Return ids and public incarnations of the job's members in etcd, except lost ones, which
+        may still have keys."""
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
         present = set()
@@ -393,7 +373,6 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             await self._changed.wait()
             self._changed.clear()
             num_written = await self.write_all()
-            # Limits the rate of writes.
             pause_s = max(self._write_interval_s, num_written / MAX_WRITES_A_SECOND)
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
@@ -401,9 +380,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 continue
 
     async def write_all(self, *, whole: bool = False) -> int:
-        """Write the ledgers that have changes. With `whole`, also write ledgers that have deltas
-        but no changes, and write each as a base. Returns the number of ledgers that were to be
-        written, even if the write failed."""
+        """Write the changed ledgers; return how many were due. `whole`: also those with deltas,
+        each as a base."""
         async with self._writing:
             due = [
                 (job, opened)

@@ -1,13 +1,8 @@
 """One job's ledger in etcd: a base, written whole, and deltas after it.
 
-The base is stored at the job's key of samples and contains a token. Its deltas are stored below
-that key, under the token, numbered from 0. A new base replaces the old one and all its deltas in
-one transaction, so that a reader always finds the ledger as of one write. Deltas of another base,
-which a restored backup of etcd may leave, are ignored.
-
-A base replaces only the base that this coordinator read or wrote last, and a delta is written only
-if its number is free. The first write of a coordinator that has opened a ledger is a base; after
-it, no coordinator that read an earlier base can add deltas.
+The deltas are below the base's key, under the base's token, numbered from 0. A new base replaces
+the last known one and its deltas in one transaction; a delta needs a free number. A coordinator's
+first write is a base: coordinators that read an earlier base can then add no deltas.
 """
 
 import json
@@ -39,14 +34,12 @@ from shoal_server.etcd.repeat import is_outcome_unknown
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
-"""Size from which a base is compressed: a ledger of a few thousand members. Smaller ones stay
-readable with etcdctl."""
+"""Smaller bases stay readable with etcdctl."""
 MAX_LEDGER_BYTES = 64 * 1024 * 1024
 
 
 def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
-    """The ledger of a base and its deltas. `held`: deltas by key, possibly also of other bases.
-    Raises JobQuarantined if base or deltas cannot be read."""
+    """Decode a base and its deltas. `held`: deltas by key, of any base. Raises JobQuarantined."""
     key = where = keys.sample_ledger(job)
     try:
         with as_unreadable():
@@ -70,13 +63,13 @@ class StoredLedger:
         self._revision = Revision(0)
         self._token = ""
         self._numbers: MemberNumbers | None = None
-        """Numbers that the base gives to members; None if the next write is a base."""
+        """Numbers of members in the base; None: the next write is a base."""
         self._num_deltas = 0
         self._base_bytes = 0
 
     async def read(self) -> SampleLedger | None:
-        """The ledger as of the newest write; None if there is none. Raises JobQuarantined, and what
-        the store raises."""
+        """Read the newest ledger; None without one. Raises JobQuarantined, and what the store
+        raises."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
         bases, delta_items = result.reads
@@ -89,17 +82,14 @@ class StoredLedger:
 
     @property
     def has_no_deltas(self) -> bool:
-        """True if this coordinator has written no deltas since its last base. Deltas of an earlier
-        coordinator, which `read` found, are not counted."""
+        """True if this coordinator has written no deltas since its last base."""
         return self._num_deltas == 0
 
     async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
-        """Make the current ledger durable. False if the record is not the one that this coordinator
-        read or wrote last.
+        """Make the ledger durable; False if its record is not the last known one.
 
-        Raises NotLeader, or another RetryError if nothing was written or the result could not be
-        read back. The next call then writes all changes, or returns False if this write took effect
-        after all.
+        Raises NotLeader, or another RetryError if nothing was written or the outcome is unknown.
+        The next call then writes all changes, or returns False if this write took effect after all.
         """
         touched = ledger.pop_touched()
         try:
@@ -142,8 +132,8 @@ class StoredLedger:
     async def _transact(
         self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
     ) -> Revision | None:
-        """The revision of the write, which is read back if the outcome is unknown. None if its
-        conditions did not hold."""
+        """Return the revision of the write, read back if unknown; None if its conditions did not
+        hold."""
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:
@@ -153,7 +143,7 @@ class StoredLedger:
             if entry is not None and entry.value == put.value:
                 return entry.mod_revision
             if entry is None or entry.mod_revision == self._revision:
-                raise  # it did not take effect: the next write tries again
+                raise  # no effect: the next write tries again
             return None
         return result.revision if result.succeeded else None
 

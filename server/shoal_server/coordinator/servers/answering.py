@@ -1,4 +1,4 @@
-"""Check of which registered servers are alive."""
+"""Check which registered servers are alive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,15 +15,15 @@ from shoal_server.serving.rpc import CHANNEL_OPTIONS
 log = structlog.get_logger(__name__)
 
 Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
-"""Selects, from servers with their addresses, those that may be given shards."""
+"""Selects servers that may be given shards."""
 
 ANSWER_S = 1.0
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
-    """Servers that answer as the registered process, with their addresses. Takes a second
-    (ANSWER_S) if a server hangs."""
+    """Return the servers that answer as the registered process. Takes ANSWER_S if a server
+    hangs."""
     calls = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
     has_answered = dict(zip(addresses, await asyncio.gather(*calls), strict=True))
     silent = sorted(holder.server_id for holder, answered in has_answered.items() if not answered)
@@ -33,9 +33,8 @@ async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
 
 
 async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
-    """Servers to which a job's shards may be assigned now, with their addresses. `choose` leaves
-    out dead servers, which stay registered until their lease ends. Raises NoServers, and what the
-    store raises."""
+    """Return the servers for a job's new shards, with their addresses. `choose` leaves out dead
+    servers that are still registered. Raises NoServers, and what the store raises."""
     listed = await shard_map.servers_for_shards(store)
     present = await choose(listed)
     if not present:

@@ -21,8 +21,8 @@ MAX_CHANNELS = 256
 
 
 class ServerCalls:
-    """Calls over one connection to each server. There are at most 256 connections: opening another
-    closes the oldest, and its calls fail. Use it on one event loop."""
+    """Calls over one connection to each server, on one event loop. Beyond MAX_CHANNELS, the oldest
+    connection is closed, and its calls fail."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
@@ -34,9 +34,8 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """Call the ShardSnapshots service of a server. Raises the server's error, or the
-        connection's."""
-        # A stub works on both kinds of channel, but its type for grpc.aio has another name.
+        """Call a server's ShardSnapshots service. Raises the error of the server or connection."""
+        # The stub's type for grpc.aio has another name.
         stub: Any = ShardSnapshotsStub
         return await self.call_on(stub, address, method, request, timeout_s)
 
@@ -48,8 +47,8 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """Call the service of the given stub. Raises what `call` raises."""
-        # After the certificate is renewed, calls in progress stay on the old connection.
+        """Call the service of the given stub, as `call` does."""
+        # After a renewal, calls in progress stay on the old connection.
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:

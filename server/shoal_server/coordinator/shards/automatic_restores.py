@@ -1,4 +1,4 @@
-"""Automatic restores: jobs with lost shards are restored from their snapshots."""
+"""Automatic restores of jobs with lost shards from their snapshots."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,15 +14,14 @@ log = structlog.get_logger(__name__)
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
 REPORTED_AFTER_S = 30.0
-"""Time after which shards are reported lost although their restore is still in progress."""
+"""Time after which shards are reported lost during their restore."""
 
 
 Restore = Callable[[str], Awaitable[RestoreAttempt]]
 
 
 class AutomaticRestores:
-    """Restores of jobs, at most four at a time. Use it on one event loop. Slow storage delays other
-    jobs only if four restores are slow at once."""
+    """Restores of jobs, at most four at a time, on one event loop."""
 
     def __init__(
         self,
@@ -30,21 +29,21 @@ class AutomaticRestores:
         on_news: Callable[[str], None],
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`on_news` is called with a job whose `outcome` may have changed. `is_restoring`: True
-        while this coordinator restores the job, automatically or on request."""
+        """`on_news` is called with a job if its `outcome` may have changed. `is_restoring`: True
+        while this coordinator restores the job for any reason."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
         self._tasks = SupervisedTasks()
         self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
         self._wanted: dict[str, RestoreAttempt | None] = {}
-        """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Reason why the job is not restored (empty without `restore`); None if none is known yet.
+        """Reason why the job is not restored (empty without `restore`); None if none is known.
+
         The first call starts the restore, which is retried until `forget` if storage, etcd or
-        servers cannot be reached. A restore that is retried, or takes longer than REPORTED_AFTER_S,
-        has a reason and is still in progress."""
+        servers cannot be reached. A restore in progress may have a reason, too.
+        """
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:
@@ -54,11 +53,10 @@ class AutomaticRestores:
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
-        """Drop a job without lost shards. A restore in progress goes on; no other one follows."""
+        """Drop a job without lost shards; no further restore follows."""
         self._wanted.pop(job, None)
 
     async def close(self) -> None:
-        """Cancel the restores in progress."""
         await self._tasks.close()
         self._wanted.clear()
 

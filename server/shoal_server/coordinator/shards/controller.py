@@ -1,8 +1,7 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
-It only writes shard assignments to etcd, and deletes the assignments of jobs that cannot continue.
-Servers carry the assignments out. They fail over among themselves, without the controller, even
-while no coordinator leads.
+It only writes shard assignments to etcd. Servers carry them out, and fail over without the
+controller.
 """
 
 import asyncio
@@ -43,17 +42,14 @@ Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
-"""Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
-"""Time until a job is looked at again if a RetryError or the time limit ended its reconciliation,
-if a server is absent or was dropped by a peer, or if shards wait to be loaded. It is below
-LONGEST_GAP_S: after a longer gap, an absence counts from zero again."""
+"""Below LONGEST_GAP_S: after a longer gap, an absence counts from zero."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
 
 class ShardController:
-    """Controller of the shards of all jobs, on the event loop; works during `working`."""
+    """Controller of the shards of all jobs, on the event loop, within `working`."""
 
     def __init__(
         self,
@@ -63,11 +59,9 @@ class ShardController:
         loss_log: LossLog | None = None,
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`restore` tries to restore a job from a snapshot before shards that no server holds are
-        declared lost. `measure` asks a job's servers for the load of its shards; without it, and
-        until two measurements in a row have covered all shards, shards are weighted by size alone.
-        `loss_log` records lost shards. `is_restoring`: True while this coordinator restores a job's
-        shards from a snapshot."""
+        """`restore`: restores a job before its shards are declared lost. `measure`: returns the
+        load of a job's shards; without it, size alone weighs. `is_restoring`: True while this
+        coordinator restores the job."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
@@ -84,11 +78,9 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """Reason why the shards of a job are left unchanged, by job; logged once."""
+        """Reason why each job's shards are left unchanged."""
         self._due: set[str] = set()
-        """Jobs to be looked at."""
         self._again: set[str] = set()
-        """Jobs to be looked at again soon."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -100,7 +92,7 @@ class ShardController:
             versions.note(servers.records.values())
             self._look_at_all()
 
-        # Not used for placing shards: servers are read again for each job that is examined.
+        # Not used for placing shards: each reconciliation reads the servers.
         servers = PrefixMirror[registered.Server](
             self._store, keys.SERVERS, _server, on_change=changed, resync=True
         )
@@ -119,7 +111,6 @@ class ShardController:
         self._wake.set()
 
     def _look_again(self, job: str) -> None:
-        """Look at the job once after LOOK_AGAIN_S, however often this is called until then."""
         if job not in self._again:
             self._again.add(job)
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_now, job)
@@ -132,15 +123,13 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        """Reconcile each due job in a separate task, so that no job waits for the servers, storage
-        or records of another."""
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
         async with SupervisedTasks() as tasks:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 for job in list(self._due):
-                    # A task in progress wakes this loop when it ends.
+                    # A task wakes this loop at its end.
                     if tasks.start(self._try_reconcile(job, slots), key=job) is not None:
                         self._due.discard(job)
 
@@ -163,8 +152,8 @@ class ShardController:
                 self._wake.set()
 
     async def _look_for_ever(self) -> None:
-        """Look at all jobs every MEASURE_EACH_S, since without any change in etcd an absent server
-        counts as dead after some time, and loads change."""
+        """Look at all jobs every MEASURE_EACH_S: absent servers come to count as dead, and loads
+        change."""
         while True:
             await asyncio.sleep(MEASURE_EACH_S)
             await self._measure()
@@ -177,7 +166,6 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job whose records are gone or belong to another placement."""
         for by_job in (
             self._last,
             self._troubles,
@@ -200,14 +188,14 @@ class ShardController:
 
     async def _reconcile(self, job: str) -> None:
         if (finished := await self._finished(job)) is not None:
-            # The condition fails if the job was started over meanwhile.
+            # The condition fails if the job was started over.
             await self._store.transact([finished], [records.delete_assignments(job)])
             return
         weights = await self._weights_of(job)
         before = self._assignments.assembled(job)
         if before is None:
             return
-        # Read after the assignments, so that a server that was registered by then is in the list.
+        # Read after the assignments, so that their servers are in the list.
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         seen = await self._servers()
@@ -231,7 +219,7 @@ class ShardController:
             self._restores.forget(job)
         target = known
         if known == before:
-            # In a thread: thousands of shards take a while, and heartbeats must not wait.
+            # In a thread, so that heartbeats do not wait for thousands of shards.
             target = await asyncio.to_thread(rebalance, before, servers, weights)
         after = self._losses.with_loss_details(known, target, attempt.reason)
         changes = {
@@ -242,7 +230,7 @@ class ShardController:
             return
 
         def rebalanced(assignment: ShardAssignment) -> ShardAssignment:
-            # A record that was changed meanwhile stays; its change makes the job due again.
+            # A record changed meanwhile stays, and makes the job due again.
             expected, wanted = changes[assignment.shard_id]
             return wanted if assignment == expected else assignment
 
@@ -258,8 +246,6 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """Condition in etcd that the record of the job, which has ended, has not changed since it
-        was read here. None if the job may continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -275,10 +261,8 @@ class ShardController:
         return self._weights[job]
 
     async def _measure(self) -> None:
-        """Measure the shards of all jobs: pushed bytes, from which their share of the load is
-        computed, and versions, which are reported if a shard is lost."""
         if self._ask is not None:
-            # Concurrently, since a server that hangs delays each job that has shards on it.
+            # Concurrently, since a server may hang.
             await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
 
     async def _measure_one(self, job: str) -> None:
@@ -292,24 +276,20 @@ class ShardController:
         pushed = {shard_id: each.pushed_bytes for shard_id, each in measures.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
-        # A shard without a measure would seem idle: all must have been measured.
+        # A shard without a measure would seem idle.
         if before.keys() == pushed.keys() == num_bytes.keys():
             self._weights[job] = loads.weights(num_bytes, before, pushed)
 
 
 class TorchVersions:
-    """Logs a warning if servers run different versions of torch, once for each change of mixture.
-
-    Mixtures are allowed, since servers are upgraded one after the other and each version computes
-    correctly. But a kernel may round differently in another version, so that a copy may differ from
-    its primary in the last bits.
-    """
+    """Logs a warning if servers run different versions of torch, by which copies may differ from
+    their primary in the last bits."""
 
     def __init__(self) -> None:
         self._logged: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[registered.Server]) -> None:
-        """Note all registered servers; log a warning if their torch versions differ."""
+        """Warn once for each mixture."""
         by_version: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:
@@ -326,13 +306,11 @@ class TorchVersions:
 
 
 def _server(item: MirroredKey) -> registered.Server | None:
-    """The server of a record; None, and a line in the log, if the record is unreadable."""
     return next(iter(registered.parse_all({item.key: item.value})), None)
 
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:
-    """Size of each shard's values in bytes; for a shard of a table, which has no fixed size, the
-    target size."""
+    """Size in bytes of each shard's values; the target size for shards of tables."""
     return {
         shard.shard_id: TARGET_SHARD_BYTES
         if shard.table
@@ -342,9 +320,9 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 
 
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
-    """Number of shards changed in each way. `rescued`: another server became primary; `lost`: a new
-    epoch began without the shard's values; `recruiting`: a server is joining; `handing_over`: a
-    backup is to become primary; `relieved`: there are fewer backups than before."""
+    """Count the changed shards by kind. `rescued`: another server became primary; `lost`: a new
+    epoch without values; `recruiting`: a server joins; `handing_over`: a backup is to become
+    primary; `relieved`: fewer backups."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     in_new_epoch = [a for b, a in pairs if a.epoch != b.epoch]
     lost = sum(a.content is ShardContent.LOST for a in in_new_epoch)

@@ -1,9 +1,7 @@
 """Acceptance of losses: lost shards are given up on an operator's request.
 
-The job's sample ledger counts the samples that its shards were trained on. If no trained shard is
-left, the ledger is deleted in the transaction that gives up the first shards, and all samples are
-trained on again, unless the operator keeps the ledger. If trained shards are left, the operator has
-to choose.
+If no trained shard is left, the sample ledger is deleted, unless the operator keeps it: all samples
+are trained on again. If trained shards are left, the operator has to choose.
 """
 
 import time
@@ -36,25 +34,23 @@ _SAMPLES_NUMBERS = {outcome: number for number, outcome in _SAMPLES.items()}
 
 
 class LedgerAccess(Protocol):
-    """The sample ledgers, as used when a loss is accepted."""
+    """The sample ledgers, for acceptance."""
 
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
-        """Counts of the job's ledger; None if it has none."""
+        """Counts of the job's ledger; None without one."""
 
     def closed_ledger(self, job: str) -> AbstractAsyncContextManager[None]:
-        """Keep the job's ledger closed in the block, with no write of it in progress."""
+        """Keep the job's ledger closed, with no write in progress, during the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Changes that a request asks for, given the current records."""
-
     current: JobAssignments
     stored: dict[int, records.StoredShard]
     chosen: Sequence[ShardAssignment]
-    """Shards that the reply lists: lost shards, or shards that were given up before."""
+    """Shards for the reply."""
     lost: Sequence[ShardAssignment]
-    """Shards that are still to be given up."""
+    """Shards to give up."""
     samples: SamplesAfterLoss | None
 
     @property
@@ -64,7 +60,7 @@ class _Plan:
 
 
 class LossAcceptance:
-    """Gives up lost shards. `require_leading` raises NotLeader unless this coordinator leads."""
+    """Gives up lost shards. `require_leading` raises NotLeader."""
 
     def __init__(
         self,
@@ -79,16 +75,15 @@ class LossAcceptance:
         self._require_leading = require_leading
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
-        """Give up the requested lost shards, or all lost ones if the request names none. All other
-        shards are unchanged. The reply lists the requested shards; if the request names none, all
-        shards of the job that were given up, now or before. A dry run changes nothing. If it names
-        no shard, its reply lists the lost shards; or if none are lost, the shards that were given
-        up before.
+        """Give up the requested lost shards, all lost ones if none are named.
 
-        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
-        InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
-        does not. Raises what `LedgerAccess.counts` raises. If etcd fails between two transactions,
-        some shards are given up already.
+        The reply lists the requested shards; if none are named, all that were given up, now or
+        before. A dry run changes nothing, and lists the shards that it would give up; without any,
+        those given up before.
+
+        Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store and
+        `LedgerAccess.counts` raise, and InvalidSpec for a bad name or a missing choice for the
+        samples. If etcd fails between two transactions, some shards are given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
@@ -105,12 +100,11 @@ class LossAcceptance:
                     break
                 if plan.samples is None:
                     raise _samples_not_chosen(plan, counts)
-                # The choice of the first transaction holds for all others.
+                # One choice for all transactions.
                 choice = plan.samples
                 await self._give_up(plan, by, now_unix_s, given_up)
         finally:
-            # Also if etcd fails halfway: a repeated request does not find these shards lost any
-            # more.
+            # Also after a failure: a repeated request does not find these shards lost.
             if given_up:
                 text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
                 self._losses.record_acceptance(job, given_up, by, text)
@@ -132,9 +126,8 @@ class LossAcceptance:
     async def _give_up(
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
-        """Give up the lost shards, and append each to `given_up` once etcd has its new record. The
-        records of shards that are not appended have changed and must be read again.
-        """
+        """Give up the lost shards, and append each to `given_up` once durable. The others' records
+        have changed."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:
@@ -147,9 +140,8 @@ class LossAcceptance:
                     for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
-                # Every transaction deletes the ledger, also the first one. Otherwise, if etcd
-                # failed after the first one, some shards would be given up, and the job would train
-                # them only on the remaining samples.
+                # Every transaction deletes the ledger: after a failure, the job would otherwise
+                # train given-up shards only on the remaining samples.
                 also = _ledger_deletions(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 given_up += batch if is_done else []
@@ -178,9 +170,9 @@ def _ledger_deletions(job: str) -> Sequence[Delete]:
 
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
-    """The wanted shards; without any, all lost shards, or else all that were given up before.
-    Raises UnknownShard; and NothingLost for a wanted shard that is neither lost nor given up, or if
-    none is wanted and the job has no such shard."""
+    """Return the wanted shards; by default all lost ones, or else all given up before. Raises
+    UnknownShard, and NothingLost if a wanted shard is neither lost nor given up, or if the job has
+    no such shard."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(

@@ -1,4 +1,4 @@
-"""Log of lost, restored and moved shards, with the newest known version of each shard."""
+"""Log of lost, restored and moved shards."""
 
 import asyncio
 import time
@@ -14,38 +14,36 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 log = structlog.get_logger(__name__)
 
 QUIET_S = 2.0
-"""Time without a further move after which moves are reported."""
+"""Time without a move after which moves are reported."""
 AT_MOST_S = 20.0
-"""Maximum time after the first move until moves are reported."""
+"""Maximum time from the first move to the report."""
 
 RecordEvent = Callable[[str, str, str], object]
-"""Records an event of a job. Called with the job, the kind of event, and the reason."""
+"""Called with (job, kind, reason)."""
 
 
 def _discard(job: str, kind: str, reason: str) -> None:
-    """Default: drops the event."""
+    """Drop the event."""
 
 
 class LossLog:
-    """Events of shards, on the event loop of the leading coordinator."""
+    """Events of shards, on a leader's event loop."""
 
     def __init__(self, on_event: RecordEvent = _discard) -> None:
         self._on_event = on_event
         self._moves = MoveLog(lambda job, message: self._note(job, "shards_moved", message))
         self._versions: dict[str, dict[int, int]] = {}
-        """Newest version by job and shard, as last reported by its server."""
 
     def measured(self, job: str, versions: Mapping[int, int]) -> None:
-        """Record the versions of shards that their servers reported."""
+        """Record the versions that servers reported."""
         self._versions.setdefault(job, {}).update(versions)
 
     def versions(self, job: str) -> Mapping[int, int]:
-        """Newest version that was reported of each shard."""
+        """Newest reported version of each shard."""
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Drop the versions, and the moves not reported yet, of a job whose records are gone or
-        belong to another placement; with `shard_ids`, only the versions of these shards."""
+        """Drop what is known of a job; with `shard_ids`, only these shards' versions."""
         if shard_ids is None:
             self._moves.forget(job)
         known = self._versions.get(job, {})
@@ -61,8 +59,7 @@ class LossLog:
     def with_loss_details(
         self, before: JobAssignments, after: JobAssignments, snapshot: str
     ) -> JobAssignments:
-        """A copy of `after` that records what is known of the loss of each lost shard. `snapshot`:
-        outcome of restoring the job from a snapshot."""
+        """Return `after` with details of each lost shard. `snapshot`: outcome of a restore."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
@@ -72,9 +69,8 @@ class LossLog:
         after: JobAssignments,
         present: Collection[Holder] = (),
     ) -> None:
-        """Report what changed from `before` to `after`: lost servers, new copies, and shards that
-        were lost, moved, or recovered from a server's journal. Without `before`, report the lost
-        shards. `present`: the registered servers."""
+        """Report the changes from `before` to `after`; without `before`, the lost shards.
+        `present`: the registered servers."""
         if before is None:
             if lost := losses.lost(after):
                 self._lost(after.job, lost)
@@ -103,8 +99,7 @@ class LossLog:
     def record_acceptance(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards. `shards`: their assignments before that.
-        `samples`: text about the further use of the job's samples."""
+        """Report that an operator gave up these shards. `samples`: what becomes of the samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
@@ -135,12 +130,9 @@ class LossLog:
 
 
 class MoveLog:
-    """Moves not reported yet, on the event loop of the leading coordinator. They are logged once
-    moves pause: rebalancing moves a few shards at a time, and one line for each move would hide
-    other events."""
+    """Moves, reported together once they pause: a line for each would hide other events."""
 
     def __init__(self, log_line: Callable[[str, str], object]) -> None:
-        """`log_line` is called with a job and a line to log for it."""
         self._log_line = log_line
         self._pending: dict[str, moves.Moves] = {}
         self._report_by_s: dict[str, float] = {}
@@ -158,7 +150,7 @@ class MoveLog:
         self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._report, job)
 
     def forget(self, job: str) -> None:
-        """Drop the moves that have not been reported yet."""
+        """Drop the job's pending moves."""
         self._pending.pop(job, None)
         self._report_by_s.pop(job, None)
         if (timer := self._timers.pop(job, None)) is not None:

@@ -1,4 +1,4 @@
-"""The Shards service: places a job's shards on servers once, and returns the current shard map."""
+"""The Shards service: places a job's shards on servers, and returns the current shard map."""
 
 import asyncio
 import secrets
@@ -58,21 +58,19 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 ASKS_AGAIN_WITHIN_S = 5.0
-"""A member that was refused for lack of servers counts as waiting for this long after its last
-call."""
+"""Time after its last call for which a member counts as waiting."""
 MAX_SHOWN_DIFFERENCES = 8
 MAX_JOBS_READ = 16
-"""Number of jobs whose newest reading of the shard map is kept."""
 
 Authorize = Callable[[Token], Awaitable[None]]
 
 
 class _WithoutServers:
-    """Members that were refused because there is no parameter server, and retry."""
+    """Members refused for lack of parameter servers."""
 
     def __init__(self) -> None:
         self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
-        """Refusals by job and member: the reason, and the times of the first and last refusal."""
+        """Reason, and times of the first and last refusal, by job and member."""
 
     def refused(self, token: Token, why: str) -> None:
         now_s = time.time()
@@ -81,11 +79,9 @@ class _WithoutServers:
         self._refused[token.job] = {**known, token.member_id: (why, since_s, now_s)}
 
     def placed(self, job: str) -> None:
-        """Drop the job's waiting members: its shards are placed."""
         self._refused.pop(job, None)
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Reason and start of each member's wait."""
         return {name: (why, since_s) for name, (why, since_s, _) in self._of(job, time.time())}
 
     def _of(self, job: str, now_s: float) -> list[tuple[str, tuple[str, float, float]]]:
@@ -95,22 +91,18 @@ class _WithoutServers:
 
 @dataclass(slots=True)
 class _MapRead:
-    """The newest reading of one job's shard map. A job's readings are numbered from 1."""
+    """Newest reading of a job's shard map, numbered from 1."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: int = 0
     done: int = 0
-    """Number of the newest reading that was completed."""
+    """Number of the newest complete reading."""
     layout: ShardMap | None = None
 
 
 class _CurrentMaps:
-    """Reader of current shard maps, on the event loop. A call gets a map whose reading began after
-    the call.
-
-    A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
-    when they start and when servers fail. Calls that arrive during a reading share the next one.
-    """
+    """Reader of current shard maps. Calls that arrive during a reading share the next one: all
+    workers of a large job ask at once."""
 
     def __init__(self, store: LeaderStore, layouts: shard_map.ShardMapReader) -> None:
         self._store = store
@@ -118,8 +110,9 @@ class _CurrentMaps:
         self._reads: OrderedDict[str, _MapRead] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The layout with each shard's primary; None if there is none. It is shared: do not change
-        it. Raises what `ShardMapReader.read` and `shard_map.fill` raise."""
+        """Return the layout with each shard's primary, read after this call began; None without
+        one. Do not change the result. Raises what `ShardMapReader.read` and `shard_map.fill` raise.
+        """
         read = self._reads.setdefault(job, _MapRead())
         self._reads.move_to_end(job)
         begun_before = read.begun
@@ -153,10 +146,8 @@ class ShardsService(ShardsServicer):
         accepting: LossAcceptance | None = None,
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`copies`: wanted copies of each shard, including the primary; there are fewer if there
-        are fewer servers. `choose` selects, from the registered servers, those that may get shards.
-        `accepting` serves AcceptLoss, which fails without it. `call_wait_s`: maximum wait for a
-        map."""
+        """`copies`: wanted copies of each shard, the primary included. `accepting`: serves
+        AcceptLoss. `call_wait_s`: maximum wait for a map."""
         self._call_wait_s = call_wait_s
         self._accepting = accepting
         self._choose = choose
@@ -168,7 +159,7 @@ class ShardsService(ShardsServicer):
         self._without_servers = _WithoutServers()
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members that found no parameter server: the reason, and the start of the wait."""
+        """Members without a parameter server: the reason, and the start of the wait."""
         return self._without_servers.waiting(job)
 
     async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
@@ -227,11 +218,11 @@ class ShardsService(ShardsServicer):
         request: PlaceRequest,
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
-        """Write the first map, or return the one that another call wrote meanwhile. Raises
-        NoServers, InvalidSpec for a map that is too large, Unavailable if no map is found after the
-        write, and what `authorize` and the store raise."""
+        """Write the first map, or return that of a concurrent call. Raises NoServers, InvalidSpec
+        for a map that is too large, Unavailable if no map is found, and what `authorize` and the
+        store raise."""
         addresses = await servers_for(self._store, self._choose, job)
-        # Checked again: the job may have been started over while servers were checked.
+        # Again: the job may have been started over.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
         # In threads: a large model takes seconds.
@@ -248,7 +239,7 @@ class ShardsService(ShardsServicer):
         try:
             is_placed = await self._write(layout, first)
         except RetryError as error:
-            # If the outcome is unknown, the layout that is read below decides.
+            # After an unknown outcome, the layout read below decides.
             if not is_outcome_unknown(error):
                 raise
             is_placed = False
@@ -271,7 +262,6 @@ class ShardsService(ShardsServicer):
         return held
 
     async def _write(self, layout: shard_map.StoredLayout, first: JobAssignments) -> bool:
-        """Write a layout and its first assignments. False if the job has a layout already."""
         chunks_exist = await shard_map.write_chunks(self._store, layout)
         result = await assignments.place(
             self._store,
@@ -284,7 +274,6 @@ class ShardsService(ShardsServicer):
         return result.succeeded
 
     async def _await_map(self, job: str, wait_s: float) -> None:
-        """Wait until the map exists, at most `wait_s`."""
         with suppress(TimeoutError):
             async with (
                 asyncio.timeout(wait_s),
@@ -296,8 +285,7 @@ class ShardsService(ShardsServicer):
 
 
 def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) -> JobAssignments:
-    """First assignments of a new layout: the primaries that it names, and servers that are to
-    become backups."""
+    """Assign the primaries that the layout names, and servers that are to become backups."""
     by_id = {holder.server_id: holder for holder in present}
     first = JobAssignments(
         job=layout.job,
@@ -354,8 +342,7 @@ def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpe
 def _conflict(
     job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
 ) -> ShoalError:
-    """ShapeMismatch if only shapes differ, else ProposalConflict. Names the first 8 parameters that
-    differ."""
+    """Return ShapeMismatch if only shapes differ, else ProposalConflict."""
     differences = placement.find_differences(seen, expected)
     names = {p.name for p in seen} == {p.name for p in expected}
     alike = {(p.name, p.dtype, p.group) for p in seen} == {

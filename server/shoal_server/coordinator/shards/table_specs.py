@@ -1,4 +1,4 @@
-"""Table specs of a request: their checks, their placement, and how they differ from the job's."""
+"""Table specs of a request: checks, placement, and comparison with the job's."""
 
 import hashlib
 import math
@@ -13,9 +13,9 @@ from shoal_server.core.shards.placement import spread_tables
 
 MAX_TABLES = 256
 MAX_SHARDS = 1024
-"""Maximum number of shards of one table."""
+"""Bound for one table."""
 MAX_ALL_SHARDS = 16384
-"""Maximum number of shards of all tables of a job."""
+"""Bound for all tables of a job."""
 MAX_ROW_BYTES = 512 * 1024
 INITIALISERS = ("constant", "uniform", "normal")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "sparse_adam")
@@ -106,7 +106,6 @@ def _check_rows(table: TableSpec) -> None:
 
 
 def _check_range(table: str, setting: str, value: float, low: float, high: float) -> None:
-    """Raise InvalidSpec for a value out of bounds. Infinite values are always refused."""
     if not (low <= value <= high and math.isfinite(value)):
         raise InvalidSpec(
             f"{setting} of table {table} is out of range",
@@ -126,8 +125,7 @@ def schema_digest(of_parameters: str, tables: Sequence[TableSpec]) -> str:
 
 
 def check_same(job: str, seen: Sequence[TableSpec], held: Sequence[TableSpec]) -> None:
-    """Raise ProposalConflict if `seen` differ from the job's tables (`held`). The error names the
-    tables that differ."""
+    """Raise ProposalConflict if `seen` differ from the job's tables (`held`)."""
     of_seen = {table.name: _one_line(table) for table in seen}
     of_held = {table.name: _one_line(table) for table in held}
     differing = sorted(

@@ -1,9 +1,7 @@
 """Loading of a snapshot's shards by the servers to which they are assigned.
 
-A server may begin to leave, or end, after it was chosen. Its shards that are not loaded yet are
-then assigned to other servers. Shards that it has loaded stay with it, since members may have
-pushed to them. Before a server serves a shard, it writes to the shard's record that the shard is
-loaded; a server that returns too late finds the record changed.
+If a server leaves or ends, its unloaded shards are assigned to others. Loaded ones stay with it,
+since members may have pushed to them.
 """
 
 import asyncio
@@ -31,14 +29,13 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
-"""Maximum number of times that servers are chosen, if some end before they have loaded."""
+"""Choices of servers, if some end before they have loaded."""
 MAX_TRIES = 3
-"""Number of attempts to reassign shards whose records change meanwhile."""
+"""Attempts to reassign shards with changing records."""
 
 
 class SnapshotLoader:
-    """Has servers load snapshots. Use it on one event loop. `choose` selects the live servers: dead
-    ones stay registered until their lease ends."""
+    """Has servers load snapshots, on one event loop. `choose` selects the live servers."""
 
     def __init__(self, store: LeaderStore, calls: ServerCalls, choose: Choose) -> None:
         self._store = store
@@ -46,7 +43,7 @@ class SnapshotLoader:
         self._choose = choose
 
     async def present(self, job: str) -> Mapping[Holder, str]:
-        """Servers to which shards may be assigned, with their addresses. Raises NoServers."""
+        """Servers for shards, with their addresses. Raises NoServers."""
         return await servers_for(self._store, self._choose, job)
 
     async def load_all(
@@ -56,9 +53,11 @@ class SnapshotLoader:
         wanted: JobAssignments,
         present: Mapping[Holder, str],
     ) -> JobAssignments:
-        """Have every shard loaded by its primary; return the final assignments. Raises the error of
-        a server that is still present, or of any server after MAX_CHOICES; NoServers if no server
-        is left; and what `_reassign` raises."""
+        """Have every shard loaded by its primary; return the final assignments.
+
+        Raises the error of a present server, or of any server after MAX_CHOICES; NoServers; and
+        what `_reassign` raises.
+        """
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
             failed = await self._load(library, manifest, to_load, present)
@@ -87,7 +86,7 @@ class SnapshotLoader:
         shards: Collection[ShardAssignment],
         present: Mapping[Holder, str],
     ) -> Mapping[Holder, ShoalError]:
-        """Have servers load the shards of a snapshot. Returns the errors by server."""
+        """Have servers load the shards; return the errors by server."""
         parts = {part.shard_id: part for part in manifest.parts}
         files: dict[Holder, list[pb.ShardFile]] = {}
         for shard in shards:
@@ -116,9 +115,9 @@ class SnapshotLoader:
         gone: Collection[Holder],
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
-        """Reassign the shards that the servers in `gone` have not loaded. Returns the new
-        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if records
-        changed during each of MAX_TRIES attempts."""
+        """Reassign the shards that the servers in `gone` have not loaded; return the new
+        assignments. Raises DeadlineExceeded after another restore, or if records changed during
+        each attempt."""
         of_placement = keys.assignments_of_placement(wanted.job, wanted.placement_id)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
@@ -132,7 +131,7 @@ class SnapshotLoader:
             targets = _moved(shards, held, manifest, present)
             for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
-                # The records show a write that took effect although its answer was lost.
+                # The records show writes with a lost answer.
                 _, items = await assignments.change(self._store, unloaded[batch], targets[batch])
                 current = {assignments.parse_shard(item).assignment for item in items}
                 moved |= {each.shard_id: each for each in targets[batch] if each in current}
@@ -153,8 +152,7 @@ def _moved(
     manifest: Manifest,
     present: Sequence[Holder],
 ) -> list[ShardAssignment]:
-    """Assign each shard to a server that is present, in a new epoch. `held`: the other shards,
-    which stay with their servers."""
+    """Assign each shard to a present server, in a new epoch. `held`: the other shards."""
     num_bytes = {part.shard_id: part.num_bytes for part in manifest.parts}
     loads: Counter[Holder] = Counter()
     for shard in held:

@@ -1,12 +1,10 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records by those of a new placement, with higher
-epochs, and the sample ledger by the snapshot's. So even if this coordinator dies, the job has
-records, and each shard is held by a server or known to be lost. Every server then drops its shards
-of the job, and loads the shards whose primary it is; backups are created as usual. If a server
-leaves or ends before it has loaded, others load its shards (`loading`). If a server that stays
-cannot load, the job does not keep half of a snapshot: all shards that had values are recorded as
-lost; if the job had no shards before, its new records are deleted.
+One transaction replaces the job's assignment records, with higher epochs, and its sample ledger:
+each shard is held by a server or known to be lost, even if this coordinator dies. Each server then
+drops its shards of the job, and loads those whose primary it is (`loading`). If a server that stays
+cannot load, all shards that had values are recorded as lost. The records of a job that had no
+shards are deleted.
 """
 
 import asyncio
@@ -62,23 +60,20 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_COPIES = 2
 MAX_TRIES = 3
-"""Number of attempts, if the job's records change while the new ones are written."""
+"""Attempts while the job's records change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreResult:
-    """Result of a restore."""
-
     manifest: Manifest
     servers: Sequence[str]
-    """Servers that are primaries of the job's shards now."""
+    """Servers that are primaries now."""
     lost: Sequence[ShardAssignment]
-    """The shards that were lost before the restore, with their assignments at that time."""
+    """Shards lost before the restore."""
 
 
 class SnapshotRestorer:
-    """Restores jobs. Use it on one event loop. `on_cursor` is called with a job whose sample ledger
-    was replaced."""
+    """Restores jobs, on one event loop."""
 
     def __init__(
         self,
@@ -87,8 +82,8 @@ class SnapshotRestorer:
         on_cursor: Callable[[str], None],
         choose: Choose,
     ) -> None:
-        """`choose` selects the live servers: dead ones stay registered until their lease ends, and
-        the restore would fail if one of them had to load a shard."""
+        """`on_cursor` is called with a job after its sample ledger was replaced. `choose` selects
+        the live servers."""
         self._store = store
         self._on_cursor = on_cursor
         self._loader = SnapshotLoader(store, calls, choose)
@@ -98,14 +93,12 @@ class SnapshotRestorer:
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
     ) -> RestoreResult:
-        """Replace the job's shards by the shards of the snapshot `number` (0: the newest).
+        """Replace the job's shards by those of the snapshot `number` (0: the newest).
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
-        NoServers, DeadlineExceeded if its records change meanwhile, JobQuarantined if the job's own
-        record cannot be read, and what the store raises. Raises the error of a server that cannot
-        load; then all shards that had values are recorded as lost, or the records of a job that had
-        no shards are deleted.
+        NoServers, DeadlineExceeded if its records change meanwhile, JobQuarantined if its own
+        record cannot be read, what the store raises, and the error of a server that cannot load.
         """
         job = library.job
         self.under_way[job] += 1
@@ -115,8 +108,8 @@ class SnapshotRestorer:
             self.under_way -= Counter([job])
 
     async def restored_from(self, job: str) -> RestoredFrom | None:
-        """The snapshot from which the job was restored last; None if it never was. Raises
-        InternalError, and what the store raises."""
+        """Return the job's last restored snapshot, if any. Raises InternalError, and what the store
+        raises."""
         return await restored_from.read(self._store, job)
 
     async def _restore(
@@ -143,9 +136,8 @@ class SnapshotRestorer:
                 await self._record_loss(before, wanted, why)
             raise
         except BaseException:
-            # This coordinator ends, or no longer leads: the next leader finds shards that no server
-            # loads (`AbandonedLoads`). Records of a trained job stay: without them, a member could
-            # create the shards with initial values.
+            # Without records, a member could create the shards of a trained job with initial
+            # values. The next leader finds shards that no server loads (`AbandonedLoads`).
             if before is None:
                 await self._take_away(wanted)
             raise
@@ -155,7 +147,6 @@ class SnapshotRestorer:
         return RestoreResult(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_not_finished(self, job: str) -> None:
-        """Raise JobFinished for a finished job, whose shards would be dropped at once."""
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return
@@ -193,9 +184,9 @@ class SnapshotRestorer:
         *,
         keeps_placement_id: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
-        """Write the new assignment records, the ledger and the lineage. Returns the earlier
-        assignments (None if there were none) and the new ones. `keeps_placement_id`: the job's
-        members continue with the restored shards."""
+        """Write the new assignments, ledger and lineage. Returns the earlier assignments, if any,
+        and the new ones. `keeps_placement_id`: True if the job's members continue with the restored
+        shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -238,7 +229,7 @@ class SnapshotRestorer:
             )
 
     async def _take_away(self, wanted: JobAssignments) -> None:
-        """Delete the records of a failed restore, unless the job was restored again since."""
+        """Delete a failed restore's records, unless another restore followed."""
         job = wanted.job
         try:
             await self._store.transact([_is_placed(wanted)], [assignments.delete_assignments(job)])
@@ -246,8 +237,7 @@ class SnapshotRestorer:
             log.error("restore_incomplete", job=job, reason=str(error))
 
     async def _record_loss(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Record that the job's shards are lost, since servers have dropped them. Does nothing if
-        the job was restored again since."""
+        """Record that the job's shards are lost, unless another restore followed."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, placement_id=secrets.token_hex(8))
         try:
@@ -264,7 +254,7 @@ def _wanted(
     *,
     keeps_placement_id: bool,
 ) -> JobAssignments:
-    """Assignments of a new placement, in which no shard is loaded yet."""
+    """Return assignments in which no shard is loaded."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
@@ -291,7 +281,6 @@ def _wanted(
 
 
 def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Compare]:
-    """Conditions that the shards' records are still those that were read."""
     if before is None:
         return []
     of_placement = keys.assignments_of_placement(
@@ -301,7 +290,6 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """Condition that the job's assignment records are still those of `placed`."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 
@@ -313,8 +301,8 @@ def _require(result: TransactionResult, job: str) -> None:
 
 
 def _checked(manifest: Manifest) -> ShardMap:
-    """The snapshot's layout. Raises SnapshotDamaged if the parts do not match the layout, or the
-    cursor is no sample ledger: with either, no coordinator could take over the job."""
+    """Return the snapshot's layout. Raises SnapshotDamaged if the layout does not match the parts,
+    or the cursor is no sample ledger."""
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
@@ -350,7 +338,6 @@ def _ledger(manifest: Manifest) -> Operation:
 
 
 def _cut_of(layout: ShardMap) -> bytes:
-    """The layout without the servers that hold its shards, serialized for comparison."""
     bare = ShardMap()
     bare.CopyFrom(layout)
     for shard in bare.shards:

@@ -1,4 +1,4 @@
-"""The Snapshots service, and the automatic snapshots that a coordinator takes by its policy."""
+"""The Snapshots service, and the policy's automatic snapshots."""
 
 import asyncio
 import time
@@ -30,17 +30,14 @@ log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
 JOBS_AT_ONCE = 4
-"""Number of jobs whose automatic snapshots are taken at once."""
 
 OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
-"""Called with a job, the shards of it that were lost, and a description of the snapshot."""
+"""Called with (job, lost shards, description of the snapshot)."""
 
 
 class SnapshotService(SnapshotsServicer):
-    """Takes, lists and restores snapshots. `require_leading` raises NotLeader unless this
-    coordinator leads. `begun_unix_s` returns the time of a job's last reset: snapshots taken before
-    it are of an earlier run.
-    """
+    """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
+    returns the time of a job's last reset."""
 
     def __init__(
         self,
@@ -63,10 +60,11 @@ class SnapshotService(SnapshotsServicer):
         return await self.take(request.job, request.url)
 
     async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
-        """Take a snapshot of a job now, at the URL or else at the policy's. Afterwards files that a
-        failed snapshot has left there are removed; at the policy's URL, old snapshots too. Raises
-        NotLeader, InvalidSpec if neither URL is given, and the error that prevented the
-        snapshot."""
+        """Take a snapshot of a job, at the URL or else at the policy's; remove leftovers there, and
+        old snapshots at the policy's URL.
+
+        Raises NotLeader, InvalidSpec without a URL, and the error that prevented the snapshot.
+        """
         self._require_leading()
         library = await self._library(url, job)
         taken = await self._taker.take(library)
@@ -104,22 +102,21 @@ class SnapshotService(SnapshotsServicer):
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job that has lost shards, even if it has members. The newest snapshot is used
-        if it is of the current shards; else the snapshot from which these shards were restored. If
-        they were never restored, the newest snapshot is used, unless it was taken before the job's
-        last reset.
+        """Restore a job that has lost shards, even if it has members.
 
-        Returns the reason if there is no such snapshot, or no --snapshot-url. Raises what
-        `SnapshotRestorer.restore` raises, except for a missing snapshot."""
+        Uses the newest snapshot if it is of the current shards, else the one from which these were
+        restored. If they never were, uses the newest since the job's last reset. Without such a
+        snapshot or --snapshot-url, returns the reason. Raises what `SnapshotRestorer.restore`
+        raises, except for a missing snapshot.
+        """
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
         newest, number = await asyncio.to_thread(library.newest), 0
-        # By lineage, not by time: a clock may have been set back since the job began.
+        # By lineage: clocks may be set back.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # The present shards began with this snapshot: newer ones have the state that it
-                # replaced.
+                # The present shards began with this snapshot, not with newer ones.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
@@ -137,13 +134,13 @@ class SnapshotService(SnapshotsServicer):
         return RestoreAttempt(is_restored=True)
 
     async def announce_roots(self, store: LeaderStore) -> None:
-        """Write the allowed locations of snapshots to etcd, for the parameter servers. Raises
-        NotLeader, and what the store raises."""
+        """Write the allowed locations of snapshots to etcd. Raises NotLeader, and what the store
+        raises."""
         await snapshot_roots.write(store, self._policy.allowed)
 
     @asynccontextmanager
     async def working(self, store: LeaderStore) -> AsyncIterator[None]:
-        """Take the policy's automatic snapshots of every job that has shards, during the block."""
+        """Take the automatic snapshots of all jobs with shards during the block."""
         if not self._policy.every_s:
             yield
             return
@@ -151,8 +148,7 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Take the automatic snapshots of all jobs, for each job one at a time. Slow storage delays
-        other jobs only if JOBS_AT_ONCE snapshots are slow at once."""
+        """Take automatic snapshots, one at a time for each job."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 
@@ -210,7 +206,6 @@ class SnapshotService(SnapshotsServicer):
 
 
 def describe_snapshot(manifest: Manifest, library: SnapshotLibrary) -> str:
-    """Describe a snapshot: its number, step and location."""
     step = manifest.training.get("step")
     of_step = f" of step {step}" if step else ""
     return f"snapshot {manifest.number}{of_step} at {library.storage.url}"

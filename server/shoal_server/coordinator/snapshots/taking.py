@@ -1,16 +1,16 @@
 """Taking a snapshot: one cut over all primaries of a job's shards, then their files.
 
     Close    every server admits only pushes that have begun there, and reports which these are
-    cursor   the sample ledger, read while no server admits new pushes: samples that it counts as
-             completed are in the cut, since members report them after their push is acknowledged
+    cursor   the sample ledger is read: samples that it counts are in the cut, since members
+             report samples as completed after their push is acknowledged
     Freeze   every server admits pushes that have begun anywhere, freezes its shards, and then
              admits all pushes again
-    Write    every server writes its frozen shards; unchanged ones keep their earlier file
+    Write    every server writes its frozen shards, except unchanged ones
     commit   the manifest is written last
 
-If a primary is not registered, or Close or Freeze fails with a RetryError, another cut is tried, up
-to three in all. If the third cut fails, or Write or commit does, every server admits all pushes
-again, at the latest after its own time limit, and the snapshot's files are removed.
+If a primary is not registered, or Close or Freeze raises a RetryError, another cut is tried, up to
+three in all. After any other failure, every server admits all pushes again, at the latest after its
+own time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -45,21 +45,19 @@ log = structlog.get_logger(__name__)
 
 ANSWER_WITHIN_S = 2.0
 WAITS_S = (1.0, 2.0, 4.0)
-"""Time to wait, at each attempt, for pushes in progress to end."""
+"""Time for pushes in progress to end, by attempt."""
 PAUSE_S = 0.5
-"""Pause between two attempts, in which training continues."""
 WRITE_WITHIN_S = 3600.0
 PUBLISH_WITHIN_S = 60.0
-"""Less than the time for which servers keep segments that no version names yet."""
+"""Below the time for which servers keep segments that no version names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """State of jobs that the coordinator keeps, and that a snapshot includes."""
+    """State of a job that the coordinator adds to a snapshot."""
 
     cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
-    """Returns the sample ledger of a job, as of some moment during the call; None if it has
-    none."""
+    """Returns a job's current sample ledger; None without one."""
     training: Callable[[str], Mapping[str, Any]]
 
 
@@ -67,8 +65,7 @@ class JobPosition:
 class TakenSnapshot:
     manifest: Manifest
     pause_s: float
-    """Seconds from the first Close until all servers have answered Freeze. New pushes waited for at
-    most this long."""
+    """Time from the first Close to the last answer of Freeze, for which new pushes waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,7 @@ class _Cut:
     """Number of the snapshot; 0 for published weights."""
     layout: ShardMap
     addresses: Mapping[str, str]
-    """Addresses of the primaries' servers, by id."""
+    """Servers' addresses by id."""
     known: Mapping[tuple[int, int, int], ManifestEntry]
     """Entries of the previous snapshot, by shard, epoch and version."""
 
@@ -86,7 +83,6 @@ class _Cut:
 @dataclass(frozen=True, kw_only=True)
 class _Frozen:
     stamps: Mapping[str, Sequence[pb.ShardStamp]]
-    """Stamps by server."""
     begun: Mapping[StepId, Shards]
     torn: Sequence[str]
     cursor: Mapping[str, Any] | None
@@ -94,7 +90,7 @@ class _Frozen:
 
 
 class SnapshotTaker:
-    """Takes snapshots and cuts, one at a time for each job. Use it on one event loop."""
+    """Takes snapshots and cuts, one at a time for each job, on one event loop."""
 
     def __init__(
         self,
@@ -108,17 +104,14 @@ class SnapshotTaker:
         self._state = state
         self._on_taken = on_taken
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the jobs for which a snapshot is in progress or waiting."""
 
     async def take(
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
-        """Take a snapshot. Raises SnapshotFailed, StateLost, and what the store, the storage and
-        the servers raise. After such an error the snapshot's files are removed; files that cannot
-        be removed at that time are removed after a later snapshot.
+        """Take a snapshot. `only_if_changed`: return the newest one if no shard has changed since.
 
-        With `only_if_changed`, the cut is still made, but the newest snapshot is returned if
-        no shard has changed since.
+        Raises SnapshotFailed, StateLost, and what the store, the storage and the servers raise; the
+        snapshot's files are then removed.
         """
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
@@ -159,11 +152,10 @@ class SnapshotTaker:
     async def publish(
         self, job: str, request_to: Callable[[str], pb.PublishCutRequest]
     ) -> PublishedCut:
-        """Take a cut and have the servers keep it as segments of published weights.
+        """Take a cut, which the servers keep as segments of published weights.
 
-        `request_to` returns the request for a server id. Waits while a snapshot of the job is
-        taken. Raises SnapshotFailed, StateLost, and what the store and the servers raise; then
-        nothing of the cut is left except segments that no version names.
+        `request_to` returns the request for a server id. Raises SnapshotFailed, StateLost, and what
+        the store and the servers raise.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
@@ -203,22 +195,21 @@ class SnapshotTaker:
         )
 
     async def _check_has_shards(self, job: str) -> None:
-        """Raise SnapshotFailed unless the job's shards are placed. Called before anything is
-        written, so that no key is made for a job that does not exist."""
+        """Raise SnapshotFailed unless the job's shards are placed. Called before any key is
+        made."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _no_shards_error(job)
 
     async def _lineage(self, job: str) -> str:
-        """Lineage of the job's shards: a random text, drawn at their first snapshot and at each
-        restore."""
+        """Return the lineage of the job's shards: a random text, drawn at their first snapshot and
+        at each restore."""
         key = keys.lineage(job)
         drawn = Put(key, secrets.token_hex(8).encode())
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
     async def is_of_current_shards(self, manifest: Manifest) -> bool:
-        """True if the snapshot has the lineage of the job's current shards. False if the shards
-        were restored since."""
+        """True if the shards were not restored since the snapshot."""
         stored = await self._store.get(keys.lineage(manifest.job))
         return stored is not None and stored.value.decode() == manifest.lineage
 
@@ -256,8 +247,8 @@ class SnapshotTaker:
     async def _frozen(
         self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
-        """Make a cut, in up to three attempts, since shards may move and servers may die meanwhile.
-        Only the third attempt accepts pushes that are in some shards and not in others."""
+        """Make a cut, in up to three attempts: shards may move and servers may die. The last
+        attempt accepts incomplete pushes."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None
@@ -349,7 +340,7 @@ class SnapshotTaker:
         try:
             await asyncio.to_thread(library.discard, cut.number, cut.cut_id)
         except ShoalError as error:
-            # The snapshot's files are removed after a later one has been completed.
+            # The files are removed after a later snapshot.
             log.warning("snapshot_not_removed", job=library.job, reason=str(error))
 
     async def _abort(self, job: str, cut: _Cut) -> None:
@@ -357,14 +348,13 @@ class SnapshotTaker:
         try:
             await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
         except ShoalError as error:
-            # A server that this call does not reach admits pushes again after its time limit.
+            # A server that was not reached admits pushes again after its time limit.
             log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
 
     async def _ask_all(
         self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Return the servers' answers by id. Raises the first failure, once all servers have
-        answered or failed."""
+        """Return the answers by server id; after all of them, raise the first failure."""
         replies = await gather_settled(
             *(
                 self._calls.call(address, method, request, timeout_s)
@@ -383,7 +373,6 @@ def _no_shards_error(job: str) -> SnapshotFailed:
 
 
 def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
-    """Raise SnapshotFailed unless exactly one server froze each shard."""
     taken = sorted(stamp.shard_id for each in stamps.values() for stamp in each)
     expected = sorted(shard.shard_id for shard in layout.shards)
     if taken != expected:

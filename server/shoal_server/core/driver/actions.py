@@ -1,4 +1,4 @@
-"""Actions of a `JobDriver`, which its edge carries out in order."""
+"""Actions of a `JobDriver`, for its edge to carry out in order."""
 
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -9,7 +9,7 @@ from shoal_server.core.membership.events import LogJobEvent, Notice
 
 
 class MemberStream(Protocol):
-    """A stream that carries notices to one process of a member."""
+    """Stream of notices to one process of a member."""
 
     @property
     def member_id(self) -> str: ...
@@ -23,15 +23,15 @@ CallT = TypeVar("CallT")
 
 @dataclass(frozen=True, kw_only=True)
 class PersistWrite:
-    """Make the write durable, then call `JobDriver.written`, or `fail` if that is impossible.
-    One write is in progress at a time."""
+    """Make the write durable, then call `JobDriver.written`, or `fail`. One write is in progress at
+    a time."""
 
     write: JobWrite
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishRecord:
-    """Show the record to readers; it is durable."""
+    """Show the durable record to readers."""
 
     record: GenerationRecord
 
@@ -44,14 +44,14 @@ class SendOnStream(Generic[StreamT]):
 
 @dataclass(frozen=True, kw_only=True)
 class CloseStream(Generic[StreamT]):
-    """Close the stream after the notices that were sent before."""
+    """Close the stream after its queued notices."""
 
     stream: StreamT
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetMember:
-    """Forget this process: it is no longer a member."""
+    """Forget a process that is no longer a member."""
 
     member_id: str
     incarnation: str
@@ -59,7 +59,7 @@ class ForgetMember:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCall(Generic[CallT]):
-    """Answer the call, or raise its error. All its effects are durable, unless the error ended the
+    """Answer the call, or raise its error. Its effects are durable, unless the error ended the
     driver."""
 
     call: CallT

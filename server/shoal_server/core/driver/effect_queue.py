@@ -1,11 +1,8 @@
-"""Order of a job's effects, and the effects that wait for a durable write.
+"""Order of a job's effects, some of which wait for durable writes.
 
-Effects are carried out one by one, in the order of their events. After `WriteGeneration`,
-`SaveJobRecord` and `FinishJob`, no later effect is carried out before the write is durable. The key
-of a member that was admitted or expelled is written with the next such write, at the latest before
-the call that caused the change is answered. While a write is in progress all effects wait. The
-effects of all events that arrived meanwhile are then carried out as one batch, so that they share
-writes.
+`WriteGeneration`, `SaveJobRecord` and `FinishJob` are durable before any later effect. Keys of
+members are written with the next such write, or before the call is answered. Events that arrive
+during a write share the next write.
 """
 
 import math
@@ -33,61 +30,57 @@ Carried = PersistWrite | PublishRecord | ExpelMember | SendNotice | LogJobEvent
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedEffects(Generic[CallT]):
-    """The effects of one event, and the call that waits for them."""
+    """Effects of one event, and the call that waits for them."""
 
     effects: Sequence[Effect]
     call: CallT
     error: Exception | None = None
-    """Error with which the call is answered, once all effects before it are durable."""
+    """Error for the call."""
 
 
 class EffectQueue(Generic[CallT]):
-    """The effects of one job. `fail` drops the effects that are not carried out yet."""
+    """Effects of one job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[QueuedEffects[CallT]] = []
-        """Entries that were submitted during a write, to be carried out after it."""
         self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
-        """Effects of the batch that are not carried out yet."""
         self._write: JobWrite | None = None
         self.begun_s = math.inf
-        """Time at which this batch was begun; infinite while there is none."""
+        """Start of this batch; infinite without one."""
         self._postponed_s = math.inf
-        """Time until which the job's limits were extended for this batch."""
+        """Time up to which the job's limits were extended."""
 
     @property
     def is_writing(self) -> bool:
-        """True while a write is in progress: a decision is not durable yet."""
+        """True while a decision is not durable."""
         return self._write is not None
 
     def submit(
         self, entry: QueuedEffects[CallT], now_s: float
     ) -> list[Carried | AnswerCall[CallT]]:
-        """Add the entry, and return what is to be carried out now: nothing while a write is in
-        progress."""
+        """Add the entry, and return what is to be carried out."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
     def written(self, now_s: float) -> list[Carried | AnswerCall[CallT]]:
-        """Go on after the write in progress: it is durable."""
+        """Continue after a durable write."""
         write, self._write = self._write, None
         assert write is not None
         published = [PublishRecord(record=write.record)] if write.record is not None else []
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
-        """Extend the job's limits once a batch takes longer than `heartbeat_s`, by the time that it
-        has taken: the store does not answer, so members cannot be notified. Call before any other
-        check."""
+        """Extend the job's limits during a slow batch, since members cannot be notified. Call
+        before any other check."""
         if now_s - self.begun_s > self._job.limits.heartbeat_s:
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s
 
     def fail(self, error: Exception) -> list[AnswerCall[CallT]]:
-        """Answer all waiting calls with the error: the state is ahead of what is durable."""
+        """Drop all effects, and answer their calls with the error."""
         entries = self._batch + self._waiting
         self._waiting, self._batch, self._write = [], [], None
         self._effects.clear()
@@ -95,7 +88,6 @@ class EffectQueue(Generic[CallT]):
         return [AnswerCall(call=entry.call, error=error) for entry in entries]
 
     def _go_on(self, now_s: float) -> Iterator[Carried | AnswerCall[CallT]]:
-        """Carry out waiting effects, up to the next write."""
         while self._batch or self._waiting:
             if not self._batch:
                 self._batch, self._waiting = self._waiting, []
@@ -123,7 +115,7 @@ class EffectQueue(Generic[CallT]):
                 yield from self._flush(effect)
             case AdmitMember():
                 member = self._job.members.get(effect.member_id)
-                # The member may be gone by now, or replaced.
+                # The member may be gone or replaced.
                 if member is not None and member.incarnation == effect.incarnation:
                     self._pending.admit(member)
             case ExpelMember():

@@ -1,7 +1,6 @@
 """Driver of one job's state machine: takes events one at a time and returns actions.
 
-`JobDriver` does no I/O and knows no clock. Its edge passes it events, heartbeats, the end of each
-write and the time, carries out the returned actions in order, and calls `wake` at `wakes_s`.
+Its edge carries out the actions in order, and calls `wake` at `wakes_s`.
 """
 
 import math
@@ -40,20 +39,17 @@ from shoal_server.core.membership.phases import OVER
 
 
 class _InternalCall(Enum):
-    """The driver's own calls, which have no caller to answer."""
-
     EVENT = "event"
     TICK = "tick"
 
 
 class JobDriver(Generic[StreamT, CallT]):
-    """Driver of one job under one leader, until the leader's term ends or a write fails."""
+    """Driver of one job, until the leader's term ends or a write fails."""
 
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Error that ended the driver. Afterwards no effect is carried out, and calls are answered
-        with this error: the state is ahead of the store."""
+        """Error for all calls once the driver has ended."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -62,43 +58,41 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def is_writing(self) -> bool:
-        """True while a write is in progress: a decision is not durable yet."""
+        """True while a decision is not durable."""
         return self._queue.is_writing
 
     @property
     def streams(self) -> Iterable[StreamT]:
-        """The newest stream of each member that has one."""
+        """Newest stream of each member."""
         return self._streams.values()
 
     # --- inputs ---
 
     def submit(self, event: MemberEvent, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Apply the event. The call is answered once all its effects are durable; with EventRefused
-        if the event is refused, and at once with `failure` if the driver has ended."""
+        """Apply the event. Its call is answered once all effects are durable: with EventRefused for
+        a refused event, with `failure` after the end."""
         if self.failure is not None:
             return [AnswerCall(call=call, error=self.failure)]
         return self._take(event, call, now_s)
 
     def stop(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Make all members leave at a step boundary; the job is over once they have left."""
+        """Make all members leave at a step boundary, which ends the job."""
         return self._decided(lambda: self.job.stop(reason, now_s), call, now_s)
 
     def abandon(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """End the job as failed: it has had no members for too long. Do nothing if it has members
-        or is over."""
+        """End a job without members as failed, unless it is over."""
         return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
 
     def keep_result(
         self, result: JobResult, call: CallT, now_s: float
     ) -> list[Action[StreamT, CallT]]:
-        """Note the result in the job's own record; do nothing unless the job is over."""
+        """Note the result in the record of a job that is over."""
         return self._decided(lambda: self.job.keep_result(result), call, now_s)
 
     def retry(
         self, reason: str, call: CallT, now_s: float, *, from_scratch: bool
     ) -> list[Action[StreamT, CallT]]:
-        """Allow joins again for a job that is over. The call is answered with EventRefused if
-        `Job.retry` raises that."""
+        """Allow joins again for a job that is over."""
         return self._decided(
             lambda: self.job.retry(reason, now_s, from_scratch=from_scratch), call, now_s
         )
@@ -108,14 +102,14 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._carry((), call, None, now_s)
 
     def open_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Send the member's later notices on this stream, and close the member's old stream."""
+        """Send the member's notices on this stream, and close its old one."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
     def end_stream(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Note that the stream has ended. A member that has no newer stream is disconnected."""
+        """Note a stream's end, which may disconnect its member."""
         if self._streams.get(stream.member_id) is not stream:
             return []
         del self._streams[stream.member_id]
@@ -125,17 +119,17 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._take(event, _InternalCall.EVENT, now_s)
 
     def heartbeat(self, event: HeartbeatReceived, step: int, now_s: float) -> None:
-        """Note a heartbeat. It leads to no action at once."""
+        """Note a heartbeat."""
         self.liveness.record_heartbeat(event.member_id, step, now_s)
         self.job.note_step(event.member_id, event.incarnation, Step(step))
         self.job.heartbeat(event, now_s)
 
     def written(self, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Go on after the write in progress: it is durable."""
+        """Continue after a durable write."""
         return self._translated(self._queue.written(now_s))
 
     def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """End the driver and fail all waiting calls: a write failed, or the leader's term ended."""
+        """End the driver and fail all waiting calls."""
         self.failure = error
         return self._translated(self._queue.fail(error))
 
@@ -147,15 +141,14 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- time ---
 
     def wakes_s(self, now_s: float) -> float:
-        """Return the time of the next call of `wake`; infinite if no call is needed."""
+        """Return the time of the next call of `wake`; infinite if none is needed."""
         if not self._may_wake:
             return math.inf
         scans_s = self._scans_s if self.job.members else math.inf
         return min(scans_s, self._deadline_s(now_s))
 
     def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Find members that fell silent, and act on the deadlines that have passed. Do nothing
-        until the effects of the previous deadline are durable."""
+        """Find silent members, and act on passed deadlines."""
         actions: list[Action[StreamT, CallT]] = []
         if not self._may_wake:
             return actions
@@ -169,7 +162,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def _may_wake(self) -> bool:
-        # No tick before the effects of the previous one are durable.
+        # No tick before the previous one's effects are durable.
         over = self.failure is not None or self.job.phase in OVER
         return not over and not self._is_ticking
 
@@ -178,17 +171,16 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._scanned_s + self.job.limits.heartbeat_s
 
     def _deadline_s(self, now_s: float) -> float:
-        """Time of the job's next deadline; infinite while the store is unavailable: members cannot
-        be notified, so limits do not run."""
+        """Return the next deadline; infinite without the store, since members cannot be
+        notified."""
         if now_s - self._queue.begun_s > self.job.limits.heartbeat_s:
             return math.inf
         deadline_s = self.job.next_deadline_s()
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[MemberLost]:
-        """Find members whose silence is longer than their uneven heartbeats explain."""
-        # If this process stood still, it cannot tell which members were silent. The same holds if
-        # the store did not answer: a member sends heartbeats only once its attendance is durable.
+        # A process that stood still cannot tell which members were silent. Nor can it if the store
+        # did not answer: members send heartbeats only once their attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s
@@ -221,7 +213,7 @@ class JobDriver(Generic[StreamT, CallT]):
         try:
             effects = decide()
         except EventRefused as refused:
-            # The reason for the refusal must be durable before the caller gets it.
+            # The reason must be durable before the caller gets it.
             return self._carry((), call, refused, now_s)
         return self._carry(effects, call, None, now_s)
 
@@ -248,7 +240,7 @@ class JobDriver(Generic[StreamT, CallT]):
         match carried:
             case SendNotice():
                 stream = self._streams.get(carried.member_id)
-                # The stream may already belong to a later process of the member.
+                # The stream may be a later process's.
                 if stream is not None and stream.incarnation == carried.incarnation:
                     yield SendOnStream(stream=stream, notice=carried.notice)
             case ExpelMember():

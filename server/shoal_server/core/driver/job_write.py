@@ -1,4 +1,4 @@
-"""Durable writes of a job: the contents of one, and the changes gathered for the next."""
+"""Durable writes of a job, and the gathered changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """The job's own record: all that is stored of its membership except members and generations."""
+    """The job's own record, without members and generations."""
 
     spec: JobSpec
     last_generation: Generation
@@ -20,32 +20,31 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal that members get once the job's state is lost; None before."""
+    """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason for which the job was or is being stopped; empty if it was not."""
+    """Reason why the job was or is being stopped; empty if neither."""
     failed: bool = False
-    """True if the job is over because all its members were gone for good."""
+    """True if all members were gone for good."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job ended; 0 if it is not over, or if the time is unknown."""
+    """Time of the job's end; 0: not over, or unknown."""
     done: tuple[str, ...] = ()
-    """Members that have done their work, while others have not."""
+    """Members that have done their work."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Fields that a later release has written."""
+    """Fields of a later release."""
     revision: int = field(default=0, compare=False)
-    """Revision of the store at which the record was read; 0 if it was not read from the store."""
+    """Store's revision of the record; 0 for a new one."""
 
     @property
     def may_go_on(self) -> bool:
-        """True if the job's stored data may still be needed: the job is not over, or may be joined
-        again because it failed, was stopped or lost its state. False once the data was removed."""
+        """True if the job is not over, or may be joined again."""
         if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
 
     @classmethod
     def of(cls, job: Job, *, finished: bool) -> "StateRecord":
-        """Make the record of the job as it is now."""
+        """Make the record of the current job."""
         return cls(
             spec=job.spec,
             last_generation=job.last_generation,
@@ -53,7 +52,7 @@ class StateRecord:
             reason=job.reason,
             progress=replace(job.progress),
             lost=job.loss_refusal.seen if job.loss_refusal is not None else None,
-            # A job that was to be stopped may have finished before.
+            # The job may have finished before its stop.
             stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stop_reason,
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
@@ -64,29 +63,27 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """Durable write of a job. The generation's record is never durable before the rest."""
+    """Durable write of a job, with the generation's record last."""
 
     job: str
     members: Mapping[str, MemberState | None]
     """Changed members by id; None: no longer a member."""
     state: StateRecord | None
-    """The job's own record; None: unchanged."""
+    """None: unchanged."""
     record: GenerationRecord | None
-    """The decided record of a generation."""
 
 
 class PendingWrite:
-    """Changes of a job that are gathered to be written together."""
+    """Changes of a job, gathered for one write."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # Newest change of each member, by id.
         self._members: dict[str, MemberState | None] = {}
         self._state_changed = False
         self._finished = job.phase in OVER
 
     def admit(self, member: MemberState) -> None:
-        """Add the member's key and the job's own key to the write."""
+        """Add the member's and the job's own key to the write."""
         self._members[member.member_id] = member
         self._state_changed = True
 
@@ -101,7 +98,7 @@ class PendingWrite:
         self._finished = self._state_changed = True
 
     def take(self, record: GenerationRecord | None = None) -> JobWrite | None:
-        """Return the gathered changes and the record as one write; None if there are none."""
+        """Return the changes and the record as one write; None if there are none."""
         state_changed = self._state_changed or record is not None
         if not self._members and not state_changed:
             return None

@@ -1,10 +1,8 @@
-"""Detection of silent members. A slow or uneven network does not mean a dead worker. So each member
-may be silent for the median interval between its own heartbeats plus several times the intervals'
-median deviation: at least for the lease, which applies to even heartbeats, and at most for the
-limit on silence.
+"""Detection of silent members, which allows for slow and uneven networks.
 
-Median and median absolute deviation, not mean and variance: one long gap must not make the next
-one look usual. Pure: time is an argument.
+A member may be silent for its median interval between heartbeats plus several median deviations: at
+least for the lease, at most for the limit on silence. With medians, one long gap does not make the
+next look usual.
 """
 
 from array import array
@@ -15,20 +13,18 @@ from statistics import median
 from shoal_server.core.limits import Limits
 
 WINDOW = 32
-"""Number of intervals kept of each member: at heartbeats of half a second, the last 16 s."""
+"""Intervals kept: the last 16 s at heartbeats of half a second."""
 MIN_INTERVALS = 4
-"""Number of intervals below which their spread is unknown."""
+"""Number of intervals from which the spread is known."""
 DEVIATIONS = 8.0
-"""Number of median deviations that are allowed on top of the median interval. For normally
-distributed intervals this is about 5 standard deviations."""
+"""About 5 standard deviations of normally distributed intervals."""
 
 
 @dataclass(kw_only=True, slots=True)
 class HeartbeatHistory:
-    """One member's signs of life, in constant memory."""
+    """One member's signs of life."""
 
     at_s: float
-    """Time of the newest sign of life."""
     step: int = 0
     _beat_s: float | None = None
     _intervals: "array[float]" = field(default_factory=lambda: array("f"))
@@ -41,12 +37,11 @@ class HeartbeatHistory:
         self.step = max(self.step, step)
 
     def resume(self, now_s: float) -> None:
-        """Restart the silence without recording an interval: the sign of life was no heartbeat, or
-        the coordinator stood still meanwhile."""
+        """Restart the silence without an interval."""
         self.at_s, self._beat_s = now_s, None
 
     def spread_s(self) -> tuple[float, float]:
-        """Median interval and median absolute deviation from it; zeros while too few are known."""
+        """Median interval and median absolute deviation; zeros while too few are known."""
         if len(self._intervals) < MIN_INTERVALS:
             return 0.0, 0.0
         middle = median(self._intervals)
@@ -61,18 +56,17 @@ class HeartbeatHistory:
 
 
 class Liveness:
-    """The signs of life of one job's members. Noting a heartbeat takes constant time."""
+    """Signs of life of one job's members. A heartbeat takes constant time."""
 
     def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
         self._limits = limits
-        # Ordered by the newest sign of life, oldest first: the search for silent members ends at
-        # the first that is not silent.
+        # Ordered by the newest sign of life, oldest first.
         self._pulses: dict[str, HeartbeatHistory] = {
             name: HeartbeatHistory(at_s=now_s) for name in members
         }
 
     def joined(self, member_id: str, now_s: float) -> None:
-        """Note that a member opened its stream, for the first time or again."""
+        """Note that a member opened its stream."""
         pulse = self._pulses.pop(member_id, None) or HeartbeatHistory(at_s=now_s)
         pulse.resume(now_s)
         self._pulses[member_id] = pulse
@@ -86,18 +80,17 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Restart all silences, so that no member counts as silent. Called if this process or the
-        store stood still."""
+        """Restart all silences."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
     @property
     def heartbeats(self) -> Mapping[str, HeartbeatHistory]:
-        """Signs of life by member id."""
+        """Signs of life, by member id."""
         return self._pulses
 
     def silent_members(self, now_s: float) -> list[str]:
-        """Members without a sign of life for a lease; only they can be lost by silence."""
+        """Members without a sign of life for a lease."""
         names = []
         for name, pulse in self._pulses.items():
             if now_s - pulse.at_s <= self._limits.lease_s:
@@ -106,18 +99,17 @@ class Liveness:
         return names
 
     def allowed_s(self, member_id: str) -> float:
-        """Return how long the member may be silent. Raises KeyError for a member without a sign of
-        life, as `silent_s` and `why_lost` do."""
+        """Return how long the member may be silent. Raises KeyError for an unknown member."""
         middle_s, deviation_s = self._pulses[member_id].spread_s()
         wanted_s = middle_s + DEVIATIONS * deviation_s
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
 
     def silent_s(self, member_id: str, now_s: float) -> float:
-        """Return the time since the member's newest sign of life."""
+        """Return the time since the member's newest sign of life. Raises KeyError."""
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:
-        """The reason for which the member is lost; empty while it is not lost."""
+        """Return why the member is lost, if it is. Raises KeyError."""
         pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
         silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:

@@ -1,4 +1,4 @@
-"""Progress of the members' agreement on one roster, in PREPARE and COMMITTED."""
+"""Progress of the agreement on one roster, in PREPARE and COMMITTED."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,27 +9,25 @@ from shoal_server.core.generations.roster import Generation, GenerationRoster, S
 
 @dataclass(kw_only=True)
 class Agreement:
-    """One attempt to form a generation. Members are named by id; each counts once."""
+    """One attempt to form a generation. Members are named by id."""
 
     roster: GenerationRoster
     digest: str
-    """Digest of the roster, which its members have to accept."""
     unanswered: set[str] = field(default_factory=set)
-    """Members that have neither accepted nor rejected the roster."""
     unready: set[str] = field(default_factory=set)
-    """Members that have not passed the generation's first collective."""
+    """Members that have not passed the first collective."""
     unoffered: set[str] = field(default_factory=set)
-    """Members of the old generation that have not offered a step before which it could stop."""
+    """Members of the old generation that have not offered a boundary."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    """Peers that each member could not reach, with the error."""
+    """Peers that each member could not reach: their errors."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
-    """Steps of the complete checkpoints that each member sees, if the roster starts from one."""
+    """Complete checkpoints that each member sees."""
     starts_at: Step | None = None
-    """The highest step that a member stated when it was ready; None while none was stated."""
+    """Highest step of a ready member, if stated."""
     stop_at: Step | None = None
-    """The first step that the old generation does not begin, once agreed."""
+    """First step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
-    """True if an earlier leader began the attempt, and may have notified members of a boundary."""
+    """True if an earlier leader began the attempt."""
     _highest_offer: Step | None = None
 
     @classmethod
@@ -41,8 +39,7 @@ class Agreement:
         *,
         inherited: bool = False,
     ) -> "Agreement":
-        """Begin an attempt without any answers. `stopping`: members of the old generation that have
-        steps left; `inherited`: True if an earlier leader began the attempt."""
+        """Begin an attempt. `stopping`: old members with steps left."""
         names = set(roster.member_ids)
         agreement = cls(
             roster=roster,
@@ -61,15 +58,13 @@ class Agreement:
 
     @property
     def has_boundary(self) -> bool:
-        """True if an old generation has to stop at a step that all its members share."""
+        """True if an old generation has to stop at a common step."""
         return self.roster.planned and self.roster.synchronous
 
     @property
     def may_have_stopped(self) -> bool:
-        """True if a member may have left the old generation for this one.
-
-        The boundary is not durable: a new leader learns it when all members offer again.
-        """
+        """True if a member may have left the old generation. A new leader learns a boundary only
+        from new offers."""
         return self.stop_at is not None or self.is_inherited
 
     def accept(
@@ -78,7 +73,7 @@ class Agreement:
         unreachable: Mapping[str, str],
         checkpoint_steps: Iterable[Step] = (),
     ) -> bool:
-        """Note an acceptance; True once no member's answer is missing."""
+        """Note an acceptance; True once all members have answered."""
         self.unanswered.discard(member_id)
         if self.roster.from_checkpoint:
             self.checkpoint_steps[member_id] = frozenset(checkpoint_steps)
@@ -89,7 +84,7 @@ class Agreement:
         return not self.unanswered
 
     def offer(self, member_id: str, step: Step) -> bool:
-        """Note an offer; True if no other offer is missing: the boundary is agreed now."""
+        """Note an offer; True if it sets the boundary."""
         self._highest_offer = max(self._highest_offer or step, step)
         self.unoffered.discard(member_id)
         if self.unoffered or self.stop_at is not None:
@@ -98,20 +93,20 @@ class Agreement:
         return True
 
     def ready(self, member_id: str, step: Step | None = None) -> bool:
-        """Note that a member passed its first collective, at that step; True once all have."""
+        """Note a member's first collective, at that step; True once all are ready."""
         if step is not None:
-            # All start at one step, but may have trained on before they report to a new leader.
+            # Members may have trained on before they report.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready
 
     def best_checkpoint(self) -> Step | None:
-        """The checkpoint that most members see, the newest of equals; None if there is none."""
+        """Return the checkpoint that most members see, the newest of equals."""
         seen = Counter(step for steps in self.checkpoint_steps.values() for step in steps)
         return max(seen, key=lambda step: (seen[step], step), default=None)
 
     def forget(self, member_id: str) -> None:
-        """Stop waiting for a member that has done its work, or left a job that is completing."""
+        """Stop waiting for a member."""
         self.unanswered.discard(member_id)
         self.unready.discard(member_id)
         self.unoffered.discard(member_id)

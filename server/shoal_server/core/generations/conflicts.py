@@ -1,4 +1,4 @@
-"""Conflicts: fields in which members' proposals differ, and the first entry that differs."""
+"""Fields in which members' proposals differ."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +12,9 @@ MAX_CONFLICT_VALUES = 8
 MAX_CONFLICT_TEXT = 200
 MAX_HOLDERS = 16
 MAX_LISTINGS = 4
-"""Number of values whose listings are compared. Members with further values are named with their
-digests."""
+"""Number of values with compared listings."""
 _CONTEXT_CHARACTERS = 80
-"""Characters shown before the position at which long values differ."""
+"""Characters shown before the first difference of long values."""
 ANOTHER_ORDER = (
     "The members have the same names in another order. Do not iterate over a set: strings are in"
     " another order in each process. Use a list, or sorted(...); PYTHONHASHSEED=0 for all workers"
@@ -24,13 +23,11 @@ ANOTHER_ORDER = (
 
 
 def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
-    """The fields in which the candidates differ, sorted by name: required fields first. The value
-    that most candidates have is not taken as right: every value is listed.
+    """Return the fields in which the candidates differ: required ones first, sorted by name. All
+    values are listed, since none is known to be right.
 
-    If only some candidates state a field, this is a conflict too, and the field's value is
-    "(absent)" for the others; an optional field is compared only among those that state it. If a
-    field has a listing (the entries behind its digest), the conflict shows the first entry that
-    differs.
+    A missing required field is "(absent)"; an optional one is compared among those that state it.
+    If a field has a listing (the entries behind its digest), the first differing entry is shown.
     """
     conflicts = []
     for name in sorted({name for c in candidates for name in c.proposal.fields}):
@@ -55,10 +52,7 @@ def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
 
 
 def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListing]]) -> Conflict:
-    """The conflict with each value replaced by its first differing entry.
-
-    Unchanged if some value has no readable listing, or if the listings are equal.
-    """
+    """Replace each value by its first differing entry, if the listings are readable and differ."""
     listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
     for _, holders in conflict.values[:MAX_LISTINGS]:
         listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)
@@ -84,7 +78,6 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListi
 
 
 def _first_difference(sequences: Sequence[Sequence[Any]]) -> int | None:
-    """Index of the first element that is not the same in all sequences; None if none differs."""
     rows = enumerate(zip_longest(*sequences))
     return next((line_number for line_number, row in rows if len(set(row)) > 1), None)
 
@@ -96,7 +89,7 @@ def _entry(lines: Sequence[str], line_number: int) -> str:
 
 
 def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """The conflicts, shortened so that they fit into a record that all members get."""
+    """Shorten the conflicts to fit into a record."""
     return tuple(
         replace(
             conflict,
@@ -113,8 +106,6 @@ def shorten_conflicts(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """The values. If one is longer than MAX_CONFLICT_TEXT, all are cut to the same part, which
-    begins shortly before the first difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

@@ -1,9 +1,6 @@
-"""Progress of a job as far as its coordinator knows: what is lost if the job's state is lost.
+"""Progress of a job as its coordinator knows it, which shows what a lost state costs.
 
-`JobProgress` is kept in the job's record in etcd. Before the members of the job's first synchronous
-generation take a step, the record says that the generation ran. The step in the record is the
-newest that members reported: in heartbeats, at a boundary, after a break. It becomes durable
-whenever the record is written, as with each generation, and not with each step.
+The newest reported step becomes durable with each write of the job's record, not with each step.
 """
 
 from dataclasses import dataclass, field
@@ -18,51 +15,47 @@ class JobResult:
     """Result of a job that is over."""
 
     step: Step
-    """The last step; for an asynchronous job, the number of steps of all members together."""
+    """Last step; for an asynchronous job, the number of all members' steps."""
     loss: float | None
-    """The loss that was reported last; None if none was."""
+    """Last reported loss; None without any."""
     num_samples: int | None
-    """Number of samples completed, over all epochs of the data; None if members lease none, or if
-    the number is not known."""
+    """Completed samples, over all epochs of the data; None if unknown."""
 
 
 @dataclass(kw_only=True)
 class LifetimeFigures:
-    """Figures over a job's whole life, for people to read."""
+    """Figures over a job's whole life, for people."""
 
     begun_s: float = 0.0
     num_breaks: int = 0
-    """Running generations that broke because a member was gone or a collective failed. Breaks while
-    the job is being stopped, or at the boundary of a planned change, are not counted."""
+    """Running generations that broke because a member was gone or a collective failed."""
     idle_s: float = 0.0
-    """Seconds without a running generation: until the first generation ran, and from each break
-    until the next generation ran."""
+    """Time without a running generation."""
     result: JobResult | None = None
-    """Result of a job that is over; None until it is kept."""
+    """None until the result is kept."""
     is_cleared: bool = False
-    """True if all that was kept of the job was removed, except its own record."""
+    """True if only the job's own record is left."""
 
 
 @dataclass(kw_only=True)
 class JobProgress:
     trained_in: Generation = NO_GENERATION
-    """The newest synchronous generation that ran."""
+    """Newest synchronous generation that ran."""
     reached: Step = NO_STEP
-    """The newest step whose state a member has reported. When a synchronous generation begins to
-    run, this is set to the step from which it starts."""
+    """Newest reported step, or the one from which the running synchronous generation started."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures, compare=False)
 
     @property
     def has_trained(self) -> bool:
-        """True if a step may have been committed: initial values are no longer the job's state."""
+        """True if a step may have been committed."""
         return self.trained_in > NO_GENERATION or self.reached > 0
 
     def note_reached(self, step: Step) -> None:
         self.reached = max(self.reached, step)
 
     def record_run(self, generation: Generation, start: Step) -> bool:
-        """Note that a synchronous generation runs from the state after `start` steps. True for the
-        job's first one."""
+        """Note that a synchronous generation runs from step `start`; True for the job's first
+        one."""
         is_first = self.trained_in == NO_GENERATION
         self.trained_in, self.reached = generation, start
         return is_first

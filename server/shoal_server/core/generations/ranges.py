@@ -1,4 +1,4 @@
-"""Checks of the devices and addresses that members state."""
+"""Checks of members' devices and addresses."""
 
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ MAX_DEVICES = 1024
 
 
 def device_problem(info: MemberInfo) -> str:
-    """The fault in the devices that a member states; empty if there is none."""
+    """Return the fault in a member's devices; empty without one."""
     if info.device.startswith("cuda") and info.num_devices < 1:
         return f"device {info.device!r} with {info.num_devices} devices"
     if info.num_devices > MAX_DEVICES:
@@ -18,7 +18,7 @@ def device_problem(info: MemberInfo) -> str:
 
 
 def unreachable_members(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates with an address that other hosts cannot reach, if there are several hosts."""
+    """Return candidates on several hosts with an address that other hosts cannot reach."""
     if len({c.info.host for c in candidates}) < 2:
         return []
     return [c for c in candidates if _is_confined(c.info.address)]
@@ -30,5 +30,5 @@ def _is_confined(address: str) -> bool:
     try:
         parsed = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
-        return False  # a host name: only peers can tell if they resolve it
+        return False  # only peers can tell if they resolve a host name
     return parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast

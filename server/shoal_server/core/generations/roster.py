@@ -1,4 +1,4 @@
-"""Rosters: the members of a generation, their ranks and states, and the fields they agree on."""
+"""Rosters: the members of a generation, with their ranks, states and common fields."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,13 @@ NO_GENERATION = Generation(0)
 
 
 class StateAction(Enum):
-    """Source of a member's training state when its generation starts."""
+    """Source of a member's training state."""
 
     INITIAL = "initial"
     KEEP = "keep"
     RECEIVE = "receive"
     CHECKPOINT = "checkpoint"
-    """No member holds the job's state: all start from a checkpoint that all see, or not at all."""
+    """Restored from a checkpoint that all members see: no member holds the state."""
 
 
 class Verdict(Enum):
@@ -29,27 +29,24 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job's name, the bounds of its world size, and the digest of its secret."""
+    """A job's name, bounds and secret."""
 
     job: str
     min_members: int = 1
     max_members: int = 1024
     desired_members: int = 1
     last_call_s: float = 0.0
-    """Time for which a first generation waits for the desired members. 0: `Limits.last_call_s`."""
+    """Wait for the desired members; 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
-    """Digest of the secret that the job was begun with; empty if it was begun without one."""
+    """Empty: no secret."""
 
     def fits(self, other: "JobSpec") -> bool:
-        """True if a member of the other spec may join while the job has members.
-
-        `desired_members` may differ: it only counts until the first generation, and a deployment
-        that is scaled changes it for its new members.
-        """
+        """True if a member of the other spec may join while the job has members. `desired_members`
+        may differ, as after scaling."""
         return replace(other, desired_members=self.desired_members) == self
 
     def problem(self) -> str:
-        """The fault in the bounds; empty if there is none."""
+        """Return the fault in the bounds; empty without one."""
         if self.min_members < 1:
             return f"min_members is {self.min_members}; expected at least 1"
         if self.min_members > self.max_members:
@@ -76,36 +73,35 @@ class MemberInfo:
     torch_version: str = ""
     shoal_version: str = ""
     num_devices: int = 0
-    """Number of devices on the member's host that are of the kind of `device`; 0: not stated."""
+    """Devices of the kind of `device`; 0: not stated."""
     probe_port: int = 0
-    """Port on which peers test that they reach the member; 0: none."""
+    """Port for peers' tests that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret in the reports of the member's launcher; empty if none was stated."""
+    """Digest of the launcher's secret; empty: not stated."""
 
 
 class DigestListing(Protocol):
-    """The content from which a digest was computed."""
+    """Content behind a digest."""
 
     def lines(self) -> Sequence[str] | None:
-        """The entries, each "name: value", in order; None if they cannot be read."""
+        """Return the entries, each "name: value", in order; None if they cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """Training that a member proposes. Members must have the same `fields`, and the same value of
-    each optional field that they state; the other attributes may differ."""
+    each optional field that they state."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True
     step: Step = Step(0)
     has_state: bool = False
     stateless: bool = False
-    """True if the script keeps its own state: no step is committed that could be lost."""
+    """True if the script keeps its own state."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields that must be the same only for members that state them: a release may add some."""
+    """Compared only among members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """Listing by field, for each field whose value is the digest of a listing. Used only to show
-    the first entry that makes two digests differ."""
+    """Listings by field, to show the first entry that differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +120,16 @@ class RosterEntry:
 class GenerationRoster:
     generation: Generation
     entries: tuple[RosterEntry, ...]
-    """The members, by rank."""
+    """Ordered by rank."""
     source_member_id: str
-    """Member whose state the others receive."""
+    """Member that sends its state to the others."""
     step: Step
-    """Step that the source proposed; with a planned change, the generation starts at a later
-    step."""
+    """Step of the source; a planned generation starts later."""
     planned: bool
-    """True if the generation follows a running generation, which trains until a boundary."""
+    """True if the generation follows a running one, which trains until a boundary."""
     synchronous: bool
     fields: Mapping[str, str]
-    """Fields that all members proposed alike."""
+    """Fields that all members proposed."""
 
     @property
     def member_ids(self) -> tuple[str, ...]:
@@ -146,16 +141,16 @@ class GenerationRoster:
 
     @cached_property
     def ranks(self) -> Mapping[str, int]:
-        """Rank by member_id."""
+        """Rank by member id."""
         return {entry.member_id: entry.rank for entry in self.entries}
 
     @cached_property
     def from_checkpoint(self) -> bool:
-        """True if the members can only start from a checkpoint that all of them see."""
+        """True if the members can only start from a checkpoint."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
     def keeps(self, member_id: str) -> bool:
-        """True if the member starts with the state that it holds already."""
+        """True if the member keeps its state."""
         return self.entries[self.ranks[member_id]].state is StateAction.KEEP
 
     def holds(self, member_id: str, incarnation: str) -> bool:
@@ -164,12 +159,12 @@ class GenerationRoster:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """A field in which members differ: each value seen, and the members that have it."""
+    """A field in which members differ: its values, each with its members."""
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
     fix: str = ""
-    """Advice on this difference, if known."""
+    """Advice, if any."""
 
     def __str__(self) -> str:
         held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)
@@ -178,7 +173,7 @@ class Conflict:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRecord:
-    """Outcome of an attempt to form a generation. All members concerned get this same record."""
+    """Outcome of an attempt to form a generation, the same for all its members."""
 
     job: str
     roster: GenerationRoster
@@ -191,7 +186,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A member as it is when a roster is drawn up."""
+    """State of a member when a roster is drawn up."""
 
     member_id: str
     incarnation: str
@@ -200,23 +195,22 @@ class Candidate:
 
 
 def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -> dict[str, int]:
-    """Assign ranks 0 to n-1: a member keeps its rank if that is below n; the others fill the gaps
-    in order."""
+    """Assign ranks 0 to n-1: members keep ranks below n, and others fill the gaps in order."""
     num_members = len(member_ids)
     before = {e.member_id: e.rank for e in previous.entries} if previous else {}
     ranks = {m: before[m] for m in member_ids if before.get(m, num_members) < num_members}
     holes = iter(sorted(set(range(num_members)) - set(ranks.values())))
-    # Survivors that lose their rank come before newcomers, so that survivors keep low ranks.
+    # Survivors come first, so that they keep low ranks.
     for m in sorted((m for m in member_ids if m not in ranks), key=lambda m: (m not in before, m)):
         ranks[m] = next(holes)
     return ranks
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Choose the member whose state all members start from. Among members that hold trained state,
-    the highest step decides, then the lowest rank. If no member holds trained state, the same rule
-    chooses among all, and all members receive the chosen member's initial values. But a job that
-    has trained before continues from a checkpoint, or not at all.
+    """Choose the member whose state the others receive.
+
+    Among members with trained state the highest step decides, then the lowest rank. Without trained
+    state, the same rule chooses whose initial values count, unless the job has trained.
     """
     return min(
         candidates,
@@ -234,13 +228,9 @@ def build_roster(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `previous`: the roster from which members keep their ranks; `running`: the roster that trains,
-    if the change is planned; `trained`: True if the job may have committed steps, and so must not
-    start from initial values.
-
-    Members that train in `running` will stop at one common step, which is not known yet and is
-    later than any step that they reported. A newcomer's state (from a checkpoint) is of another
-    step, so the newcomer receives their state.
+    `previous`: the roster whose ranks members keep; `running`: the roster that trains, for a
+    planned change; `trained`: True if the job must not start from initial values. Members in
+    `running` will stop at one common step, whose state newcomers receive.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]
@@ -271,7 +261,6 @@ def build_roster(
 
 
 def _stands_with(candidate: Candidate, source: Candidate, trainers: Sequence[Candidate]) -> bool:
-    """True if the candidate will hold the same state as the source when both start."""
     same_step = bool(trainers) or candidate.proposal.step == source.proposal.step
     return candidate.proposal.has_state and same_step
 

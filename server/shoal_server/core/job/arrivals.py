@@ -1,4 +1,4 @@
-"""Members that join, reconnect or are disconnected; refusals of processes that are no members."""
+"""Members that join, reconnect or are disconnected."""
 
 from uuid import UUID
 
@@ -28,7 +28,7 @@ def require_member(job: JobState, event: MemberEvent) -> MemberState:
     """Return the member that sent the event. Raises EventRefused if its process is no member."""
     member = job.members.get(event.member_id)
     if refusal := job.table.expelled.get(event.incarnation):
-        # The process was sent a notice with this refusal: its calls get the same reason.
+        # The process got a notice with this refusal.
         raise EventRefused(refusal)
     if member is None or member.incarnation != event.incarnation:
         raise EventRefused(_fenced(job, member, event))
@@ -36,7 +36,6 @@ def require_member(job: JobState, event: MemberEvent) -> MemberState:
 
 
 def _fenced(job: JobState, holder: MemberState | None, event: MemberEvent) -> Refusal:
-    """The refusal of a process that is no member. `holder`: the present member of that name."""
     if holder is None:
         return refusals.not_a_member(job.spec.job, event, job.last_generation)
     return refusals.replaced(event, holder.incarnation, job.last_generation)
@@ -109,10 +108,8 @@ def continued(job: JobState, member: MemberState) -> None:
 def _repeat_notices(
     job: JobState, member: MemberState, generation: Generation, now_s: float
 ) -> None:
-    """Repeat the notices that a reconnected member may have missed and has to act on.
-
-    `generation`: the newest one that the member has entered, or began to bring up.
-    """
+    """Repeat notices that a reconnected member may have missed. `generation`: the newest that the
+    member has entered, or began to bring up."""
     agreement, running = job.agreement, job.running
     missed_end = _is_over(job, member, generation)
     if missed_end:
@@ -132,7 +129,7 @@ def _repeat_notices(
             RunningNotice(reason=job.reason, generation=running.generation),
         )
     elif not member.settled and not missed_end:
-        # The member missed the break of the last generation it was part of.
+        # The member missed the break of its last generation.
         job.notify_member(member, job.break_notice(job.last_generation))
     if job.announced_paused:
         job.notify_member(member, pausing.notice(job))
@@ -148,13 +145,10 @@ def _repeat_notices(
 
 
 def _is_over(job: JobState, member: MemberState, generation: Generation) -> bool:
-    """True if the synchronous generation that the member reports is over, or is now formed
-    without the member.
+    """True if the synchronous generation that the member reports is over, or now formed without it.
 
-    The member may not know: a leader may have died after it aborted the generation and before
-    it notified members. Its successor then goes on with an older generation, or forms a new one
-    of the members that connect first. A member that brought up the aborted generation and is
-    not notified would wait for its peers until a time limit.
+    A leader may have died after it aborted the generation and before it notified members. Without a
+    notice, a member would wait for its peers until a time limit.
     """
     running, attempt = job.running, job.attempt
     if job.phase is not Phase.COMMITTED:
@@ -167,10 +161,9 @@ def _is_over(job: JobState, member: MemberState, generation: Generation) -> bool
 
 def is_older(incarnation: str, than: str) -> bool:
     """True if the process `incarnation` started before the process `than`, by their hosts' clocks.
-    False if either is no UUID of version 7.
 
-    UUIDs of version 7 (RFC 9562) begin with the time at which they were made. So a late call of the
-    older process cannot replace the newer one.
+    Only UUIDs of version 7 (RFC 9562) show their time. So a late call of an older process cannot
+    replace the newer one.
     """
     first, second = _version_7(incarnation), _version_7(than)
     return first is not None and second is not None and first < second

@@ -1,6 +1,6 @@
 """COLLECT: the choice of the next roster's members, and of the time to draw it up.
 
-No generation runs (`form`), or a planned change of the running one is wanted (`change`).
+Either no generation runs (`form`), or a change of the running one is planned (`change`).
 """
 
 import math
@@ -33,8 +33,7 @@ def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: floa
         raise EventRefused(refusals.conflict(job.spec.job, conflicts))
     known = member.proposal
     if known is not None and known.fields == proposal.fields:
-        # The call is late, or a repetition after a reconnection: keep the later step, and the
-        # state if the member ever had it.
+        # The call is late or repeated: keep the later step, and any state.
         step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
         proposal = replace(proposal, step=step, has_state=has_state)
     job.table.propose(member, _sharing_listings(job, proposal))
@@ -50,10 +49,8 @@ def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: floa
 def _conflicts_with_trainers(
     job: JobState, member: MemberState, proposal: Proposal
 ) -> tuple[Conflict, ...]:
-    """Conflicts of a newcomer with the members that train, or trained before a break.
-
-    Such a newcomer is refused at once, so that it does not disturb them.
-    """
+    """Return a newcomer's conflicts with the members that train, or trained before a break. The
+    newcomer is then refused before it disturbs them."""
     roster = job.running or job.previous
     if roster is None or member.is_in(roster):
         return ()
@@ -67,17 +64,14 @@ def _conflicts_with_trainers(
 
 
 def _sharing_listings(job: JobState, proposal: Proposal) -> Proposal:
-    """The proposal with another member's listings if those are equal, to save memory."""
     others = (m.proposal.listings for m in job.members.values() if m.proposal)
     same = next((each for each in others if each == proposal.listings), proposal.listings)
     return replace(proposal, listings=same)
 
 
 def form(job: JobState, now_s: float) -> bool:
-    """Draw up a roster once enough members are ready. Called only while no generation runs.
-
-    True if members were refused instead: the caller then tries again without them.
-    """
+    """Draw up a roster once enough members are ready. True if members were refused instead: try
+    again."""
     if _may_form(job, now_s):
         return not freeze(job, chosen(job, now_s), now_s)
     _hold_for_members(job, now_s)
@@ -85,21 +79,17 @@ def form(job: JobState, now_s: float) -> bool:
 
 
 def change(job: JobState, now_s: float) -> bool:
-    """Begin, drop or carry on a planned change of the running generation.
-
-    True if members were refused instead: the caller then tries again without them.
-    """
+    """Begin, drop or continue a planned change. True if members were refused instead: try again."""
     wanted, members = _change_wanted(job, now_s)
     if not wanted:
         if job.phase is Phase.COLLECT:
             job.apply_trigger(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
         return False
     if job.pausing():
-        return False  # A paused member cannot take part: the change waits until all can.
+        return False  # the change waits until no member is paused
     if job.phase is Phase.RUNNING:
         job.apply_trigger(Trigger.CHANGE_WANTED, wanted, now_s)
-    # Wait a little for members that have not proposed yet, and for further drains, since drains
-    # mostly arrive together: one stop then serves all of them.
+    # Wait for more members or drains, so that one stop serves all.
     coming = job.table.num_not_proposed > 0 or bool(job.table.draining)
     if coming and not limit_passed(job.phase_since_s, job.limits.gather_s, now_s):
         return False
@@ -107,11 +97,10 @@ def change(job: JobState, now_s: float) -> bool:
 
 
 def _change_wanted(job: JobState, now_s: float) -> tuple[str, list[MemberState]]:
-    """The reason for a planned change of the running generation ("" for none), and the members
-    of the next roster."""
+    """Return the reason for a planned change, "" for none, and the members of the next roster."""
     assert job.running is not None
     if job.table.has_finished_in(job.running):
-        # The other members are near their end; a change could interrupt their last work.
+        # A change could interrupt the others' last work.
         _hold_newcomers(job, now_s)
         if not job.table.draining:
             return "", []
@@ -119,7 +108,7 @@ def _change_wanted(job: JobState, now_s: float) -> tuple[str, list[MemberState]]
     if not newcomer and not job.table.draining:
         return "", []
     if any(m.proposal is None for m in job.members_of(job.running)):
-        # After a leader failover: a roster drawn up now would leave out members that train.
+        # A new leader's roster would leave out members that train.
         return "", []
     members = chosen(job, now_s)
     joiners = [m for m in members if not m.is_in(job.running)]
@@ -146,17 +135,19 @@ def _stand_by(job: JobState, member: MemberState, reason: str, position: int, no
 
 
 def chosen(job: JobState, now_s: float) -> list[MemberState]:
-    """Members of a roster drawn up now, at most `max_members`: members that hold the state
-    first (unless a generation runs), then former trainers by rank, then by arrival. Puts the
-    others on standby."""
-    # A member that has not settled may have missed its notice and still be training.
+    """Return the members of a roster drawn up now; put the others on standby.
+
+    Members that hold the state come first (unless a generation runs), then former trainers by rank,
+    then by arrival.
+    """
+    # A member that has not settled may still train.
     candidates = [m for m in job.eligible if m.settled or m.is_in(job.running)]
     if amid := _amid_call(job):
         names = {m.member_id for m in amid}
         _keep_out(job, [m for m in candidates if m.member_id not in names], now_s)
         candidates = amid
     if job.running is not None and not any(m.is_in(job.running) for m in candidates):
-        # All trainers are to leave: they hand their state over to the newcomers first.
+        # All trainers are to leave, and hand over their state.
         candidates += [m for m in job.members_of(job.running) if m.proposal is not None]
     if job.lacks_state(candidates):
         # Draining members that hold the state hand it over first.
@@ -176,12 +167,7 @@ def chosen(job: JobState, now_s: float) -> list[MemberState]:
 
 
 def _hold_for_members(job: JobState, now_s: float) -> None:
-    """Put the ready members on standby if the job lacks only further members
-    (`_waits_for_members`); otherwise end their standby. Do nothing before the first generation,
-    while members have not settled yet, and if there are enough members.
-
-    Called only while no generation runs.
-    """
+    """Put the ready members on standby if the job lacks only members, else end their standby."""
     if job.previous is None or not job.table.all_settled or _are_enough(job):
         return
     waiting = [m for m in job.eligible if m.settled]
@@ -198,16 +184,15 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
 
 
 def _waits_for_members(job: JobState) -> bool:
-    """True if a member that is ready has `keeps_job`, so that the job lacks only further
-    members. False if a call between two steps has to be repeated."""
-    # A member that joins cannot take part in a call between two steps.
+    """True if the job lacks only members: a ready one has `keeps_job`, and no call between two
+    steps is repeated."""
+    # A member that joins cannot take part in such a call.
     return not _amid_call(job) and any(m.keeps_job for m in job.table.candidates.values())
 
 
 def _may_form(job: JobState, now_s: float) -> bool:
-    """True if a roster can be drawn up now. Called only while no generation runs."""
     num_ready = len(job.eligible) + len(job.table.finished)
-    # Wait for survivors that have not settled yet.
+    # Wait for survivors to settle.
     if not job.table.all_settled or not _are_enough(job):
         return False
     if _awaits_state(job):
@@ -218,25 +203,20 @@ def _may_form(job: JobState, now_s: float) -> bool:
 
 
 def _are_enough(job: JobState) -> bool:
-    """True if enough members are present for a roster, while no generation runs."""
     amid = _amid_call(job)
     return len(amid or job.eligible) >= _num_needed(job, amid)
 
 
 def _num_needed(job: JobState, amid: list[MemberState]) -> int:
-    """The number of members that a roster needs. `amid`: the result of `_amid_call`."""
-    # A call between two steps takes no step, so the job's minimum does not apply.
+    # A call between two steps needs no minimum.
     enough = max((job.table.in_call[m.member_id] for m in amid), default=None)
     least = job.min_roster_size
     return least if enough is None else min(least, enough)
 
 
 def _amid_call(job: JobState) -> list[MemberState]:
-    """Members that have to repeat a call between two steps before others join.
-
-    Other members, which join or have the call's result already, are elsewhere in their script
-    and cannot take part.
-    """
+    """Return members that repeat a call between two steps. Others are elsewhere in their script,
+    and cannot take part."""
     table = job.table
     if job.running is not None or not table.in_call:
         return []
@@ -250,8 +230,7 @@ def _keep_out(job: JobState, members: list[MemberState], now_s: float) -> None:
 
 
 def _awaits_state(job: JobState) -> bool:
-    """True if the missing state may be held by a member that has not proposed yet under this
-    leader, or whose next try is put off."""
+    """True if a member that may hold the state has yet to propose, or is put off."""
     if not job.lacks_state(job.eligible):
         return False
     candidates = job.table.candidates.values()
@@ -263,7 +242,6 @@ def _last_call_s(job: JobState) -> float:
 
 
 def _has_survivors(job: JobState) -> bool:
-    """True if a member that trained before is present: then a roster waits for no others."""
     if job.previous is None:
         return False
     staying = job.eligible
@@ -272,8 +250,8 @@ def _has_survivors(job: JobState) -> bool:
 
 
 def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
-    """Draw the roster up and send it to its members, or abort it at once if they are in
-    conflict. False if there is no attempt, because members were refused instead."""
+    """Draw the roster up and send it, or abort it for conflicts. False if members were refused
+    instead."""
     candidates = [m.as_candidate() for m in chosen]
     if blamed := _confined(job, chosen, candidates):
         _refuse_confined(job, blamed, candidates, now_s)
@@ -290,7 +268,7 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
         _refuse_too_large(job, chosen, problem, now_s)
         return False
     running = job.running
-    # A member without steps left offers no step to stop at.
+    # A member without steps left offers no boundary.
     old = [m.member_id for m in job.table.trainers(running)] if running else ()
     job.last_generation = generation
     job.agreement = Agreement.begin(roster, job.digest_of(roster), stopping=old)
@@ -307,8 +285,6 @@ def freeze(job: JobState, chosen: list[MemberState], now_s: float) -> bool:
 
 
 def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, now_s: float) -> None:
-    """Refuse the members that may be at fault for the size (`JobState.suspects_of`). The others
-    go on."""
     refusal = refusals.roster_too_large(job.spec.job, len(chosen), problem)
     for member in job.suspects_of(chosen):
         endings.refuse(job, member, refusal, now_s)
@@ -317,8 +293,8 @@ def _refuse_too_large(job: JobState, chosen: list[MemberState], problem: str, no
 def _confined(
     job: JobState, chosen: list[MemberState], candidates: list[Candidate]
 ) -> list[Candidate]:
-    """Members to refuse because an address works on one host only: the member's own address, or
-    the address of a member that stays."""
+    """Return members to refuse because their own address, or that of a member that stays, works on
+    one host only."""
     confined = unreachable_members(candidates)
     staying = [m for m in chosen if job.stays(m)]
     hosts = {m.info.host for m in staying}
@@ -326,8 +302,6 @@ def _confined(
         return confined
     names = {m.member_id for m in staying}
     if any(c.member_id in names for c in confined):
-        # Members that stay can be reached on their own host only: no member joins from another
-        # host.
         confined += [c for c in candidates if c.info.host not in hosts]
     return [c for c in confined if c.member_id not in names]
 
@@ -347,9 +321,8 @@ def _refuse_confined(
 
 
 def drop_overdue(job: JobState, now_s: float) -> None:
-    """Refuse members that are ready and have waited for longer than the join limit, if no
-    generation runs. If the job lacks only members (`_waits_for_members`), the limit is
-    `wait_for_members_s`."""
+    """Refuse ready members that have waited for `join_s`, or for `wait_for_members_s` if the job
+    lacks only members."""
     job.deadlines.overdue_check_s = None
     if job.running is not None or job.phase is not Phase.COLLECT:
         return
@@ -363,7 +336,7 @@ def drop_overdue(job: JobState, now_s: float) -> None:
     reason = f"no generation formed within {limit_s:g} s: {seen}"
     for member in [m for m in ready if now_s >= _waits_since_s(job, m) + limit_s]:
         endings.refuse(job, member, refusals.timeout(reason), now_s)
-    # Once no member that keeps the job is left, the join limit applies again.
+    # Without a member that keeps the job, the join limit applies again.
     again_s = now_s + job.limits.join_s
     job.deadlines.overdue_check_s = min(
         (min(_waits_since_s(job, m) + limit_s, again_s) for m in job.table.candidates.values()),
@@ -392,7 +365,7 @@ def _waits_since_s(job: JobState, member: MemberState) -> float:
 
 
 def deadlines(job: JobState) -> Iterator[float]:
-    """Times at which `form` or `change` may have something to do."""
+    """Yield times at which `form` or `change` may have work."""
     if job.running is not None:
         yield job.phase_since_s + job.limits.gather_s
         return
@@ -402,8 +375,8 @@ def deadlines(job: JobState) -> Iterator[float]:
 
 
 def notify_waiting(job: JobState) -> None:
-    """Notify members that torchrun started of the number of members that wait to join, if that
-    number has changed. Call after each event."""
+    """Notify members under torchrun if the number of waiting members has changed. Call after each
+    event."""
     running = job.running
     first = next(iter(job.table.candidates.values()), None)
     if running is None or first is None or first.proposal is None:

@@ -1,7 +1,5 @@
-"""COMMITTED: the members bring the generation up; it runs once the last one is ready.
-
-Until then, the old generation of a planned change trains on, up to the boundary.
-"""
+"""COMMITTED: the members bring the generation up, which runs once the last one is ready. Until
+then, an old generation trains on, up to the boundary."""
 
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.generations.roster import Generation, GenerationRoster, Step
@@ -42,9 +40,8 @@ def became_ready(
     now_s: float,
     step: Step | None = None,
 ) -> None:
-    """Note that the member has passed the generation's first collective; with the last one, the
-    generation runs. `step`: the number of steps in the state that the member starts from, if
-    stated."""
+    """Note the member's first collective; the last one makes the generation run. `step`: the step
+    of the member's state, if stated."""
     agreement = job.agreement_of(member, generation)
     if agreement is None:
         return
@@ -78,10 +75,9 @@ def became_ready(
 def _log_story(
     job: JobState, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
 ) -> None:
-    """Log the changes that led to the generation that runs now."""
     changes = job.tries.changes
     if changes.newest_ran == roster.generation:
-        # The generation ran under an earlier leader, which has logged this.
+        # An earlier leader has logged this.
         reason = f"generation {roster.generation} continues under a new leader"
         job.log("leader_took_over", reason)
     else:
@@ -94,8 +90,7 @@ def _log_story(
 
 
 def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]) -> Step:
-    """Note the step from which a synchronous generation starts: all its members now hold that
-    state."""
+    """Note and return the step from which a synchronous generation starts."""
     start, reached = agreement.starts_at, job.progress.reached
     if start is None:
         start = max(agreement.stop_at or agreement.roster.step, reached)
@@ -106,7 +101,7 @@ def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]
         reason = f"generation {agreement.generation} continues from step {start}"
         job.log("job_rolled_back", f"{reason}; the job had reached step {reached}")
     if job.progress.record_run(agreement.generation, start):
-        # Durable before any member takes a step: each waits for the answer to its Ready.
+        # Durable before any member takes a step.
         job.emit(SaveJobRecord())
     return start
 
@@ -114,8 +109,7 @@ def _note_start(job: JobState, agreement: Agreement, trainers: list[MemberState]
 def overdue(job: JobState, now_s: float) -> None:
     """Expel the members that hold up a bring-up, or move the deadline if it makes progress.
 
-    A bring-up that makes progress is not late until `longest_bring_up_s` has passed. Members
-    that only wait for others are not to blame.
+    Members that only wait are not to blame.
     """
     agreement = job.agreement
     assert agreement is not None
@@ -125,7 +119,7 @@ def overdue(job: JobState, now_s: float) -> None:
     moved_s = max((m.trainer.moved_s for m in concerned), default=float("-inf"))
     if now_s < moved_s + job.limits.bring_up_s and not is_over:
         job.deadlines.deadline_s = moved_s + job.limits.bring_up_s
-        # Members that wait for the end of this bring-up restart their limits.
+        # Members that wait for this bring-up restart their limits.
         pausing.send_notice(job)
         return
     to_stop = job.running is not None and agreement.stop_at is None
@@ -145,8 +139,8 @@ def overdue(job: JobState, now_s: float) -> None:
 def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s: float) -> None:
     late = [job.members[name] for name in sorted(names) if name in job.members]
     if attempt.synchronous:
-        # A member that holds the state waits for members that receive it, so it is not expelled
-        # with them. If it hangs too, it will fail to stop after the break.
+        # A member that holds the state waits for those that receive it. If it hangs, it will not
+        # stop after the break either.
         late = [m for m in late if not attempt.keeps(m.member_id)] or late
     reason = f"{names_of(late)} did not bring the generation up in time"
     endings.abort(job, reason, now_s)
@@ -158,10 +152,11 @@ def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s
 
 
 def break_reported(job: JobState, member: MemberState, event: BreakReported, now_s: float) -> bool:
-    """Abort if the member could not bring the generation up, or if the old generation broke before
-    the member has left it. If the member reports that the state of a synchronous job is lost, end
-    the job as lost instead, unless an old generation trains on without a boundary. False if the
-    report is of something else."""
+    """Handle a break during a bring-up; False if the report is of something else.
+
+    A report that a synchronous job's state is lost ends the job, unless an old generation trains on
+    without a boundary.
+    """
     agreement = job.agreement
     assert agreement is not None
     if job.agreement_of(member, event.generation) is not None:
@@ -172,7 +167,7 @@ def break_reported(job: JobState, member: MemberState, event: BreakReported, now
             _count_failure(job, member, event, now_s, ends=True)
         return True
     if agreement.has_boundary and job.running is None and member.member_id in agreement.unready:
-        # A new leader could not know that members still had to train in the old generation.
+        # A new leader could not know that members still trained in the old generation.
         endings.abort(job, f"the old generation broke under {member.member_id}", now_s)
         return True
     return False
@@ -181,8 +176,8 @@ def break_reported(job: JobState, member: MemberState, event: BreakReported, now
 def late_break_reported(
     job: JobState, member: MemberState, event: BreakReported, now_s: float
 ) -> bool:
-    """Count the member's own failure to bring a generation up, if another report has ended the
-    attempt already. True if the member was removed."""
+    """Count the member's own failure in an attempt that has ended. True if this removed the
+    member."""
     _count_failure(job, member, event, now_s, ends=False)
     return job.members.get(member.member_id) is not member
 
@@ -190,12 +185,12 @@ def late_break_reported(
 def _count_failure(
     job: JobState, member: MemberState, event: BreakReported, now_s: float, *, ends: bool
 ) -> None:
-    """Decide whom a failed bring-up is blamed on. `ends`: the report ends the attempt."""
+    """Decide which members a failed bring-up is blamed on. `ends`: the report ends the attempt."""
     is_own = event.own and _is_first_failure(job, member, event.generation)
     error = f"{member.member_id} could not bring it up: {event.error}"
     newcomers = _newcomers(job)
-    # A member that keeps the job may fail because of newcomers, for example while it sends them
-    # its state. Then the newcomers are put off, and the member is not blamed.
+    # A member that keeps the job may fail because of newcomers, for example while it sends its
+    # state. The newcomers are then put off instead.
     is_spared = is_own and member.keeps_job and bool(newcomers)
     puts_off = is_spared or (ends and not is_own and job.running is not None)
     if ends:
@@ -210,7 +205,6 @@ def _count_failure(
 
 
 def _is_first_failure(job: JobState, member: MemberState, generation: Generation) -> bool:
-    """True if this is the member's first report of its failure in the newest bring-up."""
     roster = _brought_up(job)
     if roster is None or roster.generation != generation or member.failed_in >= generation:
         return False
@@ -218,14 +212,12 @@ def _is_first_failure(job: JobState, member: MemberState, generation: Generation
 
 
 def _brought_up(job: JobState) -> GenerationRoster | None:
-    """The roster that is being brought up, or the last one whose bring-up failed."""
     if job.phase is Phase.COMMITTED:
         return job.attempt
     return job.tries.failed_roster
 
 
 def _newcomers(job: JobState) -> list[MemberState]:
-    """Newcomers in the newest bring-up; none if all its members are newcomers."""
     roster = _brought_up(job)
     members = job.members_of(roster) if roster is not None else []
     newcomers = [m for m in members if not job.stays(m)]
@@ -233,7 +225,6 @@ def _newcomers(job: JobState) -> list[MemberState]:
 
 
 def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: float) -> None:
-    """Delay the newcomers' next try: the other members stopped training for nothing."""
     for newcomer in newcomers:
         job.setbacks.count_shared_failure(newcomer.member_id, now_s)
         newcomer.set_wait(f"another try: in the last one, {error}", now_s)
@@ -242,7 +233,6 @@ def _put_off(job: JobState, newcomers: list[MemberState], error: str, now_s: flo
 def _blame(
     job: JobState, member: MemberState, generation: Generation, error: str, now_s: float
 ) -> None:
-    """Count the member's own failure: it is tried again, or removed after its last try."""
     member.failed_in = generation
     num_tries = job.setbacks.count_failure(member.member_id, error, now_s)
     reason = (

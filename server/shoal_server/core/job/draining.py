@@ -1,4 +1,4 @@
-"""Members that are to leave, in every phase; and the time at which each is notified."""
+"""Members that are to leave, and their notices."""
 
 from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.job import endings
@@ -19,7 +19,7 @@ def request_drain(job: JobState, member: MemberState, reason: str, now_s: float)
 
 
 def release_overdue(job: JobState, now_s: float) -> None:
-    """Notify members to leave now if a planned change cannot replace them first."""
+    """Notify members to leave now if no planned change can replace them first."""
     for member in list(job.table.draining.values()):
         if member.drain.is_released or _is_worth_waiting(job, member, now_s):
             continue
@@ -29,7 +29,7 @@ def release_overdue(job: JobState, now_s: float) -> None:
 
 
 def notify_stopping(job: JobState, member: MemberState, reason: str, now_s: float) -> None:
-    """Notify a member to leave now, because an operator has stopped the job."""
+    """Notify a member of a stopped job to leave now."""
     _notify_drain(job, member, reason, now=True, now_s=now_s)
 
 
@@ -43,9 +43,8 @@ def _notify_drain(
 
 
 def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if no further generation follows once the member has left. Called only for a member that
-    is to leave now. False once its drain is overdue: the other members did not agree on a boundary
-    in time, and might keep the member from taking a step."""
+    """True if no generation follows a member that leaves now. False once its drain is overdue: the
+    others might keep it from taking a step."""
     running = job.running
     if running is None:
         return member.holds_state and len(job.table.draining) == len(job.members)
@@ -54,9 +53,7 @@ def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> 
 
 
 def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if a generation without the member may soon follow the member's generation."""
-    # A planned change in progress is finished first, even if all its members are to leave by
-    # now: a member that left in the middle of it would take the job's state along.
+    # A member that left during a planned change would take the state along.
     if _may_hand_over(job, member) or _is_changing(job, member):
         return not limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
     roster = job.attempt if member.is_in(job.attempt) else job.running
@@ -67,20 +64,18 @@ def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
     candidates = job.table.candidates
     if len(candidates) >= job.min_roster_size and any(m.is_in(roster) for m in candidates.values()):
         return True
-    # In all other cases the state has to be handed to a member that is still joining.
+    # Otherwise a member that is still joining has to take the state.
     return any(m.drain.since_s is None and not m.is_in(roster) for m in job.members.values())
 
 
 def _is_changing(job: JobState, member: MemberState) -> bool:
-    """True if a planned change of this member's synchronous generation is in progress."""
     running, attempt = job.running, job.attempt
     changes = running is not None and running.synchronous and attempt is not None
     return changes and (member.is_in(running) or member.is_in(attempt))
 
 
 def _may_hand_over(job: JobState, member: MemberState) -> bool:
-    """True if only draining members hold the job's state, and enough other members for a
-    generation are present to take it."""
+    """True if only draining members hold the state, and enough others are present to take it."""
     others = len(job.members) - len(job.table.draining)
     return (
         others >= job.spec.min_members
@@ -90,7 +85,7 @@ def _may_hand_over(job: JobState, member: MemberState) -> bool:
 
 
 def leavers(job: JobState, chosen: list[MemberState]) -> list[MemberState]:
-    """Draining members that train now and would not be in a roster of the `chosen` members."""
+    """Return draining members that train now and are not among the `chosen`."""
     if job.running is None or not job.table.draining:
         return []
     staying = {m.member_id for m in chosen}
@@ -101,20 +96,20 @@ def leavers(job: JobState, chosen: list[MemberState]) -> list[MemberState]:
 def part_leavers(
     job: JobState, old: GenerationRoster, roster: GenerationRoster, now_s: float
 ) -> None:
-    """Remove draining members of the old generation that are not in the new `roster`. Other
-    members that are not in it are notified that the old generation is over."""
+    """Remove the draining members that are not in the new `roster`. Other members that are not in
+    it get a BreakNotice."""
     for leaver in [m for m in job.members_of(old) if not m.is_in(roster)]:
         if leaver.drain.since_s is not None:
             job.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
             reason = leaver.drain.reason
             refusal = refusals.drained(job.spec.job, leaver.member_id, reason)
-            # The member's own call may arrive before the notice: it gets the same reason.
+            # The member's own call may arrive before the notice.
             why = f"drained: {reason}"
             endings.remove(job, leaver, why, now_s, refusal=refusal, cause=why, lost=False)
         elif job.table.has_finished(leaver):
             job.notify_member(leaver, job.break_notice(old.generation))
         else:
-            # The member asked an earlier leader to leave and will ask again; it waits at the
-            # boundary.
+            # The member waits at the boundary, and will repeat its request to leave, which an
+            # earlier leader got.
             job.table.settle((leaver,), settled=False)
             job.notify_member(leaver, job.break_notice(old.generation))

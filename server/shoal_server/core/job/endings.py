@@ -29,8 +29,8 @@ MAX_BACK_OFF_S = 5.0
 def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()) -> None:
     """End the attempt with one record for all its members.
 
-    Once the boundary may have been agreed, members may have begun to leave the old generation:
-    then that generation is over too. Before that, it goes on unchanged.
+    The old generation continues, unless the boundary may have been agreed: members may then have
+    left it.
     """
     agreement = job.agreement
     assert agreement is not None
@@ -44,8 +44,8 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     job.agreement, job.tries.failures = None, job.tries.failures + 1
     job.emit(WriteGeneration(record=record))
     if brought_up and old_is_over and job.running is not None:
-        # Sent before the outcome: members at the boundary must not take the abort as permission
-        # to train.
+        # Sent before the outcome: members at the boundary must not take the abort as permission to
+        # train.
         old, job.running = job.running, None
         job.tries.changes.record_break(reason, now_s)
         notify_broken(job, old, (), reason, now_s)
@@ -56,25 +56,25 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
         notify_broken(job, roster, (), reason, now_s)
     elif brought_up:
         newcomers = [m for m in job.members_of(roster) if not m.is_in(job.running)]
-        # The newcomers had begun to bring the generation up. They may even have trained in it,
-        # if a new leader wrongly assumed that the old generation still ran.
+        # A new leader may wrongly assume that the old generation ran while newcomers trained in the
+        # new one.
         job.table.settle(newcomers, settled=False)
     job.previous = job.running or job.previous
     failures = job.tries.failures
     back_off_s = doubled_s(FIRST_BACK_OFF_S, MAX_BACK_OFF_S, failures - 1)
-    # No back-off after the first failure: survivors of one loss try again at once.
+    # Survivors of one loss try again at once.
     again_s = now_s + (back_off_s if failures > 1 else 0.0)
     job.deadlines.deadline_s = None if job.is_completing else again_s
 
 
 def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -> None:
-    """End the running generation now. Its survivors settle, then the next one forms."""
+    """End the running generation. Its survivors settle, then the next one forms."""
     if job.agreement is not None:
         abort(job, reason, now_s)
     running, job.running = job.running, None
     job.deadlines.suspect_since_s = None
     if running is None:
-        return  # The abort ended it too and notified its members.
+        return  # the abort ended it and notified its members
     if not job.stop_reason:
         job.tally.num_breaks += 1
     if running.synchronous:
@@ -110,13 +110,12 @@ def remove(
     cause: str = "",
     lost: bool = True,
 ) -> None:
-    """Remove a member. Unless the member has done its work, end the attempt or generation that it
-    was part of. If the job is completing, no generation follows: the other members are
-    notified of the break, and the job is over once the last member is removed.
+    """Remove a member. Unless its work is done, this ends its attempt or generation; in a
+    completing job, the last removal ends the job.
 
-    `completed`: True if the member left with its work done. `refusal`: the answer to later
-    calls of its process. `cause`: the reason in a word or two. `lost`: True if the member did
-    not leave in order.
+    `completed`: True if the member left with its work done. `refusal`: answer to later calls of its
+    process. `cause`: the reason in a word or two. `lost`: True if the member did not leave in
+    order.
     """
     job.tries.changes.record_departure(member.member_id, cause or reason, lost=lost)
     has_work = not job.table.has_finished(member)
@@ -129,7 +128,7 @@ def remove(
     if not job.table.candidates:
         job.deadlines.first_proposal_s = None
     if not job.members and job.table.finished:
-        # No member is left, so the next ones need the whole minimum again.
+        # The next members need the whole minimum again.
         job.table.finished.clear()
         job.emit(SaveJobRecord())
     if job.is_completing:
@@ -153,16 +152,15 @@ def refuse(job: JobState, member: MemberState, refusal: Refusal, now_s: float) -
     job.notify_member(member, RefusedNotice(reason=refusal.what, refusal=refusal))
     text = f"{member.member_id} was refused: {refusal.what}"
     job.log("member_refused", text, member)
-    # A member that was too late may join again as a new process. So the old process is fenced
-    # like that of a lost member, without this refusal.
+    # A member that was too late may join again as a new process: its old one is fenced like a lost
+    # one.
     lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
     reason = f"refused: {refusal.what}"
     remove(job, member, reason, now_s, refusal=lasting, cause=refusal.what)
 
 
 def abort_conflicting(job: JobState, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-    """Abort, and refuse the members of the roster that `suspects_of` returns, even if others differ
-    as well."""
+    """Abort, and refuse the suspects among the roster's members."""
     roster, conflicts = job.attempt, shorten_conflicts(conflicts)
     assert roster is not None
     at_fault = job.suspects_of(job.members_of(roster))
@@ -173,7 +171,7 @@ def abort_conflicting(job: JobState, conflicts: tuple[Conflict, ...], now_s: flo
 
 
 def lose_state(job: JobState, seen: str, now_s: float) -> None:
-    """End the job, whose state is gone: it must not start over unless an operator asks."""
+    """End the job, whose state is gone: only an operator may start it over."""
     lost = refusals.state_lost(job.spec.job, job.progress, seen)
     job.end.lost = lost
     abort(job, lost.what, now_s)
@@ -193,10 +191,10 @@ def work_done(job: JobState, member: MemberState, event: MemberWorkDone, now_s: 
 
 
 def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) -> None:
-    # A member that joins with its work done does not end the training of the others.
+    # A member that joins with its work done does not end the others' training.
     concerns_all = job.running is None or member.is_in(job.running)
     if event.completed and member.proposal is not None and member.proposal.stateless:
-        # Torchrun's nodes may end at different times.
+        # torchrun's nodes may end at different times.
         finish(job, member, event.reason, now_s)
     elif event.completed and concerns_all and not job.is_completing:
         complete(job, member, event.reason, now_s)
@@ -210,16 +208,13 @@ def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) ->
         lost=False,
     )
     if event.failed:
-        # A new member would find nothing left to train on, and finish the job.
+        # A new member would find no work left, and finish the job.
         abandon(job, f"{member.member_id}: left: {event.reason}", now_s)
 
 
 def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
-    """Stop waiting for a member that has done its work; after the last one the job completes.
-    Ignored for a member that was not in the newest generation, if there was one.
-
-    The other members train on, and form further generations without it if they have to.
-    """
+    """Stop waiting for a member that has done its work; the last one completes the job. Ignored for
+    a member outside of the newest generation."""
     table, agreement = job.table, job.agreement
     trained = job.running or job.previous
     if trained is None:
@@ -227,8 +222,7 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
     elif not member.is_in(trained):
         return
     elif table.has_finished(member):
-        # A repeated report: an earlier leader may have died before it completed the job, which
-        # is due once all members have finished. A lost member has not finished.
+        # A repeated report: an earlier leader may not have completed the job.
         is_last = table.finished.issuperset(trained.ranks)
     else:
         table.finish(member)
@@ -246,19 +240,18 @@ def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:
 
 
 def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None:
-    """Close the job to new members, and refuse its members that have not trained. Its trainers
-    finish; an attempt at a planned change, or one in PREPARE, is aborted."""
+    """Close the job to new members, and refuse those that have not trained. Its trainers finish; a
+    planned change, or an attempt in PREPARE, is aborted."""
     job.end.completing = True
     reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
     job.log("job_completing", reason)
     if job.agreement is not None and (job.running or job.phase is Phase.PREPARE):
-        job.agreement.stop_at = None  # Members with steps left go on.
+        job.agreement.stop_at = None  # members with steps left continue
         abort(job, reason, now_s)
         if job.running is not None:
             job.apply_trigger(Trigger.INTACT, reason, now_s)
     job.deadlines.deadline_s, job.reason = None, reason
-    # Members that have trained finish by themselves, asynchronous ones even between two
-    # generations.
+    # Members that have trained finish by themselves.
     trained = job.running or job.previous
     newcomers = [m for m in job.members.values() if not m.is_in(trained)]
     for member in [m for m in newcomers if m is not leaver]:
@@ -268,15 +261,14 @@ def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None
 
 
 def abandon(job: JobState, reason: str, now_s: float) -> None:
-    """End the job as failed: all its members are gone for good. Does nothing if the job has
-    members or is over."""
+    """End a job without members as failed, unless it is over."""
     if job.members or job.phase not in (Phase.COLLECT, Phase.ABORTED):
         return
     end_job(job, Trigger.ABANDONED, reason, now_s)
 
 
 def end_job(job: JobState, trigger: Trigger, reason: str, now_s: float) -> None:
-    """End the job: it has no members any more."""
+    """End a job without members."""
     job.apply_trigger(trigger, reason, now_s)
     job.running = job.agreement = None
     job.deadlines.stop()

@@ -1,35 +1,25 @@
 """State machine of one job's membership: its members agree on each generation. Shoal's core.
 
-`Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
-happen; a `WriteGeneration` is durable before any later effect is carried out.
-`Job.next_deadline_s()` says when `tick` has something to do. A refused event raises `EventRefused`
-and leaves the state as it was.
+`Job.handle(event, now_s)` and `Job.tick(now_s)` return effects in their order; a `WriteGeneration`
+is durable before any later effect. A refused event raises `EventRefused` and leaves the state
+unchanged.
 
-A generation forms in three phases. COLLECT waits until the wanted members are ready, then draws up
-the roster. PREPARE sends the roster to its members; all must accept the same digest. COMMITTED
-begins with one durable record that all members receive. They bring the generation up, and it runs
-when the last member is ready. A failure ends the attempt in one durable ABORTED record with the
-same reason for all.
+A generation forms in three phases. COLLECT waits for the wanted members, then draws up the roster.
+PREPARE sends the roster to its members; all must accept the same digest. COMMITTED begins with one
+durable record for all. The members bring the generation up, and it runs when the last one is ready.
+A failure ends the attempt in one durable ABORTED record.
 
-A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
-on. Then the old generation stops at the boundary, a step that all its members share. For this, each
-member offers the first step that it has not begun, and waits before that step until the boundary is
-known: the highest offer. Members of a synchronous generation are never more than one step apart, so
-this takes at most one step. A member offers while its trainer computes, so no collective is held
-up.
+During a planned change (a join or a drain), the old generation trains on, up to the boundary, a
+step that all its members share. Each member offers the first step that it has not begun, and waits
+before that step until the boundary is known: the highest offer. Synchronous members are at most one
+step apart, so this takes at most one step.
 
-A loss breaks the generation at once. Its survivors settle (stop, and report their step) and form
-the next one without waiting for other members.
+A loss breaks the generation at once. Survivors settle (stop, and report their step) and form the
+next one without waiting for others. Members of an asynchronous job need neither boundary nor
+settling.
 
-A planned change also leaves out a member that drains. That member leaves once the others train
-without it.
-
-Members of an asynchronous job never stop: they need neither boundary nor settling.
-
-`Job._apply` is the table of what each event does in each phase, and `Job._advance` says what
-follows in each phase without an event. Each phase has a module: `collect`, `prepare`, `committed`,
-`running`. What does not depend on the phase is in `arrivals`, `pausing` and `draining`; the ends of
-attempts, generations, memberships and the job are in `endings`.
+`Job._apply` is the table of events by phase, and `Job._advance` takes the transitions without an
+event. Each phase has a module: `collect`, `prepare`, `committed`, `running`.
 """
 
 from collections.abc import Iterator
@@ -75,7 +65,7 @@ from shoal_server.core.membership.phases import OVER, Phase, Trigger
 
 
 class Job(JobState):
-    """State machine of one job. Its methods change it; the edge only reads it."""
+    """State machine of one job. Its edge only reads the attributes."""
 
     # --- calls of the edge ---
 
@@ -89,7 +79,7 @@ class Job(JobState):
         return self._decide(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Act on the deadlines that have passed."""
+        """Act on passed deadlines."""
         pausing.keep_limits(self, now_s)
         deadlines = self.deadlines
         for member, reason, cause in self.table.overdue(now_s):
@@ -105,15 +95,12 @@ class Job(JobState):
         return self._decide(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next call of `tick`, if no event arrives before; None: no call is
-        needed."""
+        """Return the time of the next call of `tick`; None if no deadline is set."""
         return min(self._deadlines(), default=None)
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
-        """Make all members leave at their next step boundary; the job is over once they have left.
-
-        May be repeated, by a new leader too. Does nothing to a job that is over.
-        """
+        """Make all members leave at their next step boundary, which ends the job. May be repeated,
+        by a new leader too."""
         if self.phase not in OVER:
             if self.stop_reason != reason:
                 self.end.stopping = reason
@@ -127,14 +114,12 @@ class Job(JobState):
         return self.pop_effects()
 
     def abandon(self, reason: str, now_s: float) -> list[Effect]:
-        """End the job as failed: it has had no members for too long. Does nothing if the job has
-        members or is over."""
+        """End a job without members as failed, unless it is over."""
         endings.abandon(self, reason, now_s)
         return self.pop_effects()
 
     def keep_result(self, result: JobResult) -> list[Effect]:
-        """Keep the result of a job that is over, in the job's own record; ignored if the job was
-        joined again meanwhile."""
+        """Keep the result of a job in its own record, if the job is over."""
         if self.phase in OVER:
             self.tally.result = result
             self.emit(SaveJobRecord())
@@ -144,8 +129,7 @@ class Job(JobState):
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
         Raises EventRefused if the job has members or is finished, or if its records were removed
-        and `from_scratch` is false. Succeeds if the job is not over but has no members: it can be
-        joined already, and the call may be a repetition, perhaps with another `from_scratch`.
+        and `from_scratch` is false. The call may be repeated.
         """
         if self.phase is Phase.FINISHED:
             raise EventRefused(refusals.finished(self.spec.job, self.reason))
@@ -164,10 +148,7 @@ class Job(JobState):
         return self.pop_effects()
 
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
-        """Note the state of the member's trainer in a heartbeat. Has no effects.
-
-        Takes constant time, since it is called for every heartbeat.
-        """
+        """Note the trainer's state in a heartbeat, in constant time."""
         member = self.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:
             return
@@ -180,10 +161,7 @@ class Job(JobState):
     # --- the table: phase and event -> what follows ---
 
     def _apply(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
-        """Apply the event of a member by the phase.
-
-        A job that is over has no members, so these are the phases of a job that goes on.
-        """
+        """Apply the event of a member by the phase."""
         match self.phase, event:
             case Phase.PREPARE, RosterAnswered():
                 prepare.answered(self, member, event, now_s)
@@ -192,9 +170,9 @@ class Job(JobState):
             case Phase.COMMITTED, ReadinessReported():
                 committed.became_ready(self, member, event.generation, now_s, event.step)
             case _, RosterAnswered() | NextStepReached() | ReadinessReported():
-                pass  # Late: the attempt was decided without it.
+                pass  # late: the attempt is decided
             case _, BreakReported() if self.table.has_finished(member):
-                pass  # Late: the member has no work left that could have failed.
+                pass  # late: the member has no work left
             case Phase.COMMITTED, BreakReported():
                 if not committed.break_reported(self, member, event, now_s):
                     running.collective_failed(self, member, event, now_s)
@@ -202,7 +180,7 @@ class Job(JobState):
                 if not committed.late_break_reported(self, member, event, now_s):
                     running.collective_failed(self, member, event, now_s)
             case Phase.COMMITTED, MemberWorkDone():
-                # The member has entered the generation, even if this leader got no report of that.
+                # The member has entered the generation, even if no report of that arrived.
                 committed.became_ready(self, member, event.generation, now_s)
                 endings.work_done(self, member, event, now_s)
             case _:
@@ -236,14 +214,13 @@ class Job(JobState):
                 raise AssertionError(f"no handler for {event}")
 
     def _decide(self, now_s: float) -> list[Effect]:
-        """Take the transitions that are due after an event or a deadline; return all effects."""
         self._advance(now_s)
         pausing.announce(self, now_s)
         collect.notify_waiting(self)
         return self.pop_effects()
 
     def _advance(self, now_s: float) -> None:
-        """Take the transitions that the time and the present members allow, by the phase."""
+        """Take the transitions that the time and the present members allow."""
         self.setbacks.release(now_s)
         if self.table.draining:
             draining.release_overdue(self, now_s)
@@ -282,7 +259,6 @@ class Job(JobState):
             yield from self._pausable_deadlines()
 
     def _pausable_deadlines(self) -> Iterator[float]:
-        """Ends of the limits that do not run during a pause."""
         if self.deadlines.deadline_s is not None:
             yield self.deadlines.deadline_s
         if self.deadlines.broken_since_s is not None:

@@ -1,4 +1,4 @@
-"""State of one job: phase, deadlines, members, agreement, record; and what can be asked of it."""
+"""State of one job, and what can be asked of it."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -45,17 +45,16 @@ class Deadlines:
     """Time limits of a job. None: the limit does not run."""
 
     deadline_s: float | None = None
-    """Latest end of the phase, moved on by progress; in ABORTED, the end of the back-off."""
+    """Latest end of the phase, moved on by progress, or of the back-off in ABORTED."""
     bring_up_over_s: float | None = None
-    """Latest end of the bring-up, even if it still makes progress."""
+    """Latest end of the bring-up."""
     first_proposal_s: float | None = None
-    """Time of the first proposal: a member is ready to train."""
     broken_since_s: float | None = None
-    """Time at which members were notified to stop after a break."""
+    """Time of the notices to stop after a break."""
     suspect_since_s: float | None = None
-    """Time at which a collective failed; the report of a loss is awaited since then."""
+    """Time of a failed collective, while the report of a loss is awaited."""
     overdue_check_s: float | None = None
-    """Time of the next check for members that have waited for longer than the join limit."""
+    """Next check for members that have waited too long."""
 
     def stop(self) -> None:
         """Stop all limits except `first_proposal_s`."""
@@ -63,8 +62,7 @@ class Deadlines:
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """Move the limits, except `first_proposal_s`, by the time in which no member could be
-        notified."""
+        """Move the limits by a time in which no member could be notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -72,8 +70,7 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def extend(self, by_s: float) -> None:
-        """Move the limits by the time of a pause. `suspect_since_s` is not moved: after a failed
-        collective the report of a loss is due in time, pause or not."""
+        """Move the limits by the time of a pause, except the one for the report of a loss."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -90,62 +87,55 @@ class AttemptCounts:
     """Failures and changes since a generation last began to run."""
 
     failures: int = 0
-    """Number of attempts that were aborted."""
+    """Number of aborted attempts."""
     num_excluded: int = 0
-    """Number of members that were ready and had to be left out; the job does not wait for members
-    to replace them."""
+    """Ready members that were left out; the job does not wait for others in their place."""
     failed_roster: GenerationRoster | None = None
-    """The newest roster whose bring-up failed; it stays when a generation runs."""
+    """Newest roster with a failed bring-up."""
     changes: PendingChanges = field(default_factory=PendingChanges)
-    """Departures and arrivals, from which the next generation's reason is made."""
 
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """End of a job. If any of these is set, members may no longer join."""
+    """End of a job. If any of these is set, members may not join."""
 
     completing: bool = False
-    """True once the job takes no more members: its work is done, a member has closed it, or its
-    state is lost."""
+    """True once the work is done, a member has closed the job, or its state is lost."""
     lost: Refusal | None = None
-    """Refusal that every member gets once the job's state is lost."""
+    """Refusal for every member once the job's state is lost."""
     stopping: str = ""
-    """Reason for which an operator stopped the job; it is over once its members have left."""
+    """Reason why an operator stopped the job, which is over once its members have left."""
 
 
 @dataclass(kw_only=True)
 class JobState:
-    """State of one job, without its transitions: the modules of this package change it."""
+    """State of one job, changed by the modules of this package."""
 
     spec: JobSpec
     limits: Limits
     digest_of: Callable[[GenerationRoster], str]
-    """Returns the digest of a roster, which its members have to accept."""
     size_problem: Callable[[GenerationRoster], str] = lambda roster: ""
     """Returns why etcd would not accept a roster's record; empty if it would."""
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
-    """Reason for the phase."""
     phase_since_s: float = 0.0
-    """Time at which the phase began."""
     table: MembershipTable = field(init=False)
     last_generation: Generation = NO_GENERATION
     running: GenerationRoster | None = None
-    """The generation that trains, if one does."""
+    """The generation that trains, if any."""
     previous: GenerationRoster | None = None
-    """The newest committed roster, even if its bring-up failed; after a planned change that was
-    aborted, the running one. Members keep their ranks from it."""
+    """Newest committed roster, or the running one after an aborted planned change. Members keep its
+    ranks."""
     agreement: Agreement | None = None
-    """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
-    """The newest committed record; its generation may be over by now."""
+    """Newest committed record; its generation may be over."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     tries: AttemptCounts = field(default_factory=AttemptCounts)
     end: JobEnd = field(default_factory=JobEnd)
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: JobProgress = field(default_factory=JobProgress)
     announced_paused: tuple[str, ...] = ()
-    """Paused members that all members were last notified of."""
+    """Paused members in the last notice."""
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -154,22 +144,22 @@ class JobState:
 
     @property
     def tally(self) -> LifetimeFigures:
-        """Figures over the job's whole life, for people to read."""
+        """Figures over the job's whole life."""
         return self.progress.tally
 
     @property
     def is_completing(self) -> bool:
-        """True once the job takes no more members: see `JobEnd`."""
+        """True once the job takes no more members."""
         return self.end.completing
 
     @property
     def loss_refusal(self) -> Refusal | None:
-        """Refusal that every member gets once the job's state is lost; None before."""
+        """Refusal for every member once the job's state is lost; None before."""
         return self.end.lost
 
     @property
     def stop_reason(self) -> str:
-        """Reason for which the job was or is being stopped; empty for any other job."""
+        """Reason why the job was or is being stopped; empty for other jobs."""
         return self.end.stopping
 
     @property
@@ -178,36 +168,34 @@ class JobState:
 
     @property
     def attempt(self) -> GenerationRoster | None:
-        """The roster in PREPARE or COMMITTED; None if there is no attempt."""
+        """The roster in PREPARE or COMMITTED, if any."""
         return self.agreement.roster if self.agreement is not None else None
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members of the roster that are still in the job, by rank."""
+        """Present members of the roster, by rank."""
         return self.table.members_of(roster)
 
     def agreement_of(self, member: MemberState, generation: Generation) -> Agreement | None:
-        """The current attempt; None unless it is for this generation and with the member."""
+        """Return the current attempt if it is of this generation and with the member."""
         agreement = self.agreement
         if agreement is None or generation != agreement.generation:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
     def members_to_notify(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of an attempt's outcome: members of its roster, and of a synchronous
-        generation that runs."""
+        """Members of the attempt's roster, and of a running synchronous generation."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step in a heartbeat: the number of steps that the trainer has taken. Does
-        nothing for another incarnation, or for a member that has entered no generation or is in no
-        synchronous one. Takes constant time."""
+        """Note a heartbeat's step, in constant time. Ignored for another incarnation, or outside of
+        a synchronous generation that the member has entered."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
-        # A member that has not entered a generation yet may count steps of another run.
+        # Before its first generation, a member may count another run's steps.
         if member.entered > NO_GENERATION and self._trains_together(member):
             self.progress.note_reached(step)
 
@@ -216,11 +204,10 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move limits by the time in which no member could be notified: the limits of the phase, of
-        breaks, disconnections, drains and retries. The limits of pauses, halts and the last call
-        are not moved.
+        """Move limits by a time in which no member could be notified: decisions could not become
+        durable, so no member is late.
 
-        Decisions could not become durable meanwhile, so a member that waits for one is not late.
+        The limits of pauses, halts and the last call are not moved.
         """
         self.deadlines.postpone(by_s)
         self.table.postpone(by_s)
@@ -228,14 +215,13 @@ class JobState:
 
     @property
     def attempt_is_synchronous(self) -> bool:
-        """True if members wait for each other in the running generation, else in the attempt, else
-        in the last one; True before the first."""
+        """True if members wait for each other in the running generation, or else the attempt or the
+        last one; True before the first."""
         roster = self.running or self.attempt or self.previous
         return roster is None or roster.synchronous
 
     def rank_of(self, member: MemberState) -> int | None:
-        """The member's rank in the running generation, else in the attempt, else in the last; None
-        if the member is in none of them."""
+        """Rank in the running generation, or else the attempt or the last one, if any."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None
@@ -252,8 +238,7 @@ class JobState:
         return member.is_in(self.running) or member.is_in(self.attempt)
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Text that names up to three paused members that others wait for, with their limits if
-        `now_s` is given; empty if there are none."""
+        """Name up to three paused members that others wait for, with their limits at `now_s`."""
         pausing = self.pausing()
         texts = [
             pause_in_words(member, self.rank_of(member), pause, now_s)
@@ -264,10 +249,10 @@ class JobState:
 
     @property
     def eligible(self) -> Collection[MemberState]:
-        """Candidates that may be in a roster now: all but those whose next try is put off.
+        """Candidates that may be in a roster now: all but those that are put off.
 
-        A member that trains is never put off. A member that holds state is tried again at once
-        after its first own failure, if it had no shared one.
+        A member that trains is never put off. A member that holds state tries again at once after
+        its first own failure, unless it had a shared one.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):
@@ -285,19 +270,19 @@ class JobState:
         return member.is_in(self.running) or member.keeps_job
 
     def suspects_of(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Return the members to refuse if a roster of these members fails: those that neither train
-        nor have `keeps_job`; if there are none, all that do not train."""
+        """Return the members to refuse with their roster: those that neither train nor have
+        `keeps_job`, or else all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
     @property
     def min_roster_size(self) -> int:
-        """The number of members that a roster needs. Members that have done their work count."""
+        """Number of members that a roster needs."""
         return max(1, self.spec.min_members - len(self.table.finished))
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached. False
-        while a generation runs, if the job completes, and before it has trained."""
+        while a generation runs, in a completing job, and before the job has trained."""
         if self.running is not None or self.is_completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
@@ -346,7 +331,7 @@ class JobState:
         )
 
     def apply_trigger(self, trigger: Trigger, reason: str, now_s: float) -> None:
-        """Move to the phase that the table of transitions gives for the trigger, and log it."""
+        """Move to the phase that the trigger leads to, and log it."""
         self.phase = next_phase(self.phase, trigger)
         self.reason, self.phase_since_s = reason, now_s
         if self.phase is Phase.COLLECT:

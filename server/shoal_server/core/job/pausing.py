@@ -1,4 +1,4 @@
-"""Pauses that other members wait for, in every phase: the limits do not run meanwhile."""
+"""Pauses that other members wait for, during which the limits do not run."""
 
 from shoal_server.core.job import endings
 from shoal_server.core.job.job_state import JobState
@@ -19,7 +19,7 @@ def begin(job: JobState, member: MemberState, event: MemberPaused, now_s: float)
 
 def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) -> None:
     pause = job.table.pauses.end(member, event.number)
-    # The time in the script's own code until now belonged to the pause.
+    # The time in the script's own code belonged to the pause.
     member.trainer.own_code_since_s = None
     if pause is not None:
         text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"
@@ -27,10 +27,8 @@ def end(job: JobState, member: MemberState, event: MemberResumed, now_s: float) 
 
 
 def keep_limits(job: JobState, now_s: float) -> None:
-    """Move the limits by the time for which a member was paused. Call before any other check.
-
-    Limits that detect a loss are not moved: broken streams, halts, a failed collective.
-    """
+    """Move the limits by the time of a pause, except those that detect a loss. Call before any
+    other check."""
     by_s = job.table.pauses.hold(now_s, held=bool(job.pausing()))
     if not by_s:
         return
@@ -39,7 +37,7 @@ def keep_limits(job: JobState, now_s: float) -> None:
 
 
 def announce(job: JobState, now_s: float) -> None:
-    """Notify all members if the set of paused members has changed. Call after each event."""
+    """Notify all members if the paused members have changed. Call after each event."""
     paused = tuple(sorted(member.member_id for member, _ in job.pausing()))
     job.table.pauses.hold(now_s, held=bool(paused))
     if paused == job.announced_paused:
@@ -49,7 +47,7 @@ def announce(job: JobState, now_s: float) -> None:
 
 
 def send_notice(job: JobState) -> None:
-    """Send all members the pauses. On this notice members restart or stop their own limits."""
+    """Send all members the pauses: they restart or stop their own limits."""
     pauses = notice(job)
     for member in job.members.values():
         job.notify_member(member, pauses)
@@ -61,7 +59,7 @@ def notice(job: JobState) -> PausesNotice:
 
 
 def drop_overdue(job: JobState, now_s: float) -> None:
-    """Remove members whose pause is longer than announced: such a member counts as hung."""
+    """Remove members with an overlong pause, which count as hung."""
     for member, pause in job.table.pauses:
         if now_s >= pause.ends_s and job.members.get(member.member_id) is member:
             text = pause_in_words(member, job.rank_of(member), pause, now_s)

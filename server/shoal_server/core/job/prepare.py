@@ -1,4 +1,4 @@
-"""PREPARE: the members answer the roster; once all have accepted it, it is committed."""
+"""PREPARE: the members answer the roster, which is committed once all have accepted it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ from shoal_server.core.membership.phases import Trigger
 def answered(job: JobState, member: MemberState, event: RosterAnswered, now_s: float) -> None:
     agreement = job.agreement_of(member, event.generation)
     if agreement is None:
-        return  # Late: the attempt was decided without this answer.
+        return  # late: the attempt is decided
     if event.rejections:
         held = member.member_id
         conflicts = tuple(
@@ -31,14 +31,13 @@ def answered(job: JobState, member: MemberState, event: RosterAnswered, now_s: f
         else:
             _commit_if_there_is_state(job, agreement, now_s)
     else:
-        # Extend the deadline while answers arrive: ten thousand answers take a while.
+        # Extend the deadline while answers arrive: ten thousand take a while.
         limits, since_s = job.limits, job.phase_since_s
         until_s = min(now_s + limits.prepare_s, since_s + limits.join_s)
         job.deadlines.deadline_s = until_s
 
 
 def overdue(job: JobState, now_s: float) -> None:
-    """Expel the members that have not answered in time."""
     agreement = job.agreement
     assert agreement is not None
     late = [job.members[name] for name in sorted(agreement.unanswered) if name in job.members]
@@ -50,8 +49,7 @@ def overdue(job: JobState, now_s: float) -> None:
 
 
 def _exclude_unreachable(job: JobState, agreement: Agreement, now_s: float) -> None:
-    """Commit if every pair of members that do not reach each other trains already. Else abort, and
-    refuse members so that all others reach each other: see `members_to_exclude`."""
+    """Commit if all cut pairs train already; else abort, and exclude members."""
     members = job.members_of(agreement.roster)
     newest_last = sorted(members, key=lambda m: (not m.is_in(job.previous), m.joined_s))
     names, running = [m.member_id for m in newest_last], job.running
@@ -77,12 +75,11 @@ def _exclude_unreachable(job: JobState, agreement: Agreement, now_s: float) -> N
 def members_to_exclude(
     unreachable: Mapping[str, Mapping[str, str]], *, newest_last: Sequence[str], kept: set[str]
 ) -> dict[str, str]:
-    """Members to exclude so that all others reach each other, each with up to five errors seen.
+    """Return members to exclude so that the others reach each other, each with up to five errors.
 
-    `unreachable`: for each member the peers that it could not reach, with the errors. A pair is cut
-    if either side reports it, since a collective needs both directions. The member that is cut off
-    from most others is excluded first; of equals, the last in `newest_last`. Members in `kept` are
-    never excluded, even if they do not reach each other.
+    `unreachable`: peers that each member could not reach, with the errors. The member cut off from
+    most is excluded first; of equals, the last in `newest_last`. Members in `kept` are never
+    excluded.
     """
     cut: dict[str, dict[str, str]] = {}
     for member, peers in unreachable.items():
@@ -92,7 +89,7 @@ def members_to_exclude(
     order = {member: position for position, member in enumerate(newest_last)}
     excluded: dict[str, str] = {}
     while any(cut.values()):
-        # Two kept members reached each other before; if they cannot now, their generation breaks.
+        # Kept members reached each other before: if they cannot now, their generation breaks.
         able = [m for m, peers in cut.items() if peers and m not in kept]
         if not able:
             break
@@ -106,10 +103,9 @@ def members_to_exclude(
 def _commit_if_there_is_state(job: JobState, agreement: Agreement, now_s: float) -> None:
     """Commit if the members have a state to start from.
 
-    If the job has trained and no member of the roster holds its state, the members start from
-    the checkpoint that most of them see (the newest of equals), never again from initial
-    values. If some members do not see it, the attempt is aborted, and those members are
-    removed. If no member sees any checkpoint, the job's state is lost.
+    A job that has trained never starts from initial values again, but from the checkpoint that most
+    members see. Members that do not see it are removed, and the attempt is aborted. Without any
+    checkpoint, the job's state is lost.
     """
     if not agreement.roster.from_checkpoint:
         _commit(job, agreement, now_s)
@@ -139,7 +135,7 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     job.apply_trigger(Trigger.ACCEPTED, reason, now_s)
     record = job.record_of(Verdict.COMMITTED, reason, now_s)
     job.previous, job.record = roster, record
-    # After a break, all members have settled or are gone by now.
+    # All members have settled or are gone.
     job.deadlines.broken_since_s = None
     job.emit(WriteGeneration(record=record))
     to_boundary_s = job.limits.collective_s if agreement.has_boundary else 0.0
@@ -154,7 +150,6 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
 
 
 def _note_leavers(job: JobState, roster: GenerationRoster) -> None:
-    """Record as departures the members that trained before and are not in this roster."""
     changes = job.tries.changes
     before = job.members_of(changes.before) if changes.before is not None else []
     for member in before:

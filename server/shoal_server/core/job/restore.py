@@ -1,4 +1,4 @@
-"""Restoring a job from the records that a new leader finds in the store."""
+"""Restoring a job from the records that a new leader finds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,26 +23,24 @@ GRACE_LEASES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SavedJob:
-    """The stored state of a job."""
+    """Stored state of a job."""
 
     last_generation: Generation
     record: GenerationRecord | None
-    """The newest committed record."""
     before: GenerationRecord | None
-    """The committed record before `record`; None if there is none. Members may still train in its
-    generation if `record` is of a planned change."""
+    """Committed record before `record`, if any. Members may still train in it."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """The `seen` of the refusal that members get once the job's state is lost; None before."""
+    """The `seen` of the refusal for a lost state; None without one."""
     stopping: str = ""
-    """Reason for which the job was or is being stopped; empty if it was not."""
+    """Reason why the job was or is being stopped; empty if neither."""
     failed: bool = False
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job ended; 0: unknown."""
+    """0: unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
 
@@ -58,9 +56,8 @@ def restored(
 ) -> Job:
     """Make the job from its durable state.
 
-    The store does not record if the newest generation already ran: its members report that when
-    they attend. They have `GRACE_LEASES` times `lease_s` for that before they count as
-    disconnected, since the coordinator that they ask first may hang.
+    Members report if the newest generation already ran. They get `GRACE_LEASES` times `lease_s` to
+    attend, since the coordinator that they ask first may hang.
     """
     job = Job(
         spec=spec,
@@ -73,7 +70,7 @@ def restored(
     job.progress = saved.progress
     job.progress.tally = saved.tally
     if saved.finished:
-        # Never in the future: a leader with a wrong clock may have written the time.
+        # A leader's clock may have been wrong.
         job.phase_since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
         job.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
@@ -98,7 +95,7 @@ def restored(
     if saved.record is not None:
         _continue_generation(job, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
-        # The members' generation has no readable record: they report the step they reached.
+        # Without a readable record, members report their step.
         job.table.settle(saved.members, settled=False)
         job.deadlines.broken_since_s = now_s
     return job
@@ -111,7 +108,7 @@ def _continue_generation(
     job.record, job.previous = record, roster
     job.tries.changes.before = roster
     if job.progress.has_trained and roster.synchronous:
-        # This generation most likely ran: the store records that only for the first one.
+        # This generation most likely ran: the store records only the first one that did.
         job.progress.trained_in = max(job.progress.trained_in, roster.generation)
     present = job.members_of(roster)
     job.table.settle(present, settled=not roster.synchronous)
@@ -119,7 +116,7 @@ def _continue_generation(
     if {m.member_id for m in present} | done >= set(roster.member_ids):
         old = before.roster if before is not None and roster.planned else None
         if old is not None and len(job.members_of(old)) == len(old.entries):
-            # Members may still train in the old generation, on their way to the boundary.
+            # Members may still train in the old generation, up to the boundary.
             job.running = old
             job.table.settle(job.members_of(old), settled=not old.synchronous)
         stopping = set(job.running.member_ids if job.running is not None else ()) - done
@@ -130,6 +127,6 @@ def _continue_generation(
         job.deadlines.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
         job.deadlines.bring_up_over_s = now_s + job.limits.longest_bring_up_s
     elif roster.synchronous and present:
-        # A member was lost while no coordinator led: survivors are notified when they attend.
+        # A loss without a leader: survivors are notified when they attend.
         job.deadlines.broken_since_s = now_s
         job.tries.changes.record_break("", now_s)

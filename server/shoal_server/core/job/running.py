@@ -1,4 +1,4 @@
-"""RUNNING: collectives that fail, and the reports of the survivors of a break."""
+"""RUNNING: failed collectives, and the survivors' reports after a break."""
 
 from dataclasses import replace
 
@@ -14,12 +14,11 @@ from shoal_server.core.membership.phases import Phase
 def collective_failed(
     job: JobState, member: MemberState, event: BreakReported, now_s: float
 ) -> None:
-    """Handle a failed collective. Disconnected members are removed as lost; if no member is
-    disconnected, a loss may still be noticed later."""
+    """Handle a failed collective: remove disconnected members as lost."""
     running = job.running
     if running is None or event.generation != running.generation:
         if NO_GENERATION < event.generation <= job.last_generation:
-            # An earlier leader announced that end, or this member was disconnected then.
+            # The member missed the notice, or an earlier leader sent it.
             job.notify_member(member, job.break_notice(event.generation))
         return
     if not running.synchronous:
@@ -33,21 +32,21 @@ def collective_failed(
     job.log("collective_failed", job.reason, member)
     member.reported_broken = running.generation
     for other in job.members_of(running):
-        # A new leader sets this time in the future: members get time to attend.
+        # A new leader sets future times, so that members can attend.
         if other.disconnected_s is not None and other.disconnected_s <= now_s:
             reason = "its stream broke, and so did a collective"
             endings.remove(job, other, reason, now_s, cause="connection lost")
     if all(m.reported_broken == running.generation for m in trainers):
-        # All members are connected and have reported the break: no loss explains it.
+        # All members are connected: no loss explains the break.
         endings.break_off(job, (), f"{job.reason}; all members answer", now_s)
 
 
 def step_reported(job: JobState, member: MemberState, event: StepReported, now_s: float) -> None:
-    """Note that the member has settled: it has stopped, with the state after this step. Ends the
-    attempt in COMMITTED or the running generation if the member has left it."""
+    """Note that the member has stopped, with the state after this step. Ends the attempt or
+    generation that it has left."""
     job.refuse_if_over()
     if event.left < member.entered or job.table.has_finished(member):
-        return  # Late: the member has trained since.
+        return  # late: the member has trained since
     member.entered = event.left
     _end_left_generation(job, member, event.left, now_s)
     committed = job.attempt if job.phase is Phase.COMMITTED else None
@@ -70,12 +69,12 @@ def step_reported(job: JobState, member: MemberState, event: StepReported, now_s
 def _end_left_generation(
     job: JobState, member: MemberState, left: Generation, now_s: float
 ) -> None:
-    """End the attempt or generation that the member has left: an earlier leader notified the
-    member of a break, but did not make the break durable."""
+    """End the attempt or generation that the member has left: an earlier leader notified the member
+    of a break that never became durable."""
     reason = f"{member.member_id} has left generation {left}"
     running = job.running
     committed = job.attempt if job.phase is Phase.COMMITTED else None
-    # A new leader may attempt a generation older than the newest, which was aborted.
+    # The newest generation may have been aborted, and this attempt older.
     if committed is not None and member.is_in(committed) and left >= committed.generation:
         endings.abort(job, reason, now_s)
     if running is not None and member.is_in(running) and left >= running.generation:
@@ -95,12 +94,8 @@ def drop_unsettled(job: JobState, now_s: float) -> None:
 
 
 def _away_in_words(job: JobState, members: list[MemberState], now_s: float) -> str:
-    """Name the members that have been in the script's own code for at least half of
-    `collective_s`, or return "".
-
-    For example "rank 0 (vm-0) has been in your code for 54 s", or "... waiting for a batch to
-    be loaded ...", according to their heartbeats.
-    """
+    """Name the members that have been in the script's own code for at least half of `collective_s`,
+    or return ""."""
     texts = []
     for member in members:
         since_s = member.trainer.own_code_since_s

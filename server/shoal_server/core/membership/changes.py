@@ -1,8 +1,4 @@
-"""Reasons for a new generation: departures with their causes, arrivals, failures.
-
-They are collected from the time when a generation runs until the next one runs, and then summarized
-in one line, such as "lost vm-2 (SIGKILL); 3 go on".
-"""
+"""Reasons for a new generation, in a line such as "lost vm-2 (SIGKILL); 3 go on"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,35 +14,30 @@ UNSEEN = "gone while no coordinator led"
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """The departure of a member."""
-
     member_id: str
     cause: str
-    """Cause of a loss, such as SIGKILL, exit code 1, connection lost; or the reason for leaving."""
+    """Such as SIGKILL or connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSummary:
-    """Summary of the changes between a generation and the one before."""
+    """Changes between a generation and the one before."""
 
     generation: Generation
     cause: str
-    """Members that were lost, left or joined, and how many go on, as in the record's reason."""
+    """Reason in the generation's record."""
     lost: tuple[Departure, ...]
     left: tuple[Departure, ...]
     joined: tuple[str, ...]
     stayed: tuple[str, ...]
-    """Members that trained before and train on."""
     synchronous: bool
     start: Step
-    """The generation's first step."""
     steps_lost: int
     """Committed steps that are taken again."""
     down_s: float
-    """Seconds from a break until this generation ran; 0 without a break, as for the first
-    generation."""
+    """Time from a break until this generation ran; 0 without a break."""
 
 
 @dataclass(kw_only=True)
@@ -54,17 +45,15 @@ class PendingChanges:
     """Changes since a generation last began to run."""
 
     before: GenerationRoster | None = None
-    """The newest roster that ran; under a new leader, the newest committed one."""
+    """Newest roster that ran; under a new leader, the newest committed one."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
-    """Cause of the break; empty if there was none, or if a lost member explains it."""
+    """Cause of the break; empty if a lost member explains it."""
     broke_s: float | None = None
-    """Time since which no synchronous generation runs; None if one runs, or none ever did."""
+    """Time since which no synchronous generation runs; None if one runs, or before the first."""
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member is gone. The first cause counts: if a later process of that name is
-        also gone before the next generation, it has not trained. Ignored for a member that was not
-        in the newest roster that ran."""
+        """Note that a member is gone; its first cause counts."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -76,7 +65,7 @@ class PendingChanges:
         self.trouble = self.trouble or trouble
 
     def cause(self, roster: GenerationRoster) -> str:
-        """The reason for this roster, as a line of text."""
+        """Reason for this roster, as a line of text."""
         lost, left, joined, _ = self._sorted(roster)
         parts = [f"lost {text}" for text in _grouped(lost)]
         parts += [f"{text} left" for text in _grouped(left)]
@@ -95,7 +84,7 @@ class PendingChanges:
     def summarize(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> ChangeSummary:
-        """Sum up the changes once the roster runs. `cause` is the reason in its record."""
+        """Sum up the changes once the roster runs. `cause`: its record's reason."""
         lost, left, joined, stayed = self._sorted(roster)
         return ChangeSummary(
             generation=roster.generation,
@@ -111,7 +100,7 @@ class PendingChanges:
         )
 
     def clear_for(self, roster: GenerationRoster) -> None:
-        """Clear the changes: this roster runs, and the changes that led to it are reported."""
+        """Clear the reported changes."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 
@@ -122,8 +111,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Members that were lost, left, joined and stayed. A member that returned with a new
-        process is listed twice: as lost or left, and as joined."""
+        """Return members that were lost, left, joined and stayed. A member with a new process is
+        listed twice."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}
@@ -139,13 +128,12 @@ class PendingChanges:
 
 
 def shortened(text: str, length: int) -> str:
-    """The first line of a text, cut to the length."""
+    """Return the first line, cut to the length."""
     line = text.strip().partition("\n")[0].strip()
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def _grouped(departures: Iterable[Departure]) -> list[str]:
-    """Departures grouped by cause: "vm-1, vm-2 (SIGKILL)"."""
     by_cause: dict[str, list[str]] = {}
     for each in departures:
         by_cause.setdefault(each.cause, []).append(each.member_id)

@@ -18,9 +18,8 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEvent:
-    """An input of the state machine. Every event but `MemberJoined` is refused or ignored if its
-    `incarnation` is not the member's current one.
-    """
+    """An input of the state machine. Other events than `MemberJoined` are refused or ignored unless
+    their `incarnation` is the member's current one."""
 
     member_id: str
     incarnation: str
@@ -31,7 +30,7 @@ class MemberJoined(MemberEvent):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
-    """The newest generation that the member has entered, or began to bring up; 0: none."""
+    """Newest generation that the member has entered, or began to bring up; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +51,9 @@ class RosterAnswered(MemberEvent):
     digest: str
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
-    """Peers that the member could not reach: member_id and the error."""
+    """Peers that the member could not reach: ids and errors."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Steps of the complete checkpoints that the member sees, if the roster can only start from a
-    checkpoint."""
+    """Complete checkpoints that the member sees, if needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +63,14 @@ class StepReported(MemberEvent):
     step: Step
     has_state: bool
     left: Generation = NO_GENERATION
-    """The newest generation that the trainer has trained in or brought up, and has left."""
+    """Newest generation that the trainer has left."""
     enough_for_call: int = 0
-    """Number of members that suffice to repeat the shared call that the member's script is in; 0:
-    the script is in no shared call."""
+    """Number of members that suffice to repeat the shared call in the script; 0: no such call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextStepReached(MemberEvent):
-    """The member offers to stop before `next_step`, the first step that it has not begun, and does
-    not begin that step until the boundary is agreed."""
+    """The member waits before `next_step` for the boundary."""
 
     generation: Generation
     next_step: Step
@@ -84,19 +80,19 @@ class NextStepReached(MemberEvent):
 class ReadinessReported(MemberEvent):
     generation: Generation
     step: Step | None = None
-    """Number of optimizer steps in the state that the member starts from; None: not stated."""
+    """Optimizer steps in the member's state; None: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakReported(MemberEvent):
-    """A collective failed on the member, or the member could not bring the generation up."""
+    """A collective or a bring-up failed on the member."""
 
     generation: Generation
     error: str
     own: bool = False
-    """True if the bring-up failed on this member, and not because of a peer."""
+    """True if the bring-up failed on this member itself."""
     state_lost: bool = False
-    """True if the members together hold no complete state, and there is no checkpoint."""
+    """True if neither members nor a checkpoint have a complete state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +105,17 @@ class HeartbeatReceived(MemberEvent):
     """State of the trainer in a heartbeat."""
 
     moved: int = 0
-    """Counter that changes as long as the bring-up makes progress."""
+    """Counter that changes while the bring-up makes progress."""
     waits: bool = False
-    """True if the trainer waits for other members."""
     own_code_s: float = 0.0
-    """Seconds for which the trainer has been in the script's own code; 0 if it is not there, or if
-    that is unknown."""
+    """Time in the script's own code; 0 if the trainer is not there, or unknown."""
     loads: bool = False
-    """True if the script's own code waits for a batch to be loaded."""
+    """True if the script waits for a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessHalted(MemberEvent):
-    """A signal halted the process; it may go on."""
+    """A signal halted the process, which may go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +132,19 @@ class DrainRequested(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberPaused(MemberEvent):
-    """The trainer runs the script's own code, and the others are to wait for it."""
+    """The others wait for the script's own code."""
 
     reason: str
     limit_s: float
     elapsed_s: float = 0.0
-    """Seconds since the pause began, if this is a repetition."""
+    """Seconds since the pause began, for a repetition."""
     number: int = 0
-    """Number of the pause. It rises from pause to pause of a process; 0: not stated."""
+    """Rising number of a process's pauses; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberResumed(MemberEvent):
-    """The pause is over."""
+    """The end of a pause."""
 
     number: int = 0
     """Number of the pause; 0: not stated."""
@@ -160,29 +154,28 @@ class MemberResumed(MemberEvent):
 class MemberLost(MemberEvent):
     reason: str
     cause: str = ""
-    """The reason in a word or two, for the next generation's reason; empty: `reason` itself."""
+    """Reason in a word or two; empty: `reason`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft(MemberEvent):
     completed: bool
-    """True if the member left with its work done."""
+    """True if the member's work is done."""
     reason: str
     failed: bool = False
-    """True if the training has ended without a usable result."""
+    """True if the training ended without a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberWorkDone(MemberEvent):
-    """A member that stays has done its own work, or closes the job."""
+    """A member that stays has done its work, or closes the job."""
 
     reason: str
     generation: Generation = NO_GENERATION
-    """The newest generation that the member has entered."""
     finished: bool = False
-    """True if the member has no step left. The others may still use the state that it serves."""
+    """True if the member has no step left."""
     closes: bool = False
-    """True if the member closes the job to new members."""
+    """True if the job takes no new members any more."""
 
 
 # Notices.
@@ -206,7 +199,7 @@ class OutcomeNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtNotice(Notice):
-    """The old generation does not begin `step`; `generation` begins with it."""
+    """The old generation stops before `step`, with which `generation` begins."""
 
     generation: Generation
     step: Step
@@ -228,7 +221,7 @@ class RunningNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class StandbyNotice(Notice):
     position: int
-    """Position among the members that wait for a rank, from 1; 0: not stated."""
+    """Position among the waiting members, from 1; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,19 +238,18 @@ class ClosingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingNotice(Notice):
-    """Number of members without a rank that the job has room for."""
+    """Number of members without a rank for which the job has room."""
 
     num_members: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNotice(Notice):
-    """The member is to leave: at the boundary that will be agreed, or at its next step boundary
-    (`now`)."""
+    """The member is to leave: at the coming boundary, or at its next step boundary (`now`)."""
 
     now: bool
     no_generation_follows: bool = False
-    """True, with `now`, if no further generation follows once the member has left."""
+    """True, with `now`, if no generation follows."""
 
 
 class RefusalKind:
@@ -286,7 +278,7 @@ class Refusal:
     fix: str = ""
     conflicts: tuple[Conflict, ...] = ()
     replaced_by: str = ""
-    """The incarnation that has the member's name now; empty: the refusal has another reason."""
+    """Incarnation that has the member's name now, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +298,7 @@ class SendNotice:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteGeneration:
-    """Make the record durable before any later effect is carried out."""
+    """Make the record durable before any later effect."""
 
     record: GenerationRecord
 
@@ -321,7 +313,7 @@ class AdmitMember:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpelMember:
-    """Delete the member's key, so that the incarnation is fenced everywhere; end its stream."""
+    """Delete the member's key, which fences the incarnation; end its stream."""
 
     member_id: str
     incarnation: str
@@ -330,24 +322,24 @@ class ExpelMember:
 
 @dataclass(frozen=True, kw_only=True)
 class LogJobEvent:
-    """Record an event for people: the log, the page and `shoal why` show it."""
+    """Record an event for people."""
 
     kind: str
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
     summary: ChangeSummary | None = None
-    """Summary of the changes that led to a generation that now runs."""
+    """Changes that led to a running generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveJobRecord:
-    """Make the job's own record durable, as it is now, before any later effect is carried out."""
+    """Make the job's own record durable before any later effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishJob:
-    """Make the job's end durable before any later effect is carried out."""
+    """Make the job's end durable before any later effect."""
 
     reason: str
 
@@ -364,7 +356,7 @@ Effect = (
 
 
 class EventRefused(Exception):
-    """Raised for an event that the state machine refuses; the state is unchanged."""
+    """Raised for a refused event, which leaves the state unchanged."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.what)

@@ -18,41 +18,37 @@ MAX_NAMES = 10
 
 @dataclass(kw_only=True)
 class Drain:
-    """A member's drain: an orderly leave."""
+    """An orderly leave."""
 
     since_s: float | None = None
-    """Time at which the member was asked to leave; None if it was not."""
+    """None: not asked to leave."""
     reason: str = ""
     is_released: bool = False
-    """True once the member was notified to leave at its next step boundary."""
+    """True once the member is to leave at its next step boundary."""
 
 
 @dataclass(kw_only=True)
 class TrainerActivity:
-    """State of a member's trainer, according to its heartbeats."""
+    """State of a trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Counter that changes as long as the bring-up makes progress."""
+    """Changes while the bring-up makes progress."""
     moved_s: float = float("-inf")
-    """Time at which `moved` was last seen to change."""
+    """Last change of `moved`."""
     own_code_since_s: float | None = None
-    """Time since which the trainer has been in the script's own code; None if it is not there, or
-    if that is unknown."""
+    """None: not in the script's own code, or unknown."""
     loads: bool = False
-    """True if the script's own code waits for a batch to be loaded."""
+    """True if the script waits for a batch."""
     waits_for_others: bool = False
-    """True if the trainer is known to wait for other members."""
+    """True if the trainer waits for other members."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Reason for which a member waits, and since when."""
-
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if the member was notified that it is on standby: it then waits without a limit of its
-    own."""
+    """True if the member was notified of its standby, and waits without a limit."""
 
 
 @dataclass(kw_only=True)
@@ -62,28 +58,26 @@ class MemberState:
     info: MemberInfo
     joined_s: float
     proposal: Proposal | None = None
-    """Training that the member proposes; without a proposal it cannot be in a roster."""
+    """Training that the member proposes, required for a roster."""
     settled: bool = True
-    """True if the member has stopped and can be in the next roster; False while it trains in a
-    synchronous generation."""
+    """True if the member can be in the next roster; False while it trains in a synchronous
+    generation."""
     reported_broken: Generation = NO_GENERATION
-    """The newest generation in which the member reported a failed collective."""
+    """Newest generation with a reported failure of a collective."""
     entered: Generation = NO_GENERATION
-    """The newest generation that the member is known to have entered."""
+    """Newest generation that the member has entered."""
     disconnected_s: float | None = None
-    """Time at which the member's stream broke; None while the stream is open. A new leader sets a
-    time in the future, so that its members have time to attend."""
+    """Time at which the stream broke, or a future time from a new leader; None while it is open."""
     halted_s: float | None = None
-    """Time at which a signal halted the member's process; None if it is not halted."""
+    """None: not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """The newest generation whose bring-up failed on the member's side, whether the member was
-    blamed or not."""
+    """Newest failed bring-up on the member's side, blamed or not."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
     def set_wait(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
-        """Set what the member waits for; the time restarts only if the reason changes."""
+        """Set the reason to wait; another one restarts the time."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
         self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 
@@ -97,7 +91,7 @@ class MemberState:
 
     @property
     def is_standby(self) -> bool:
-        """True if the member was notified that it is on standby, and waits without a limit."""
+        """True if the member is on standby, without a limit."""
         return self.wait.is_standby
 
     @property
@@ -106,17 +100,16 @@ class MemberState:
 
     @property
     def keeps_job(self) -> bool:
-        """True if the job can continue from its state because this member is present."""
+        """True if the member's presence lets the job continue from its state."""
         if self.proposal is None or self.proposal.stateless:
             return False
-        # The state of an asynchronous job is on its servers: any member that has trained keeps it.
+        # Servers have the state of an asynchronous job: any former trainer keeps it.
         trained_alone = not self.proposal.synchronous and self.entered > NO_GENERATION
         return self.proposal.has_state or trained_alone
 
     @property
     def state_and_step(self) -> tuple[bool, int]:
-        """The pair (holds state, step). Members with the largest pair hold the job's newest
-        state."""
+        """Pair (holds state, step): the largest one is the newest state."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:
@@ -133,5 +126,5 @@ class MemberState:
 
 
 def names_of(members: Iterable[MemberState]) -> str:
-    """The first ten ids in order, and how many more; "nobody" for none."""
+    """List the first ten ids in order, and how many more; "nobody" for none."""
     return short_list(sorted(m.member_id for m in members), MAX_NAMES) or "nobody"

@@ -1,7 +1,4 @@
-"""Table of a job's members, with indexes of draining, disconnected, halted and paused members.
-
-With the indexes, most events scan no list of all members.
-"""
+"""Table of a job's members, with indexes: most events scan no list of all members."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,37 +14,33 @@ MAX_EXPELLED = 10_000
 
 @dataclass(kw_only=True)
 class MembershipTable:
-    """The members by id. Only the table's methods change state that the table indexes."""
+    """Members by id. Only the table's methods change indexed state."""
 
     limits: Limits
     members: dict[str, MemberState] = field(default_factory=dict)
     candidates: dict[str, MemberState] = field(default_factory=dict)
-    """Members that have proposed and are to stay, in the order of their proposals."""
+    """Members that have proposed and are to stay, by order of proposal."""
     draining: dict[str, MemberState] = field(default_factory=dict)
-    """Members that are to leave, in the order in which they were asked to."""
+    """Members that are to leave, by order of request."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """The last MAX_EXPELLED incarnations that may not return, the oldest first. Each has the
-    refusal that answers its later calls; None: its calls are refused like calls of any process that
-    is no member."""
+    """Newest incarnations that may not return, with the refusal for their later calls. None: the
+    refusal of any process that is no member."""
     unproposed: set[str] = field(default_factory=set)
-    """Members that joined under an earlier leader and have not proposed again."""
+    """Members of an earlier leader that have yet to propose."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Members that have stopped in a shared call, each with the number of members that suffices to
-    repeat the call."""
+    """Members in a shared call, with the number that suffices to repeat it."""
     finished: set[str] = field(default_factory=set)
-    """Members that have done their work, present or gone. None of them is waited for, and each
-    counts towards the minimum."""
+    """Members, present or gone, that have done their work."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that the job has room for, as last sent to the members (only
-    if torchrun started them)."""
+    """Number of waiting members, as last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
     # Both by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
     def admit(self, member: MemberState) -> None:
-        """Add a member. The table must not hold another member of its name."""
+        """Add a member; no other member may have its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:
@@ -74,28 +67,28 @@ class MembershipTable:
             self.candidates[member.member_id] = member
 
     def drain(self, member: MemberState, reason: str, now_s: float) -> None:
-        """Note that the member is to leave: no further roster includes it, unless it has to hand
-        over the state."""
+        """Note that the member is to leave: it is in no further roster, except to hand over the
+        state."""
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
 
     def finish(self, member: MemberState) -> None:
-        """Note that the member has done its work and stopped: no further roster includes it."""
+        """Note that the member has done its work: it is in no further roster."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):
             table.pop(member.member_id, None)
 
     def hold_state(self, members: Iterable[MemberState], step: Step) -> None:
-        """Note that the members hold the state after this step, whatever they proposed."""
+        """Note that the members hold the state after this step."""
         for member in members:
             if member.proposal is not None:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[MemberState], *, settled: bool) -> None:
-        """Note that the members have stopped, or that they train again. Members that have done
-        their work are skipped: they stay settled."""
+        """Note that the members have stopped, or train again. Members without work left stay
+        settled."""
         for member in members:
             if member.member_id in self.finished:
                 continue
@@ -111,7 +104,7 @@ class MembershipTable:
         last = next(reversed(self._disconnected.values()), None)
         member.disconnected_s = now_s
         self._disconnected[member.member_id] = member
-        # A new leader, and `postpone`, set times in the future.
+        # A new leader and `postpone` set future times.
         if last is not None and _disconnected_s(last) > now_s:
             members = sorted(self._disconnected.values(), key=_disconnected_s)
             self._disconnected = {each.member_id: each for each in members}
@@ -122,24 +115,22 @@ class MembershipTable:
             self._halted[member.member_id] = member
 
     def note_continued(self, member: MemberState) -> None:
-        """Note that a halted process goes on."""
         member.halted_s = None
         self._halted.pop(member.member_id, None)
 
     def note_stream_back(self, member: MemberState) -> None:
-        """Note that the member's stream is back."""
         member.disconnected_s = None
         self._disconnected.pop(member.member_id, None)
         self.note_continued(member)
 
     def postpone(self, by_s: float) -> None:
-        """Extend the time limits of disconnected and draining members: see `JobState.postpone`."""
+        """Extend the limits of disconnected and draining members, for `JobState.postpone`."""
         for member in self._disconnected.values():
             member.disconnected_s = _disconnected_s(member) + by_s
         self.postpone_drains(by_s)
 
     def postpone_drains(self, by_s: float) -> None:
-        """Extend the time limits of members that are to leave."""
+        """Extend the limits of draining members."""
         for member in self.draining.values():
             assert member.drain.since_s is not None
             member.drain.since_s += by_s
@@ -154,7 +145,7 @@ class MembershipTable:
         return [self.members[name] for name in sorted(self._unsettled)]
 
     def members_of(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members of the roster that are still in the job, by rank."""
+        """Present members of the roster, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
 
@@ -162,12 +153,12 @@ class MembershipTable:
         return member.member_id in self.finished
 
     def trainers(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members of the roster that are still in the job and have work left, by rank."""
+        """Present members of the roster with work left, by rank."""
         return [m for m in self.members_of(roster) if m.member_id not in self.finished]
 
     @property
     def num_not_proposed(self) -> int:
-        """The number of members that have not proposed yet, and are not to leave."""
+        """Number of members that have not proposed, and are not to leave."""
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)
 
@@ -176,7 +167,7 @@ class MembershipTable:
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
     def overdue(self, now_s: float) -> Iterator[tuple[MemberState, str, str]]:
-        """Members that were disconnected or halted for too long: (member, reason, the reason in a
+        """Yield members that were disconnected or halted for too long: (member, reason, cause in a
         word or two)."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
@@ -187,7 +178,7 @@ class MembershipTable:
                 yield member, "its stream broke and did not come back", "connection lost"
 
     def deadlines(self) -> Iterator[float]:
-        """Earliest times at which `overdue` may return a member."""
+        """Yield the earliest times at which `overdue` may yield a member."""
         for member in self._first(self._disconnected):
             yield self._reconnect_ends_s(member)
         for member in self._first(self._halted):

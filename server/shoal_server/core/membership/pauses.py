@@ -1,7 +1,6 @@
-"""Pauses: a member runs its script's own code, and the others wait for it. Pure.
+"""Pauses: a member runs its script's own code, and the others wait for it.
 
-During a pause, the limits on joining, agreeing, bring-up, stopping and draining do not run: they
-are extended by the time that passes (`Pauses.hold`). The detection of losses goes on.
+Meanwhile the limits on joining, agreeing, bring-up, stopping and draining do not run.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """One member's pause, as the member announced it."""
+    """One member's pause, as announced."""
 
     reason: str
     since_s: float
@@ -30,18 +29,17 @@ class Pause:
 
 @dataclass(kw_only=True)
 class Pauses:
-    """The pauses of one job's members, including those that no other member waits for."""
+    """Pauses of one job's members."""
 
     _paused: dict[str, tuple[MemberState, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[MemberState, int]] = field(default_factory=dict)
-    """Number of each member's newest pause that is over, by member id, if it numbers its pauses."""
+    """Number of each member's newest ended pause."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
     """Time until which pauses last stopped the limits."""
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
-        """Begin or update the member's pause; the newest message counts. Returns None if the
-        message was late: that pause is over already, or a later one has begun."""
+        """Begin or update the member's pause. Returns None for a late message."""
         over, known = self._over.get(member.member_id), self.of(member)
         newest = known.number if known is not None else 0
         if over is not None and over[0] is member:
@@ -58,8 +56,7 @@ class Pauses:
         return pause
 
     def end(self, member: MemberState, number: int = 0) -> Pause | None:
-        """End the member's pause if its number is `number` or lower (0: any number). Returns the
-        pause; None if there was no such pause."""
+        """End the member's pause, if numbered at most `number` (0: any), and return it."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None
@@ -83,8 +80,8 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """Stop the limits if `held`, else let them run. Returns the number of seconds by which to
-        move them: the time since the last call, if they have been stopped since then, else 0."""
+        """Stop the limits if `held`, else let them run. Returns the time to move them by: since the
+        last call, if they were stopped, else 0."""
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:
             return 0.0
@@ -95,7 +92,7 @@ class Pauses:
 def pause_in_words(
     member: MemberState, rank: int | None, pause: Pause, now_s: float | None = None
 ) -> str:
-    """Text of a pause: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
+    """Describe a pause: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
     name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
     text = f"{name} is paused: {pause.reason}"
     if now_s is None:

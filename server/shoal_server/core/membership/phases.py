@@ -1,4 +1,4 @@
-"""The phases of a job, and one table of the transitions between them."""
+"""Phases of a job, and the table of transitions between them."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -17,7 +17,7 @@ class Phase(Enum):
 
 
 OVER = frozenset({Phase.FINISHED, Phase.LOST, Phase.STOPPED, Phase.FAILED})
-"""Phases of a job that is over: it has no members, and none can join."""
+"""Phases of a job that is over: it has no members, and takes none."""
 
 
 class Trigger(Enum):
@@ -66,11 +66,11 @@ TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
 
 
 class IllegalTransition(Exception):
-    """Raised for a transition that is not in the table: a bug in the state machine."""
+    """Raised for a transition that is not in the table: a bug."""
 
 
 def next_phase(phase: Phase, trigger: Trigger) -> Phase:
-    """The phase that `trigger` leads to from `phase`. Raises IllegalTransition."""
+    """Return the phase that `trigger` leads to. Raises IllegalTransition."""
     try:
         return TRANSITIONS[phase, trigger]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Refusals of the membership, all worded in this file."""
+"""All refusals of the membership."""
 
 from shoal_server.core.generations.conflicts import shorten_conflicts
 from shoal_server.core.generations.progress import JobProgress
@@ -186,7 +186,7 @@ _FIXES = {
     " random_split(..., generator=torch.Generator().manual_seed(0)); sort a list of files"
     " (docs/data.md).",
 }
-"""Advice by field, for conflicts in digests of the script's model, optimizer and data."""
+"""Advice by field, for conflicts in digests."""
 
 
 def bad_devices(member_id: str, problem: str) -> Refusal:

@@ -1,9 +1,8 @@
-"""Members that could not bring a generation up: when each is tried again, and which are left out.
+"""Members that could not bring a generation up: when each retries, and which are left out.
 
-A failure is the member's own, or shared: caused by another member. Own failures are counted by
-name, also over restarts of the process: after three the member is left out. A shared failure only
-puts off a newcomer's next try, so that the newcomer does not stop a running generation again and
-again. Pure: time is an argument.
+Three own failures in a row, counted by name, leave a member out. A shared failure, which another
+member caused, only delays a newcomer, so that it does not stop a running generation again and
+again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,25 +13,20 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time since a member's newest failure after which its failures are forgotten. A member that was
-left out may then join again."""
+"""Time after which failures are forgotten."""
 MAX_NAMES_KEPT = 10_000
 
 
 @dataclass(kw_only=True)
 class Setback:
-    """Failures in a row of one member."""
-
     at_s: float
     """Time of the newest failure."""
     own: int = 0
-    """Number of the member's own failures."""
     shared: int = 0
-    """Number of failures that other members caused while this member joined."""
+    """Failures that other members caused while this member joined."""
     error: str = ""
-    """The error of the member's newest own failure."""
     not_before_s: float | None = None
-    """Time until which the member's next try is put off; None: it is not put off."""
+    """Time of the next try; None: at once."""
 
 
 class Setbacks:
@@ -53,14 +47,14 @@ class Setbacks:
         return f"Setbacks({self._setbacks!r})"
 
     def count_failure(self, member_id: str, error: str, now_s: float) -> int:
-        """Count one of the member's own failures; return the number of them in a row."""
+        """Count a failure of the member's own; return their number in a row."""
         setback = self._of(member_id, now_s)
         setback.own, setback.error = setback.own + 1, error
         self._put_off(setback, setback.own, now_s)
         return setback.own
 
     def count_shared_failure(self, member_id: str, now_s: float) -> None:
-        """Count a failed bring-up that the member took part in and did not cause."""
+        """Count a failed bring-up that the member did not cause."""
         setback = self._of(member_id, now_s)
         setback.shared += 1
         self._put_off(setback, setback.shared, now_s)
@@ -71,7 +65,7 @@ class Setbacks:
                 self._setbacks.pop(name, None)
 
     def release(self, now_s: float) -> None:
-        """Let members whose delay is over try again, and forget old failures."""
+        """Let members with a past delay try again, and forget old failures."""
         for name, setback in list(self._setbacks.items()):
             if setback.not_before_s is not None and now_s >= setback.not_before_s:
                 setback.not_before_s = None
@@ -88,12 +82,12 @@ class Setbacks:
         return setback.own if setback is not None else 0
 
     def is_first(self, member_id: str) -> bool:
-        """True if the member has one failure of its own and no shared one."""
+        """True for one failure of the member's own and no shared one."""
         setback = self._setbacks.get(member_id)
         return setback is not None and setback.own == 1 and not setback.shared
 
     def left_out(self, member_id: str, now_s: float) -> str:
-        """The error of the member's newest own failure if the member is left out; else empty."""
+        """Return the error of a member that is left out; else empty."""
         setback = self._setbacks.get(member_id)
         if setback is None or setback.own < MAX_TRIES or now_s >= setback.at_s + REMEMBERED_S:
             return ""
@@ -106,7 +100,7 @@ class Setbacks:
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """Times at which given members may try again, for each whose next try is put off."""
+        """Times at which delayed members may try again."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)
@@ -114,7 +108,7 @@ class Setbacks:
                     yield setback.not_before_s
 
     def postpone(self, by_s: float) -> None:
-        """Move all times by `by_s`: see `JobState.postpone`."""
+        """Move all times: see `JobState.postpone`."""
         for setback in self._setbacks.values():
             setback.at_s += by_s
             if setback.not_before_s is not None:
@@ -132,6 +126,6 @@ class Setbacks:
 
     @staticmethod
     def _put_off(setback: Setback, count: int, now_s: float) -> None:
-        # The exponent is bounded: a count may grow without limit.
+        # Bounded, since a count is not.
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
         setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)

@@ -1,4 +1,4 @@
-"""Merging the layouts of several ranks, and the check that they cover each element exactly once."""
+"""Merging of ranks' layouts, and the check that they cover each element exactly once."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """A tensor of the model, with its global shape in elements."""
+    """A tensor of the model, with its global shape."""
 
     name: str
     dtype: str
@@ -20,22 +20,21 @@ class PublishedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSlice:
-    """A rectangular part of a tensor, contiguous and row-major in a segment."""
+    """A rectangular part of a tensor, row-major and contiguous in a segment."""
 
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Offset per dimension, in elements. If `offsets` and `sizes` are empty, the slice is the whole
-    tensor."""
+    """Offset per dimension, in elements. Empty `offsets` and `sizes`: the whole tensor."""
     sizes: Numbers
     segment: int
     at: int
-    """Offset in bytes from the start of the segment."""
+    """Offset in the segment, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedLayout:
-    """The position of each element of a version in its segments."""
+    """Position of each element of a version in its segments."""
 
     tensors: tuple[PublishedTensor, ...]
     slices: tuple[PublishedSlice, ...]
@@ -43,8 +42,7 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """Raised for parts that do not make up one whole model. `what` names the tensor, or the rank of
-    the part; `seen` and `expected` are parts of an error message."""
+    """Raised for parts that are not one whole model."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")
@@ -52,10 +50,10 @@ class NotCovered(Exception):
 
 
 def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
-    """The layout of a version, merged from each rank's part in the order of ranks.
+    """Merge the ranks' parts, in the order of ranks, to the layout of a version.
 
     Raises NotCovered if ranks disagree on a tensor, if a part does not have exactly one segment, or
-    if it has a slice in another rank's segment or of a tensor that it does not list.
+    if a slice is in another rank's segment or of an unlisted tensor.
     """
     indices: dict[str, int] = {}
     tensors: list[PublishedTensor] = []
@@ -94,8 +92,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
 
 
 def check_cover(layout: PublishedLayout) -> None:
-    """Raise NotCovered unless the slices cover each element of each tensor exactly once, and lie
-    within their segments."""
+    """Raise NotCovered unless the slices cover each element exactly once, within their segments."""
     of_tensor: dict[int, list[PublishedSlice]] = defaultdict(list)
     for each in layout.slices:
         of_tensor[each.tensor].append(_whole(each, layout))
@@ -148,11 +145,8 @@ def _check_bounds(each: PublishedSlice, tensor: PublishedTensor, layout: Publish
 
 
 def _overlapping(boxes: Sequence[PublishedSlice]) -> tuple[PublishedSlice, PublishedSlice] | None:
-    """Two boxes with an element in common; None if there are none.
-
-    Sweeps along the dimension with the most distinct offsets, so that few boxes are open at a time:
-    for a mesh, as many as its other dimensions have ranks.
-    """
+    """Return two boxes with a common element, if any. Sweeps along the dimension with the most
+    distinct offsets, so that few boxes are open."""
     if len(boxes) < 2:
         return None
     num_dims = len(boxes[0].sizes)

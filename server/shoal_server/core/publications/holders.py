@@ -1,4 +1,4 @@
-"""Choice of servers for segments: for a new publication, and to replace servers that are gone."""
+"""Choice of servers for segments."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,23 +15,22 @@ from shoal_server.core.publications.records import PublishedSegment, PublishedVe
 
 @dataclass(frozen=True, slots=True)
 class StoreServer:
-    """A parameter server that is registered."""
+    """A registered parameter server."""
 
     server_id: str
     incarnation: str
     host: str = ""
     is_leaving: bool = False
-    """True if the server gets no further segments while there are other servers."""
+    """True if the server gets no segments while there are others."""
 
 
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """Ids of the servers for a rank's segment: `copies` of them, or all if there are fewer.
+    """Ids of `copies` servers for a rank's segment, or of all if there are fewer.
 
-    The first server is on host `near` if possible; it passes the segment on to the others. The
-    second is on another host if there is one. Ranks begin at different servers, so that all servers
-    get about the same number of segments. Leaving servers are used only if there are no others.
+    The first is on host `near` if possible, and passes the segment on; the second is on another
+    host. Ranks begin at different servers, to spread segments.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in by_id if not each.is_leaving] or by_id
@@ -44,9 +43,10 @@ def servers_for(
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """Ids of the servers to which `first` passes on a segment that it made: at most `copies` - 1,
-    none of them leaving. Servers on other hosts come first; otherwise servers are in the order of
-    ids, beginning after `first`.
+    """Ids of the servers to which `first` passes its segment on: at most `copies` - 1, none
+    leaving.
+
+    Servers on other hosts come first; otherwise they are ordered by id, beginning after `first`.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in by_id if each.server_id == first), "")
@@ -59,18 +59,16 @@ def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsAnswer:
-    """Answer of a server to a question about segments."""
+    """Answer of a server about segments."""
 
     held: Collection[bytes]
-    """Digests of the segments that the server has."""
+    """Digests of segments."""
     durable: Collection[bytes] = ()
-    """Digests of the segments that are on the server's disk."""
+    """Digests of segments on its disk."""
     writes_to_disk: bool = False
 
 
 class _Standing(Enum):
-    """State of a server as a holder of one segment, as far as known."""
-
     HELD = "the server has the segment"
     UNKNOWN = "the server was not asked yet"
     LACKING = "the server does not have the segment"
@@ -78,7 +76,7 @@ class _Standing(Enum):
 
 
 class Holders:
-    """Knowledge of one leader about the servers that hold the segments of a series."""
+    """A leader's knowledge of the holders of a series."""
 
     def __init__(self) -> None:
         self._servers: dict[str, StoreServer] = {}
@@ -92,8 +90,7 @@ class Holders:
     def note_registered(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Replace the list of registered servers. Note since when each holder of a segment of
-        `versions` has been absent from the list."""
+        """Replace the registered servers, and note since when holders of `versions` are absent."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {
@@ -101,7 +98,6 @@ class Holders:
         }
 
     def note(self, server: StoreServer, asked: Iterable[bytes], answer: HoldsAnswer) -> None:
-        """Note the answer of a server to a question for some segments."""
         for digest in asked:
             self._answers[server.server_id, digest] = (server.incarnation, digest in answer.held)
             # The server's disk may have been replaced.
@@ -111,9 +107,7 @@ class Holders:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note since when segments are on none of their holders; forget segments of dropped
-        versions."""
-        # Versions with the same bytes share segments, and may name different holders.
+        """Note since when segments are missing; forget dropped versions."""
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
             for segment in version.segments:
@@ -124,9 +118,8 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Digests of the segments to ask each holder about. A registered holder is asked about
-        segments that it is not known to have; a holder that writes to disk also about all segments
-        of versions that are not durable."""
+        """Digests to ask each holder about: those that it is not known to have. A holder that
+        writes to disk is also asked about versions that are not durable."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -138,7 +131,7 @@ class Holders:
         return {server: list(dict.fromkeys(digests)) for server, digests in digests_of.items()}
 
     def durable(self, versions: Iterable[PublishedVersion]) -> list[int]:
-        """Versions that are on the disks of all their holders, and not yet marked as durable."""
+        """Versions on the disks of all their holders, and not marked as durable yet."""
         return [
             version.number
             for version in versions
@@ -147,8 +140,8 @@ class Holders:
         ]
 
     def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
-        """Versions with a segment that none of its holders has had for LOST_AFTER_S; if the version
-        is durable, for DURABLE_LOST_AFTER_S."""
+        """Versions with a segment that no holder has had for LOST_AFTER_S (DURABLE_LOST_AFTER_S if
+        durable)."""
         return [
             version.number
             for version in versions
@@ -162,8 +155,8 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with new holders in place of servers that are gone or leaving, up to `copies`
-        for each segment; None if nothing changes."""
+        """Replace holders that are gone or leaving, up to `copies` for each segment; None if
+        nothing changes."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None
@@ -186,7 +179,7 @@ class Holders:
         further = ordered[: max(copies - len(counted), 0)]
         if not further and not staying:
             return segment
-        # A leaving server is dropped once the other holders have the segment.
+        # A leaving server is dropped once the others have the segment.
         if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
             staying = counted
         return replace(segment, holders=(*staying, *further))
@@ -222,8 +215,8 @@ class Holders:
 def verified(
     segments: Sequence[PublishedSegment], held: Mapping[str, Collection[bytes]]
 ) -> tuple[PublishedSegment, ...] | int:
-    """The segments, each with the holders that answered to have it; or the rank of the first
-    segment that no holder has."""
+    """Return the segments with their confirmed holders; or the rank of the first segment without
+    any."""
     answered = []
     for rank, segment in enumerate(segments):
         holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))

@@ -1,4 +1,4 @@
-"""Decisions on a series: which versions are kept, and whether another version may be sent."""
+"""Decisions which versions of a series are kept, and whether another may be sent."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,11 +6,9 @@ from shoal_server.core.publications.records import StoredSeries
 
 
 def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """The versions to drop, oldest first.
+    """Return the versions to drop, oldest first.
 
-    The newest version stays, and so do all leased and pinned ones. Leased versions count among the
-    `keep` versions: while readers hold leases on older versions, fewer versions in between are
-    kept, so a slow reader costs no further memory.
+    Leased versions count among the `keep` versions, so that a slow reader costs no further memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
@@ -19,8 +17,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """Versions that may not be dropped and count among the `keep` versions: the newest version and
-    leased versions, unless they are pinned."""
+    """Versions that count among the `keep` versions and must stay: the newest and leased ones,
+    unless pinned."""
     newest = max(stored.head.kept, default=0)
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
@@ -28,13 +26,12 @@ def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 def may_send_another(
     stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]
 ) -> bool:
-    """True if another version may be sent: the series then has at most `keep` + 1 versions, not
-    counting pinned versions.
+    """True if another version may be sent: the series then has at most `keep` + 1 unpinned
+    versions.
 
-    `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
-    leases that this leader does not know. Versions with unknown leases are kept in addition, so
-    that training need not wait until those leases have ended. So there may be up to twice as many
-    versions in all, however many leaders follow each other until then.
+    `may_be_leased`: leased versions, and those that an earlier leader may have leased. The latter
+    are kept in addition, up to twice as many versions in all, so that training need not wait for
+    the end of their leases.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

@@ -1,43 +1,34 @@
-"""Limits on published weights: times in seconds, and counts."""
+"""Limits on published weights."""
 
 LEASE_S = 30.0
-"""Duration of a lease, counted from the request for it. The reader or publishing script renews its
-lease after a third of this time."""
+"""Duration of a lease from its request; a renewal follows after a third of it."""
 CLOCK_MARGIN = 1.1
-"""Factor by which the leader keeps a lease longer than the reader or script relies on it: their
-clocks differ in rate."""
+"""Factor by which the leader keeps leases longer than their owners do: clocks differ in rate."""
 HELD_S = LEASE_S * CLOCK_MARGIN
 READER_FORGOTTEN_S = 120.0
 """Time of silence after which a reader is no longer shown."""
 MAX_READERS = 4096
-"""Maximum number of readers of a series."""
 MAX_LEASES = 16
-"""Maximum number of leases of a reader."""
 MAX_CHILDREN = 2
-"""Maximum number of relays that fetch a version from the same relay at a time: each gets half of
-that relay's bandwidth."""
+"""Relays that fetch from one relay at a time."""
 MAX_RELAYS = 512
-"""Maximum number of relays of a version. Further readers fetch from servers and pass nothing on."""
+"""Relays of a version; further readers pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16
 MAX_WORLD = 4096
 SEGMENTS_A_WRITE = 4096
-"""Number of segments after which a write revises no further version: etcd accepts requests up to
-1.5 MiB."""
+"""Segments after which a write revises no further version."""
 MAX_PENDING = 4
-"""Maximum number of publications of a series that lack parts or wait to be verified. When one more
-begins, the oldest is abandoned."""
+"""Unfinished publications of a series; one more abandons the oldest."""
 ABANDONED_AFTER_S = 90.0
-"""Time without a new part after which a publication is abandoned. It is less than the grace after
-which servers free the publication's segments."""
+"""Time without a new part after which a publication is abandoned; servers free its segments later.
+"""
 ABANDONED_KEPT = 16
-"""Maximum number of abandoned publications whose reasons are remembered."""
+"""Abandoned publications with a kept reason."""
 REPLACED_AFTER_S = 15.0
-"""Time of absence after which a server's segments get another holder. A server that is absent for
-less may only be restarting."""
+"""Absence after which a server is replaced; a shorter one may be a restart."""
 LOST_AFTER_S = 60.0
-"""Time after which a segment that no server has is lost, and its version with it."""
+"""Time after which a segment that no server has is lost."""
 DURABLE_LOST_AFTER_S = 600.0
-"""Time after which a segment of a durable version is lost if no server has it. It is longer than
-LOST_AFTER_S, since the disks of its holders may come back."""
+"""Longer for a durable version, since its holders' disks may come back."""

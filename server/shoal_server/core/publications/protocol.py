@@ -1,7 +1,4 @@
-"""Events of a series, and the effects that follow from them.
-
-A `call` identifies a request, and the effect that answers it.
-"""
+"""Events and effects of a series. A `call` identifies a request and its answer."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +27,7 @@ class PublicationRefusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRefused:
-    """The answer to a request that is refused."""
+    """Answer to a refused request."""
 
     call: Call
     refusal: PublicationRefusal
@@ -49,11 +46,11 @@ class BeginRequested:
     call: Call
     publisher: Publisher
     known_epoch: int = 0
-    """The epoch under which the publisher has published; 0: none yet."""
+    """Epoch under which the publisher has published; 0: none yet."""
     keep: int
     copies: int
     is_ending: bool = False
-    """True if the publisher releases the series, and announces no version."""
+    """True if the publisher releases the series, without a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +61,18 @@ class PublicationPart:
     world: int
     segment: PublishedSegment
     layout: bytes = field(compare=False, repr=False)
-    """The rank's own layout, encoded; the edge decodes it."""
+    """Encoded layout of the rank."""
     layout_key: bytes
     """Identity of the layout."""
     step: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     tables_cut: bytes = b""
-    """The cut at which a version with tables was taken; the same in all its parts."""
+    """Cut of a version with tables; the same in all its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContributed:
-    """A rank contributes its part, whose segment is on servers already."""
+    """A rank contributes its part, after servers have its segment."""
 
     call: Call
     publisher: Publisher
@@ -86,14 +83,14 @@ class PartContributed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributorLeft:
-    """The caller of a request waits no longer. A part that the request contributed stays."""
+    """The caller of a request waits no longer; its part stays."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsVerified:
-    """The parts of a publication cover the model, and servers have every segment."""
+    """The parts cover the model, and servers have every segment."""
 
     epoch: int
     publication: int
@@ -123,7 +120,7 @@ class PinRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequested:
-    """An operator wants the bytes of an older version as a new one."""
+    """An operator wants an older version's bytes as a new version."""
 
     call: Call
     to: int
@@ -131,17 +128,18 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearRequested:
-    """The series' job is removed or started over: all versions are dropped. Numbers keep rising."""
+    """The series' job is removed or started over: its versions are dropped, and numbers keep
+    rising."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsChanged:
-    """The servers that hold the kept versions have changed."""
+    """The holders of kept versions have changed."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
-    """Same segments with other holders, by version number."""
+    """Segments with other holders, by version."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 
@@ -153,7 +151,7 @@ class HeadWritten:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Leases and limits are to be checked against the time."""
+    """Check leases and limits against the time."""
 
 
 Event = (
@@ -175,7 +173,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationBegun:
-    """The answer to a publisher that may publish."""
+    """Answer to a publisher that may publish."""
 
     call: Call
     epoch: int
@@ -184,7 +182,7 @@ class PublicationBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionAnswered:
-    """The answer to a request that is about a version."""
+    """Answer to a request about a version."""
 
     call: Call
     version: PublishedVersion
@@ -192,14 +190,14 @@ class VersionAnswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared:
-    """The answer to `ClearRequested`."""
+    """Answer to `ClearRequested`."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyParts:
-    """Check that these parts cover the model and that servers have the segments; then submit
+    """Check that the parts cover the model and that servers have the segments; submit
     `PartsVerified` or `PartsRejected`."""
 
     epoch: int
@@ -209,8 +207,8 @@ class VerifyParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSeries:
-    """Replace the head, and put and drop versions, in one transaction, on condition that no other
-    process has changed the head; then submit `HeadWritten`."""
+    """Replace the head, put and drop versions in one transaction, unless another process has
+    changed the head; submit `HeadWritten`."""
 
     head: SeriesHead
     put: tuple[PublishedVersion, ...] = ()
