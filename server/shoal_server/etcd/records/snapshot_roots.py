@@ -1,7 +1,7 @@
-"""Roots below which the leading coordinator's operator allows snapshots, for parameter servers.
+"""URLs below which the operator allows snapshots.
 
-Servers open URLs that a caller gives. Roots that the caller sends along would prove nothing; this
-key is written by leading coordinators only.
+Servers open URLs that a caller gives, and check them against this key. Only leading coordinators
+write it.
 """
 
 import json
@@ -20,8 +20,8 @@ async def write(store: Keyspace, urls: Sequence[str]) -> None:
 
 
 async def read(store: Keyspace) -> Sequence[str]:
-    """The allowed roots; empty if none are allowed, and before a coordinator has led. Raises
-    InternalError if they do not parse, and what the store raises."""
+    """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
+    parse, and what the store raises."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()
