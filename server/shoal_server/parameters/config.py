@@ -29,17 +29,16 @@ from shoal_server.serving.options import (
 
 MEMORY_SHARE = 0.8
 """Fraction of the memory that is the limit. The rest is for the interpreter, and for messages and
-chunks of images in transit."""
+images in transit."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return 80 % of the lowest memory limit that applies to this process: the machine's memory, or
-    a limit of the process's cgroup (version 1 or 2) or of one of its ancestors.
+    """80 % of the lowest memory limit: the machine's memory, or the limit of this process' cgroup
+    (version 1 or 2) or of an ancestor.
 
-    `cgroups`: the folder where cgroups are mounted. `own`: a file with the content of
-    /proc/self/cgroup.
+    `cgroups`: the folder where cgroups are mounted. `own`: a file like /proc/self/cgroup.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(MEMORY_SHARE * min([machine_bytes, *_cgroup_limits(cgroups, own)]))
@@ -57,7 +56,7 @@ def _cgroup_limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folder and the file name of each limit that may be set for this process."""
+    """Folder and file name of each limit that may be set."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -100,8 +99,7 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """Maximum number of connections for tensors: `max_bulk_connections`, or fewer if this
-        process has too few descriptors."""
+        """`max_bulk_connections`, or fewer if this process has too few descriptors."""
         return min(self.max_bulk_connections, descriptors.descriptors_for_callers(0.25))
 
 
