@@ -1,1 +1,1 @@
-"""Replication of shards: streams to backups, failover, handover, recovery from the journal."""
+"""Replication of shards to backups, and changes of their primaries."""

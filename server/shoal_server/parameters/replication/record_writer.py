@@ -1,4 +1,4 @@
-"""Writer of assignments that the core changes. Changes decided together are written together."""
+"""Writer of assignments that the core changes."""
 
 import asyncio
 from collections import defaultdict
@@ -27,7 +27,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a write that was refused."""
+"""Pause after a refused write."""
 
 
 class RecordWriter:
@@ -46,7 +46,7 @@ class RecordWriter:
     def write_shard_record(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
-            # Changes decided in this turn of the event loop are written together.
+            # Changes of this turn of the event loop are written together.
             asyncio.get_running_loop().call_soon(self._start, job)
         self._wanted[job].add(shard_id)
 
@@ -68,7 +68,7 @@ class RecordWriter:
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         key = job, assignment.shard_id
-        # The core answers this event at once, with `ReviseShardRecord`.
+        # The core answers at once, with `ReviseShardRecord`.
         self._driver.submit_event(ShardRecordRead(key, assignment))
         return self._revised_records.pop(key)
 
