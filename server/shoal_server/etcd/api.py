@@ -161,8 +161,8 @@ class Keyspace(Protocol):
     A call retries through failures of endpoints and elections in etcd for about the client's
     `timeout_s` (`transact`: up to twice that), then raises `Unavailable`. It raises etcd's refusals
     at once, such as `AccessDenied`, `Overloaded` and `LeaseExpired`. If the connection breaks after
-    `transact` has sent a write, the outcome is unknown. `transact` then raises `DeadlineExceeded`
-    or `Unavailable` with `details["outcome"] == "unknown"`, and the caller must read back.
+    `transact` has sent a write, it raises `DeadlineExceeded` or `Unavailable` with
+    `details["outcome"] == "unknown"`, and the caller must read back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...

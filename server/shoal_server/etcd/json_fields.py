@@ -1,8 +1,8 @@
 """Parsing of JSON records from etcd.
 
 A person, another release or a broken disk may have written them. Readers raise `UnreadableRecord`
-for unusable values, and ignore unknown fields: a later release may have added them. A field that
-older releases must not ignore raises the record's `format`.
+for unusable values, and ignore unknown fields: a later release may have added them. A record with a
+field that older releases must not ignore has a higher `format`.
 """
 
 import json

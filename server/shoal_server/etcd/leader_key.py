@@ -1,4 +1,4 @@
-"""The leader's key in etcd."""
+"""The leader's key in etcd. Calls raise what their store raises."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -51,7 +51,7 @@ class Leader(LeaderCandidate):
 
 
 async def read(store: KeyValueStore) -> Leader | None:
-    """The leader; None if there is none. Raises what the store raises."""
+    """The leader; None if there is none."""
     found = await store.get(keys.LEADER)
     return None if found is None else parsed(found.value, found.create_revision)
 
@@ -62,7 +62,7 @@ async def follow(
     """Yield the leader (None: there is none), and again after changes.
 
     Of changes that arrive together, only the last is yielded. `after`: only changes after that
-    revision. Raises what the store raises.
+    revision.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:

@@ -1,7 +1,7 @@
 """Mirror of the keys under a prefix in etcd.
 
 `Keyspace.watch` survives outages and compacted history. Any other error ends the mirror, or makes
-it list the keys again (`resync`).
+it list the keys again (`resync`). Calls raise what their store raises.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def list_and_watch(
 ) -> AsyncGenerator[WatchBatch, None]:
     """Yield the current keys as a batch with `reset`, then every change.
 
-    `after`: only changes after that revision. Raises what the store raises.
+    `after`: only changes after that revision.
     """
     if after is None:
         listing = WatchBatch.of_listing(await store.range(prefix))
@@ -63,8 +63,7 @@ async def follow_key(
     """Yield a key (None: it does not exist), and again after changes.
 
     Of changes that arrive together, only the last is yielded. A reset of the watch yields the key
-    even if it is unchanged. `after`: only changes after that revision. Raises what the store
-    raises.
+    even if it is unchanged. `after`: only changes after that revision.
     """
     async with aclosing(list_and_watch(store, key, after)) as batches:
         async for batch in batches:
@@ -160,7 +159,7 @@ class PrefixMirror(Generic[T]):
     async def look_up(self, name: str) -> T | None:
         """Read a record from etcd now, and keep it; None if there is none.
 
-        An unreadable one leaves the known record. Raises what the store raises.
+        An unreadable one leaves the known record.
         """
         found = await self._store.get(self._prefix + name)
         if found is None:

@@ -325,7 +325,6 @@ async def _weights(
 async def _metrics_served(
     config: ParameterServerConfig, servicer: ParametersServicer, calls: Durations
 ) -> AsyncIterator[None]:
-    """Serve metrics at the configured address, if any."""
     if not config.metrics:
         yield
         return

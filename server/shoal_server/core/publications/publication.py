@@ -36,7 +36,6 @@ class Publication:
 
     @property
     def parts(self) -> tuple[PublicationPart, ...]:
-        """Parts, by rank."""
         return tuple(part for _, part in sorted(self._parts.items()))
 
     @property

@@ -62,7 +62,6 @@ class RelayTrees:
         return source
 
     def _chosen(self, tree: _Tree, name: str, readers: Mapping[str, Reader]) -> str:
-        """The first relay that may serve another one, preferably on the same host; else SERVERS."""
         num_children = Counter(source for source in tree.values() if source)
         free = [
             each

@@ -1,8 +1,7 @@
 """State machine of one series under one leader.
 
-Events and the time go in, effects come out. Changes of the record in etcd are queued, and each is
-decided when its turn comes. One write is in progress at a time. A call is answered once what the
-answer says is durable.
+Changes of the record in etcd are queued, and each is decided when its turn comes. One write is in
+progress at a time. A call is answered once what the answer says is durable.
 """
 
 from collections import OrderedDict, deque
@@ -61,8 +60,6 @@ QueuedChange = Callable[[float], Effects]
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """The write in progress, and the effects that follow it."""
-
     stored: StoredSeries
     drops: frozenset[int]
     then: tuple[Effect, ...] = ()
@@ -95,8 +92,8 @@ class PublishedSeries:
         self.stored = stored
         self.readers = Readers()
         self._relays = RelayTrees()
-        # Leases that the predecessor granted are unknown here. They may be on any version in the
-        # store, and end by `_keeps_found_until_s`.
+        # Leases that the predecessor granted are unknown here. They end by `_keeps_found_until_s`,
+        # and may be on any version in the store.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -190,7 +187,6 @@ class PublishedSeries:
         then: Sequence[Effect] = (),
         committed: Publication | None = None,
     ) -> WriteSeries:
-        """Begin to write the head, and to put and drop versions."""
         dropped = frozenset(drop)
         versions = {n: v for n, v in stored.versions.items() if n not in dropped}
         versions |= {version.number: version for version in put}
@@ -246,7 +242,6 @@ class PublishedSeries:
             yield answer
 
     def _refusal_of(self, event: BeginRequested, now_s: float) -> RequestRefused | None:
-        """The refusal, or None if the publisher may publish."""
         head, publisher = self.head, event.publisher
         if publisher == head.publisher or not head.epoch:
             return None
@@ -403,7 +398,6 @@ class PublishedSeries:
         )
 
     def _refuse_open(self, why: str) -> Effects:
-        """Refuse all waiting calls of an epoch that has ended."""
         publications, self._publications = self._publications, OrderedDict()
         self._abandoned = _Abandoned()
         for publication in publications.values():
@@ -577,7 +571,6 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """`segments`, or the version's own ones if `segments` is None or differs in its bytes."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments

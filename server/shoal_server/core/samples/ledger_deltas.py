@@ -49,7 +49,8 @@ class MemberNumbers:
         return number if known else None
 
     def member(self, number: int) -> tuple[str, str]:
-        """Name and incarnation behind a number. Raises ValueError if there is none."""
+        """Name and incarnation of the member with this number. Raises ValueError if there is
+        none."""
         if not 0 <= number < len(self._names):
             raise ValueError(
                 f"a delta of member {number}; expected a number below {len(self._names)}"

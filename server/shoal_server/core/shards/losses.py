@@ -175,7 +175,6 @@ def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
 
 
 def recovery_advice(job: str, shard: ShardAssignment) -> str:
-    """Advice to bring a lost shard back, or to give it up."""
     journal = "its journal"
     if shard.found_version:
         journal = "its own journal" if shard.found_foreign else "the newest copy of its journal"
@@ -188,7 +187,6 @@ def recovery_advice(job: str, shard: ShardAssignment) -> str:
 
 
 def explained(job: str, shard: ShardAssignment) -> LossExplanation:
-    """Explain why a lost shard is unavailable."""
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
     snapshot = f" {loss.snapshot}" if loss and loss.snapshot else ""

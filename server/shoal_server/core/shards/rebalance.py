@@ -90,7 +90,6 @@ def rebalance(
 
 
 def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """True if a shard needs no change except perhaps for balance."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -202,7 +201,6 @@ def _add_joining(
 def _hand_over_or_drop(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Hand the shard over if its primary leaves or has too much load, or drop a surplus copy."""
     if assignment.joining is not None or assignment.successor is not None:
         return assignment
     staying = _staying(assignment, servers)

@@ -1,1 +1,1 @@
-"""Records that several processes read."""
+"""Records that several processes read. Reads and writes raise what their store raises."""

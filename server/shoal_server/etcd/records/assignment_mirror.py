@@ -104,7 +104,7 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read these shards' records again, by default all. Raises what the store raises."""
+        """Read these shards' records again, by default all."""
         # Only the watch deletes records: otherwise an older put, still to be delivered, would bring
         # a record back.
         head = self._heads.get(job)
@@ -186,7 +186,7 @@ class AssignmentMirror:
         ]
 
     async def _settle(self, job: str, placement_id: str, shard_ids: Collection[int]) -> None:
-        """Find out outcomes of earlier writes to these shards. Raises what the store raises."""
+        """Find out outcomes of earlier writes to these shards."""
         if not self._unsettled:
             return
         known = self._shards.get((job, placement_id), {})

@@ -106,7 +106,7 @@ class StoredAssignments:
 
 async def read(store: Keyspace, job: str) -> StoredAssignments | None:
     """Read all assignments of a job; None if its shards are not placed. Raises InternalError for a
-    missing or unreadable record, and what the store raises."""
+    missing or unreadable record."""
     listed = await store.range(keys.assignments(job))
     found = parse_all(job, listed.items)
     return None if found is None else StoredAssignments(found, listed.revision)
@@ -256,8 +256,7 @@ async def read_shards(
 ) -> dict[int, ShardAssignment]:
     """Current assignments of these shards, without those that have no record.
 
-    Empty if the shards are not placed. Raises InternalError for an unreadable record, and what the
-    store raises.
+    Empty if the shards are not placed. Raises InternalError for an unreadable record.
     """
     found = await store.get(keys.assignments_head(job))
     if found is None:
@@ -292,8 +291,8 @@ async def place(
     that decides it.
 
     Its conditions are `compares`, and that the shards' records still exist. If one fails, nothing
-    is placed, the records are deleted, and the result answers `otherwise`. Raises what the store
-    raises; records may then remain. After an unknown outcome, the caller reads back.
+    is placed, the records are deleted, and the result answers `otherwise`. After an error of the
+    store, records may remain. After an unknown outcome, the caller reads back.
     """
     assert assignments.placement_id, (
         "records of a placement without an id would be mistaken for another's"
@@ -368,9 +367,9 @@ async def change(
     it was read. It includes `operations`, which must not read.
 
     Returns True if they were replaced, and the current records that exist. After an unknown outcome
-    it returns False and the current records, once the write can take no effect any more. Raises
-    what the store raises. Nothing was changed then, unless `details["outcome"]` is "unknown": a
-    change is possible until `settled` returns.
+    it returns False and the current records, once the write can take no effect any more. After an
+    error of the store, nothing was changed, unless `details["outcome"]` is "unknown": a change is
+    possible until `settled` returns.
     """
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
@@ -387,7 +386,7 @@ async def change(
 
 async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | MirroredKey]:
     """Return the existing records once a write of unknown outcome was made or can no longer be
-    made. Raises what the store raises; the outcome is then still unknown."""
+    made. After an error of the store, the outcome is still unknown."""
     try:
         return [item for stored in shards for item in await _settled(store, stored)]
     except ShoalError as error:

@@ -21,8 +21,7 @@ def written(job: str, source: RestoredFrom) -> Put:
 
 
 async def read(store: Keyspace, job: str) -> RestoredFrom | None:
-    """The record; None if there is none. Raises InternalError if it does not parse, and what the
-    store raises."""
+    """The record; None if there is none. Raises InternalError if it does not parse."""
     found = await store.get(keys.restored_from(job))
     if found is None:
         return None

@@ -57,6 +57,5 @@ def parse_all(records: Mapping[str, bytes]) -> list[Server]:
 
 
 async def read(store: Keyspace) -> list[Server]:
-    """All registered servers. Raises what the store raises."""
     snapshot = await store.range(keys.SERVERS)
     return parse_all({item.key: item.value for item in snapshot.items})

@@ -73,8 +73,7 @@ def stored(layout: ShardMap) -> StoredLayout:
 
 
 async def write_chunks(store: Keyspace, layout: StoredLayout) -> Compare:
-    """Write a layout's chunks; return the condition that all still exist. Raises what the store
-    raises."""
+    """Write a layout's chunks; return the condition that all still exist."""
     conditions = [await _write_chunk(store, chunk) for chunk in layout.chunks]
     # Chunks are deleted together: if the first exists, all do.
     return conditions[0]
@@ -117,7 +116,7 @@ async def servers_for_shards(store: Keyspace) -> dict[Holder, str]:
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
     """The layout as written, without current holders; None if there is none. Raises InternalError
-    if it does not parse, and what the store raises."""
+    if it does not parse."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
@@ -128,15 +127,15 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
     If the shards are not placed, the layout is as written. The address is of the primary's server,
     even of a later process, which may lead from its journal. If none is registered, it is the
     written address of that server, or else empty. Raises InternalError for a missing or unreadable
-    record, and what the store raises.
+    record.
     """
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
-    """A copy of the layout with current primaries, epochs and addresses. Raises what `read_held`
-    raises."""
+    """A copy of the layout with current primaries, epochs and addresses. Raises InternalError as
+    `read_held` does."""
     return (await _held(store, layout))[0]
 
 
@@ -206,7 +205,7 @@ class ShardMapReader:
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The current layout, without holders. Raises what `read` raises."""
+        """The current layout, without holders. Raises InternalError as the function `read` does."""
         head = await self._store.get(keys.shard_map(job))
         kept = self._kept.pop(job, None)
         if head is None:

@@ -14,14 +14,13 @@ from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 async def write(store: Keyspace, urls: Sequence[str]) -> None:
-    """Write the allowed roots. Raises what the store raises."""
     value = json.dumps({"urls": list(urls)}).encode()
     await store.transact([], [Put(keys.SNAPSHOT_ROOTS, value)])
 
 
 async def read(store: Keyspace) -> Sequence[str]:
     """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
-    parse, and what the store raises."""
+    parse."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()

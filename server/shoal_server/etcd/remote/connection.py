@@ -39,8 +39,6 @@ MAX_LOGINS = 3
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Arguments of one attempt."""
-
     connection: EtcdConnection
     metadata: Metadata
     timeout_s: float

@@ -315,7 +315,7 @@ class ReadingPauses:
             self._awaited_s = max(self._awaited_s, now_s)
 
     def end(self) -> None:
-        """The connection ends once all data are read."""
+        """Make no further pauses: the connection ends once all data are read."""
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:

@@ -1,7 +1,8 @@
 """The previous process with this server's id, which may be cut off from etcd and still serve.
 
-A new process takes over its shards once it can no longer acknowledge pushes. That is at once if it
-recorded its end in etcd, is gone from this machine, or has released the journal's lock.
+A new process takes over the shards once the previous process can no longer acknowledge pushes. It
+need not wait if the previous process recorded its end in etcd, is gone from this machine, or has
+released the journal's lock.
 """
 
 import json

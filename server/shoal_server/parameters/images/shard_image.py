@@ -37,7 +37,8 @@ class Locked(Protocol):
 
 
 class ImageContent(Protocol):
-    """The large part of an image. Call `read` under the lock of the shard's content."""
+    """The large part of an image. Call `read` under the lock of the shard's content;
+    `release`, `close` and `held_bytes` need no lock, on any thread."""
 
     described: Sequence[TensorImage]
 
@@ -50,20 +51,20 @@ class ImageContent(Protocol):
         ...
 
     def read(self, index: int) -> Buffer:
-        """A copy of a chunk. Raises InternalError if it is released."""
+        """A copy of a chunk. Raises InternalError if the chunk is released."""
         ...
 
     def release(self, index: int) -> None:
-        """Release a chunk, which is not read again. Any thread may call it, without a lock."""
+        """Release a chunk, which is not read again."""
         ...
 
     def close(self) -> None:
-        """Release all chunks. Any thread may call it, without a lock."""
+        """Release all chunks."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of copied old data. Any thread may read it, without a lock."""
+        """Bytes of copied old data."""
         ...
 
     def streams(self, locked: "Locked") -> "Sequence[TensorStream]":

@@ -21,8 +21,6 @@ class EntryLocation:
 
 @dataclass(slots=True)
 class JournalSegment:
-    """A file of the log."""
-
     index: int
     first_number: int
     num_bytes: int = 0

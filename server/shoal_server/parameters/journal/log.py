@@ -353,7 +353,7 @@ class Journal:
 
     def _remove(self, images: Sequence[StoredImage | None]) -> None:
         """Remove these images and all removable segments. Segments whose removal fails stay in the
-        index, so that no later one is removed before."""
+        index, so that none after them is removed first."""
         with self._wake:
             removable = self._index.removable()
         for segment in removable:

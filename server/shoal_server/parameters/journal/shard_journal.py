@@ -130,7 +130,7 @@ class ShardJournal:
         # An earlier version: the image has it.
 
     def end(self, replica: ShardReplica) -> None:
-        """This server no longer leads the shard."""
+        """End journaling: this server no longer leads the shard."""
         key = _key(replica)
         led = self._led.get(key)
         if led is not None and led.replica is replica:

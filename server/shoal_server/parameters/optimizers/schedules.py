@@ -42,11 +42,9 @@ class RunningSchedule:
             self._lr[0] = self._running.following(num_updates, self.lr)
 
     def state(self) -> Mapping[str, Tensor]:
-        """The state, not copied."""
         return {"lr": self._lr} if self._running is not None else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 

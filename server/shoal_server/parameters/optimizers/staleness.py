@@ -110,11 +110,9 @@ class Staleness:
         return corrected or gradients
 
     def state(self) -> Mapping[str, Tensor]:
-        """The state, not copied."""
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 

@@ -37,8 +37,8 @@ class CoreDriver:
             self._timer.cancel()
 
     def submit_event(self, event: Event) -> None:
-        """Handle an event. While an effect is carried out, it waits for the current and earlier
-        events."""
+        """Handle an event. During an effect, the event waits for the current one and all waiting
+        ones."""
         self._waiting.append(event)
         if self._is_stepping:
             return

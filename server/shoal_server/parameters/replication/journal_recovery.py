@@ -43,7 +43,7 @@ class JournalRecovery:
         step is left. Such a backup may have later versions, and becomes primary itself.
 
         Call it before the registration: other servers then never see a recovered shard without a
-        primary. Backups in etcd may be dead too: waits for their leases to end, at most `within_s`.
+        primary. Waits for the leases of backups that etcd still lists to end, at most `within_s`.
         Raises what the store raises.
         """
         loop = asyncio.get_running_loop()
@@ -98,8 +98,9 @@ class DiskRemovalLoop:
         self._decision = DiskRemoval(replicas.me, limits)
 
     async def correct_assignments(self, on_disk: Collection[Key] = ()) -> None:
-        """Correct assignments that name this disk for a shard that is not in `on_disk`. Those led
-        by another process of this server that may be alive stay. Raises what the store raises."""
+        """Correct assignments that name this disk for a shard that is not in `on_disk`. Leave those
+        whose primary is another process of this server that may be alive. Raises what the store
+        raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {
@@ -124,8 +125,8 @@ class DiskRemovalLoop:
                 await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def correct_for_ever(self) -> None:
-        """Repeat `correct_assignments` for ever. Without a journal too: the previous process may be
-        alive at first, and known to be dead later."""
+        """Repeat `correct_assignments` for ever. For a server without a journal: the previous
+        process may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:

@@ -157,7 +157,6 @@ class ReceivedUpdates:
             del self._backlogs[key]
 
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
-        """Give up a backup that differs from its primary."""
         if self._catalog.find(*key) is replica:
             self._driver.submit_event(CopyFailed(key))
 

@@ -176,7 +176,6 @@ class ShardReplicas:
         return {holder: follower.confirmed for holder, follower in followers.items()}
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """Newest assignments seen, by shard id."""
         return self._record.of_job(job)
 
     def placement_id(self, job: str) -> str:
@@ -374,7 +373,6 @@ class ShardReplicas:
 
     @property
     def in_journal(self) -> Collection[Key]:
-        """All shards in this server's journal."""
         shard_journal = self._roles.shard_journal
         return () if shard_journal is None else shard_journal.all_keys
 

@@ -253,7 +253,6 @@ class ShardRoles:
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """Pass on applied pushes, and end replication and journaling."""
         self._report_all()
         replica.state.subscribe(None)
         replica.is_led = replica.is_followed = False

@@ -78,7 +78,6 @@ class _PendingOffers:
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
-    """True if the newest record is being read."""
 
 
 class Copies:
@@ -102,7 +101,6 @@ class Copies:
         return self._held.pop(key, None)
 
     def is_held(self, key: Key) -> bool:
-        """True if there is a copy that can take over."""
         copy = self._held.get(key)
         return copy is not None and copy.phase is CopyPhase.HELD
 
@@ -147,8 +145,6 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        """True if the record is of the sender's placement, and names the sender as primary of that
-        epoch and this server as another holder."""
         # An update has no `placement_id`: the copy was checked when it began.
         placement_id = "" if isinstance(message, UpdateMessage) else message.placement_id
         return (
@@ -161,8 +157,7 @@ class Copies:
     def _other_holders(
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The refusal of a message if `_is_sent_by_primary` is False. Epochs of different
-        placements are not compared."""
+        """A refusal, which states no epoch of another placement: such epochs cannot be compared."""
         is_same_placement = isinstance(message, UpdateMessage) or message.placement_id in (
             "",
             self._placement_ids.get(message.key),
@@ -239,9 +234,9 @@ class Copies:
         data: Data,
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
-        """Accept a record that continues the copy, from the copy's primary even if the newest
-        assignment names another: the primary may count records as received once they are sent. A
-        primary that the assignment does not name gets a refusal as well."""
+        """Accept a record that continues the copy, even if the newest assignment names another
+        primary: the sender may count records as received once they are sent. A sender that the
+        assignment does not name gets a refusal as well."""
         key, copy = record.key, self._held.get(record.key)
         is_named = self._is_sent_by_primary(assignment, peer, record)
         if (
@@ -292,7 +287,6 @@ class Copies:
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk, data: Data) -> Iterator[Effect]:
         incoming = self._incoming.get(chunk.key)
-        # Ignore chunks of a dropped image.
         if (
             incoming is not None
             and (incoming.peer, incoming.link, incoming.start.image) == (peer, link, chunk.image)

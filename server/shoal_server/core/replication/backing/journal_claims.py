@@ -71,8 +71,7 @@ class JournalClaims:
         asked_s: float,
         now_s: float,
     ) -> None:
-        """Note the servers in etcd, and processes known to have ended. `holders`: those of the
-        shards in the journal."""
+        """`holders`: those of the shards in the journal."""
         away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)

@@ -59,8 +59,7 @@ class DiskRemoval:
         asked_s: float,
         now_s: float,
     ) -> None:
-        """Note the servers that etcd listed at `asked_s`, and processes known to have ended.
-        `missing`: shards that records place on this disk."""
+        """`missing`: shards that records place on this disk."""
         others = {a.primary for a in missing if self._is_own(a)} - {self._me}
         away_s = self._absences.away_s(others - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)

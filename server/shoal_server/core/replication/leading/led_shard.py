@@ -141,7 +141,6 @@ class LedShard:
 
     @property
     def version(self) -> int:
-        """Version after the last push."""
         return self.log.version
 
     # --- safe versions ---
@@ -167,7 +166,6 @@ class LedShard:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if all required followers have confirmed all updates."""
         return all(follower.confirmed >= self.version for follower in self._required())
 
     @property
@@ -329,8 +327,6 @@ class LedShard:
         return a
 
     def _is_formed(self, a: ShardAssignment) -> bool:
-        """True if a shard that is neither PRESENT nor LOST has no following joiner, and all backups
-        have values."""
         if a.content is ShardContent.PRESENT or a.content is ShardContent.LOST:
             return False
         joiner = self.followers.get(a.joining) if a.joining is not None else None
@@ -353,8 +349,7 @@ class LedShard:
     # --- steps that follow ---
 
     def take_due_steps(self, now_s: float, announced_s: float) -> Iterator[Effect]:
-        """Take the steps that are due. `announced_s`: from the notice of a successor to workers
-        until pushes stop."""
+        """`announced_s`: from the notice of a successor to workers until pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.try_catch_up(self.version)

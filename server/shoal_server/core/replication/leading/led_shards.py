@@ -137,7 +137,7 @@ class LedShards:
                     yield holder, link.number
 
     def note_delivery(self, event: ev.RecordDelivered) -> LedShard | None:
-        """Note a delivery. Return the shard if the follower's `received` rises, else None."""
+        """Return the shard if the follower's `received` rises, else None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
         is_current = self.links.is_current(event.peer, event.link)

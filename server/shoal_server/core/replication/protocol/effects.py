@@ -107,8 +107,6 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class DropShard:
-    """Discard the shard with all its data."""
-
     key: Key
 
 
@@ -229,8 +227,6 @@ class AdoptImage:
 
 @dataclass(frozen=True, slots=True)
 class DropImage:
-    """Discard the chunks received of an image."""
-
     key: Key
     image: int
 
@@ -261,8 +257,6 @@ class LoadJournal:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """Log a line for operators."""
-
     what: str
     key: Key | None = None
     peer: Holder | None = None

@@ -1,5 +1,4 @@
-"""Messages between the servers of a shard. Events and effects carry a message's data, but the core
-reads only versions and chunk numbers.
+"""Messages between the servers of a shard.
 
 The primary's server opens the link. Requests go to the backup, replies come back. Messages arrive
 in order, or the link breaks.
